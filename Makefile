@@ -1,0 +1,41 @@
+# Every target makes or refreshes .venv by itself; nothing else has to be installed by hand.
+PYTHON ?= python3
+PY := .venv/bin/python
+STAMP := .venv/.installed
+SEEDS ?= 3
+WORKERS ?= 2
+
+.PHONY: study study-full test check docs bench soak clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in runs/ (minutes)
+	$(PY) -m studies.route2 run --preset strong --seeds $(SEEDS) --workers $(WORKERS)
+
+study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
+	$(PY) -m studies.route2 full --workers $(WORKERS)
+
+test: $(STAMP)  ## the test suite
+	$(PY) -m pytest -n 2 --dist loadfile
+
+check: $(STAMP)  ## ruff and pyright
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+docs: $(STAMP)  ## build the write-up strictly into site/
+	.venv/bin/mkdocs build --strict
+
+bench: $(STAMP)  ## paired speed and memory ratios
+	$(PY) -m studies.benchmarks.routing
+
+clean:  ## remove the virtual environment and built docs
+	rm -rf .venv site

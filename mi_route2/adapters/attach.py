@@ -1,0 +1,178 @@
+"""Attach adapters to a model, switch them, and know which parameters are whose.
+
+adapters = attach(model, "blocks.*.attn.*", "blocks.*.mlp.*", spec=AdapterSpec(), generator=g)
+with adapters.deployed():      # quarantine out: the model that ships
+with adapters.reference():     # both out: the base model, bit for bit (a free KL reference)
+with adapters.recording(tape): # what the adapters learn from the next forward and backward
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from mi_route2.adapters.kept import Kept, LoRA, SVDKept
+from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
+from mi_route2.adapters.routed import RoutedLinear, Switchboard
+from mi_route2.adapters.svd import decompose
+from mi_route2.adapters.tape import Tape
+from mi_route2.sites import select
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Which adapters stand at every chosen Linear.
+
+    ``rank`` is the kept adapter's (``None``: full, SVD only), ``quarantine_rank`` the quarantine's. ``fold`` replaces the base
+    matmul by ``U((S+dS)*(Vh x))``; it needs a full-rank SVD kept adapter.
+    """
+
+    kept: Literal["svd", "lora"] = "svd"
+    rank: int | None = None
+    quarantine: Literal["lora", "shared", "none"] = "lora"
+    quarantine_rank: int = 4
+    fold: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kept == "lora" and self.rank is None:
+            raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
+        if self.fold and (self.kept != "svd" or self.rank is not None):
+            raise ValueError("fold=True needs the full-rank SVD kept adapter: kept='svd', rank=None")
+
+
+class Adapters:
+    """All routed Linears of one model, by site name."""
+
+    def __init__(self, model: nn.Module, sites: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec):
+        self.model, self.sites, self.spec, self._board = model, sites, spec, board
+
+    def kept_parameters(self) -> dict[str, nn.Parameter]:
+        """``{"site.name": parameter}`` of the kept adapter."""
+        return {f"{site}.{name}": p for site, m in self.sites.items() for name, p in m.kept.named_parameters()}
+
+    def quarantine_parameters(self) -> dict[str, nn.Parameter]:
+        """``{"site.name": parameter}`` of the quarantine; empty where there is none."""
+        return {
+            f"{site}.{name}": p
+            for site, m in self.sites.items()
+            if m.quarantine is not None
+            for name, p in m.quarantine.named_parameters()
+        }
+
+    def scored(self, site: str) -> nn.Parameter:
+        """The kept factor that per-rollout gradients are scored on: ``dS``, or ``B`` of a LoRA."""
+        kept = self.sites[site].kept
+        return getattr(kept, kept.scored)
+
+    @property
+    def has_quarantine(self) -> bool:
+        return self.spec.quarantine != "none"
+
+    @contextmanager
+    def _switched(self, **changes: object) -> Iterator[None]:
+        before = {name: getattr(self._board, name) for name in changes}
+        for name, value in changes.items():
+            setattr(self._board, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(self._board, name, value)
+
+    def full(self):
+        """Context: kept adapter and quarantine in the forward."""
+        return self._switched(kept=True, quarantine=True)
+
+    def deployed(self):
+        """Context: quarantine out; the model that ships."""
+        return self._switched(kept=True, quarantine=False)
+
+    def reference(self):
+        """Context: both out; the base model bit for bit."""
+        return self._switched(kept=False, quarantine=False)
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[Tape]:
+        """Context: ``tape`` is open. On a clean exit every site must have run (``RuntimeError`` names those that did not)."""
+        if self._board.tape is not None:
+            raise RuntimeError("a tape is already open; close it before opening another")
+        with self._switched(tape=tape):
+            yield tape
+        tape.assert_fired(self.sites, backward=False)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Context: each Linear is one merged weight (what is switched on now), for fast generation; gradients are off."""
+        if self._board.tape is not None:
+            raise RuntimeError("merged weights would bypass the open tape; close it first")
+        for module in self.sites.values():
+            module.merge()
+        try:
+            with self._switched(merged=True), torch.no_grad():
+                yield
+        finally:
+            for module in self.sites.values():
+                module.unmerge()
+
+    def tensors(self, *, quarantine: bool = True) -> dict[str, Tensor]:
+        """Detached tensors under the names of a saved file: ``kept.<site>.<name>``, ``quarantine.<site>.<name>``."""
+        out = {f"kept.{name}": p.detach() for name, p in self.kept_parameters().items()}
+        if quarantine:
+            out |= {f"quarantine.{name}": p.detach() for name, p in self.quarantine_parameters().items()}
+        return out
+
+    def detach(self) -> nn.Module:
+        """Put the plain Linears back and return the model as it was before ``attach``."""
+        for site, module in self.sites.items():
+            _replace(self.model, site, module.base)
+        return self.model
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _kept(linear: nn.Linear, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
+    if spec.kept == "lora":
+        assert spec.rank is not None
+        return LoRA(linear, spec.rank, generator), None
+    svd = decompose(linear.weight, cache_dir).top(spec.rank)
+    return SVDKept(linear, svd), svd.S.to(linear.weight.dtype) if spec.fold else None
+
+
+def _quarantine(linear: nn.Linear, kept: Kept, spec: AdapterSpec, generator: torch.Generator) -> Quarantine | None:
+    if spec.quarantine == "none":
+        return None
+    return SharedQuarantine(kept) if spec.quarantine == "shared" else LoRA(linear, spec.quarantine_rank, generator)
+
+
+def attach(
+    model: nn.Module,
+    *patterns: str,
+    spec: AdapterSpec | None = None,
+    generator: torch.Generator,
+    expect: int | None = None,
+    cache_dir: Path | None = None,
+) -> Adapters:
+    """Freeze ``model`` and put a kept adapter and a quarantine at every Linear that ``patterns`` select.
+
+    Random factors come from ``generator``. Errors: a pattern without a match (``KeyError``), a count other than ``expect``,
+    a model that already has adapters (``ValueError``).
+    """
+    spec = AdapterSpec() if spec is None else spec
+    if any(isinstance(m, RoutedLinear) for m in model.modules()):
+        raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
+    chosen = select(model, *patterns, expect=expect)
+    model.requires_grad_(False)
+    board = Switchboard(sites=len(chosen))
+    sites = {}
+    for name, linear in chosen.items():
+        kept, fold = _kept(linear, spec, generator, cache_dir)
+        sites[name] = RoutedLinear(linear, name, kept, _quarantine(linear, kept, spec, generator), board, fold)
+        _replace(model, name, sites[name])
+    return Adapters(model, sites, board, spec)

@@ -1,0 +1,96 @@
+"""A trainable factor whose gradient passes through a lane, exactly, inside the ordinary backward.
+
+    y = h F^T  (matrix factor)   or   y = f * h  (diagonal factor)
+
+``RoutedFactor`` is that product with one change: its backward hands the pair (h, dL/dy) to the tape's lane and returns what
+the lane answers as the factor's gradient. No gate enters the forward, nothing is divided, there is no second pass, and what
+leaves the backward is already filtered: right under accumulation, checkpointing and data parallelism.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mi_route2.adapters.gradients import Diagonal, Pairs
+from mi_route2.adapters.tape import Lane, Tape
+
+
+def multiply(h: Tensor, factor: Tensor) -> Tensor:
+    """``h F^T`` or ``f * h``, in the type of ``h``."""
+    factor = factor.to(h.dtype)
+    return h * factor if factor.ndim == 1 else h @ factor.mT
+
+
+class RoutedFactor(torch.autograd.Function):
+    """``multiply`` whose factor gradient is the lane's answer."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, lane: Lane, site: str, name: str) -> Tensor:
+        ctx.save_for_backward(h, factor)
+        ctx.routing = (tape, lane, site, name)
+        return multiply(h, factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        h, factor = ctx.saved_tensors
+        tape, lane, site, name = ctx.routing
+        tape.saw_backward(site)
+        pair_type = Diagonal if factor.ndim == 1 else Pairs
+        answer = lane.gradient(site, name, pair_type(tape.rows(h), tape.rows(dy)))
+        dh = None
+        if ctx.needs_input_grad[0]:
+            cast = factor.to(dy.dtype)
+            dh = dy * cast if factor.ndim == 1 else dy @ cast
+            if lane.detach:
+                keep = (lane.weights(site) != 0).to(dh.dtype)
+                keep = keep if keep.ndim == 2 else keep[:, None].expand(-1, tape.tokens)
+                dh = dh * keep.reshape(*dh.shape[:-1], 1)
+        return dh, None if answer is None else answer.to(factor.dtype), None, None, None, None
+
+
+class ReadOutput(torch.autograd.Function):
+    """The identity on a site's output ``y``; its backward shows the pair (x, dL/dy) to the tape's output reader."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, tape: Tape, site: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.tape, ctx.site = tape, site
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        (x,) = ctx.saved_tensors
+        ctx.tape.saw_backward(ctx.site)
+        ctx.tape.outputs.read(ctx.site, Pairs(ctx.tape.rows(x), ctx.tape.rows(dy)))
+        return dy, None, None, None
+
+
+class L1(torch.autograd.Function):
+    """The identity whose backward adds ``weight * sign(y)``: the gradient of ``weight * sum |y|``, wherever the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: float) -> Tensor:
+        ctx.save_for_backward(y.sign())
+        ctx.weight = weight
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (sign,) = ctx.saved_tensors
+        return grads[0] + ctx.weight * sign, None
+
+
+def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, lane: Lane | None, site: str, name: str) -> Tensor:
+    """``multiply`` under the lane of the open tape, or plain where there is none."""
+    if tape is None or lane is None or not torch.is_grad_enabled():
+        return multiply(h, factor)
+    out = RoutedFactor.apply(h, factor, tape, lane, site, name)
+    assert isinstance(out, Tensor)
+    return out

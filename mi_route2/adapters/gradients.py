@@ -1,0 +1,132 @@
+"""The gradient of one trainable factor, a rollout at a time, without a second pass.
+
+A factor enters the forward linearly: ``y = h F^T`` (matrix, ``F [d_out, d_in]``) or ``y = f * h`` (diagonal, ``f [r]``).
+With ``dy = dL/dy`` the gradient that rollout ``b`` alone contributes is
+
+    G_b = sum_t dy[b,t] h[b,t]^T      (matrix)          g_b = sum_t dy[b,t] * h[b,t]      (diagonal)
+
+It is exact wherever the factor stands, zero included: nothing is divided and nothing is estimated. Norms and inner products
+are contracted from the pair (h, dy) where that is cheaper than writing ``G_b`` down:
+
+    <G_b, v> = sum_t dy_t^T v h_t         |G_b|^2 = sum_{t,t'} (dy_t . dy_t') (h_t . h_t')
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+@runtime_checkable
+class Feature(Protocol):
+    """One vector (or matrix) a rollout at one site: what scores and directions are made of."""
+
+    def values(self) -> Tensor:
+        """The vectors themselves, ``[b, ...]``."""
+        ...
+
+    def inner(self, v: Tensor) -> Tensor:
+        """``<feature_b, v>`` for each rollout, ``[b]``."""
+        ...
+
+    def norms(self) -> Tensor:
+        """``|feature_b|`` for each rollout, ``[b]``."""
+        ...
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type that sums over tokens are taken in: float32 under half precision, else the type itself."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@dataclass(frozen=True)
+class Written:
+    """A feature that is held as its values, ``[b, ...]``."""
+
+    tensor: Float[Tensor, "b ..."]
+
+    def values(self) -> Float[Tensor, "b ..."]:
+        return self.tensor
+
+    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
+        return self.tensor.flatten(1) @ v.to(self.tensor.dtype).flatten()
+
+    def norms(self) -> Float[Tensor, " b"]:
+        return self.tensor.flatten(1).norm(dim=1)
+
+    def weighted(self, weights: Float[Tensor, " b"]) -> Tensor:
+        """``sum_b weights[b] * feature_b``; a weight of 0 leaves exactly 0 of that rollout."""
+        return torch.tensordot(weights.to(self.tensor.dtype), self.tensor, dims=1)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A matrix factor's gradient held as its two sides, ``h [b s d_in]`` and ``dy [b s d_out]``."""
+
+    h: Float[Tensor, "b s d_in"]
+    dy: Float[Tensor, "b s d_out"]
+
+    def values(self) -> Float[Tensor, "b d_out d_in"]:
+        return torch.bmm(self.dy.mT, self.h)
+
+    def inner(self, v: Float[Tensor, "d_out d_in"]) -> Float[Tensor, " b"]:
+        v = v.to(self.h.dtype)
+        d_out, d_in = v.shape
+        if d_in <= d_out:  # contract the wider side first: the product that is written down is then the narrower one
+            return ((self.dy @ v) * self.h).sum(dim=(1, 2), dtype=wide(v.dtype))
+        return ((self.h @ v.mT) * self.dy).sum(dim=(1, 2), dtype=wide(v.dtype))
+
+    def norms(self) -> Float[Tensor, " b"]:
+        s, d_in, d_out = self.h.shape[1], self.h.shape[2], self.dy.shape[2]
+        if s * (d_in + d_out) < d_in * d_out:
+            gram = torch.bmm(self.dy, self.dy.mT) * torch.bmm(self.h, self.h.mT)
+            # The sum is a squared norm; rounding may leave a tiny negative where it should be 0.
+            return gram.sum(dim=(1, 2), dtype=wide(gram.dtype)).clamp_min(0).sqrt()
+        return self.values().to(wide(self.h.dtype)).flatten(1).norm(dim=1)
+
+    def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
+        """``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
+        per_token = weights if weights.ndim == 2 else weights[:, None]
+        per_token = per_token[..., None].to(self.h.dtype)
+        if self.h.shape[-1] <= self.dy.shape[-1]:
+            return self.dy.flatten(0, 1).mT @ (self.h * per_token).flatten(0, 1)
+        return (self.dy * per_token).flatten(0, 1).mT @ self.h.flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A diagonal factor's gradient held as ``h`` and ``dy``, both ``[b s r]``."""
+
+    h: Float[Tensor, "b s r"]
+    dy: Float[Tensor, "b s r"]
+
+    def values(self) -> Float[Tensor, "b r"]:
+        return (self.h * self.dy).sum(dim=1, dtype=wide(self.h.dtype))
+
+    def inner(self, v: Float[Tensor, " r"]) -> Float[Tensor, " b"]:
+        values = self.values()
+        return values @ v.to(values.dtype)
+
+    def norms(self) -> Float[Tensor, " b"]:
+        return self.values().norm(dim=1)
+
+    def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, " r"]:
+        if weights.ndim == 2:
+            product = (self.h * self.dy).to(wide(self.h.dtype))
+            return torch.einsum("bs,bsr->r", weights.to(product.dtype), product)
+        values = self.values()
+        return weights.to(values.dtype) @ values
+
+
+FactorGradient = Pairs | Diagonal
+
+
+def compact(gradient: FactorGradient) -> FactorGradient | Written:
+    """The smaller of the two ways to hold a gradient until all modules have reported: the pair, or ``G_b`` itself."""
+    if isinstance(gradient, Diagonal):
+        return Written(gradient.values())
+    s, d_in = gradient.h.shape[1:]
+    d_out = gradient.dy.shape[2]
+    return Written(gradient.values()) if d_in * d_out < s * (d_in + d_out) else gradient

@@ -1,0 +1,66 @@
+"""Adapters on disk: safetensors with the spec in the header, checked on load; the deployed file holds no quarantine tensor."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from mi_route2.adapters.attach import Adapters
+
+Which = Literal["full", "deployed"]
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename)."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=metadata)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        partial.replace(path)
+    except SafetensorError as error:  # safetensors reports a full disk as its own error
+        raise OSError(f"could not write {path}: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            return {name: handle.get_tensor(name) for name in handle.keys()}, dict(handle.metadata() or {})  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
+
+
+def save_adapters(adapters: Adapters, path: Path, which: Which = "full") -> None:
+    """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
+    metadata = {"format": "mi-route2 adapters 1", "which": which, "spec": json.dumps(asdict(adapters.spec))}
+    write_tensors(path, adapters.tensors(quarantine=which == "full"), metadata)
+
+
+def load_adapters(adapters: Adapters, path: Path) -> None:
+    """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
+
+    ``ValueError`` says what differs: a missing or foreign name, a shape, or a value that is not finite. Nothing is changed
+    unless everything fits.
+    """
+    found, metadata = read_tensors(path)
+    own = adapters.tensors(quarantine=metadata.get("which") != "deployed")
+    if missing := sorted(own.keys() - found.keys()):
+        raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
+    if foreign := sorted(found.keys() - own.keys()):
+        raise ValueError(f"{path} holds {len(foreign)} tensors that the model has no place for, first {foreign[0]!r}")
+    for name, tensor in found.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(own[name].shape)} in the model")
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{name} in {path} holds values that are not finite")
+    for name, tensor in found.items():
+        own[name].copy_(tensor)

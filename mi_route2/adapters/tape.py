@@ -1,0 +1,101 @@
+"""One recorded pass: what the adapters may learn from it, and what is read off on the way.
+
+A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Lane`` for the kept adapter and
+one for the quarantine: a lane sees each factor's per-rollout gradient inside the backward and answers with the gradient that
+the parameter receives. Readers watch the input of every site in the forward, or the pair (input, gradient at the output) in
+the backward. The layout is stated by whoever makes the tape and is never guessed from a tensor's shape: ``[b * s, d]`` read as
+rollouts would flag tokens.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from mi_route2.adapters.gradients import FactorGradient, Pairs
+
+
+@runtime_checkable
+class Lane(Protocol):
+    """Decides what the factors of one adapter learn in one pass."""
+
+    detach: bool
+    """Whether what is flagged (weight 0) also sends no gradient through the adapter to its input."""
+
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
+        """The gradient of the factor; ``None`` where it is assigned after the backward."""
+        ...
+
+    def weights(self, site: str) -> Tensor:
+        """The weights ``[b]`` or ``[b, s]`` in force at this site; asked for only where ``detach`` is set."""
+        ...
+
+
+@runtime_checkable
+class InputReader(Protocol):
+    """Sees ``x [b, s, d_in]`` at every site in the forward, detached."""
+
+    def read(self, site: str, x: Tensor) -> None: ...
+
+
+@runtime_checkable
+class OutputReader(Protocol):
+    """Sees the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout."""
+
+    def read(self, site: str, pair: Pairs) -> None: ...
+
+
+class Tape:
+    """The state of one forward and backward: layout, lanes and readers.
+
+    ``kept`` and ``quarantine`` are lanes; ``None`` leaves that adapter to ordinary autograd. ``l1`` adds
+    ``l1 * mean |quarantine output|``, averaged over sites, to the loss by its exact gradient.
+    """
+
+    def __init__(
+        self,
+        rollouts: int,
+        tokens: int,
+        *,
+        kept: Lane | None = None,
+        quarantine: Lane | None = None,
+        inputs: InputReader | None = None,
+        outputs: OutputReader | None = None,
+        l1: float = 0.0,
+    ):
+        if rollouts < 1 or tokens < 1:
+            raise ValueError(f"a tape needs at least one rollout and one token, not [{rollouts}, {tokens}]")
+        if l1 < 0:
+            raise ValueError(f"l1 is a penalty and must be at least 0, not {l1}")
+        self.rollouts, self.tokens = rollouts, tokens
+        self.kept, self.quarantine = kept, quarantine
+        self.inputs, self.outputs, self.l1 = inputs, outputs, l1
+        self._forward: set[str] = set()
+        self._backward: set[str] = set()
+
+    def rows(self, t: Tensor) -> Tensor:
+        """``[b, s, d]`` of a tensor that a Linear saw as ``[b, s, d]`` or ``[b * s, d]``; ``ValueError`` otherwise."""
+        if t.shape[:-1] == (self.rollouts, self.tokens):
+            return t
+        if t.shape[:-1] == (self.rollouts * self.tokens,):
+            return t.view(self.rollouts, self.tokens, t.shape[-1])
+        raise ValueError(
+            f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens, but a Linear saw {tuple(t.shape)}; "
+            "give the tape the layout of the batch that the model runs"
+        )
+
+    def saw_forward(self, site: str) -> None:
+        self._forward.add(site)
+
+    def saw_backward(self, site: str) -> None:
+        self._backward.add(site)
+
+    def assert_fired(self, sites: Iterable[str], *, backward: bool) -> None:
+        """Raise ``RuntimeError`` naming each site that did not run in the forward (or report in the backward)."""
+        missing = [site for site in sites if site not in (self._backward if backward else self._forward)]
+        if missing:
+            what = "report a gradient" if backward else "run"
+            raise RuntimeError(
+                f"these adapters did not {what} while the tape was open: {', '.join(missing)}; run forward and backward "
+                "inside the context (under checkpointing the backward runs the forward again)"
+            )

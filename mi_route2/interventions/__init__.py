@@ -1,0 +1,1 @@
+"""Reading and acting at named places of a forward pass."""

@@ -1,0 +1,104 @@
+"""One look for every figure: colour-blind-safe, sized for print, the same bytes on every run.
+
+Colours: Okabe and Ito, "Color Universal Design" (2008). Each colour comes with a marker and a line style of its own, so a
+figure also reads in grey. Figures are made with `new_figure`, not pyplot: no global list of open figures, no display.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
+GREY = "#8A8A8A"
+OKABE_ITO = (BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE)
+
+DPI = 200
+PAGE_WIDTH = 8.3  # inches: A4 upright
+PAGE_HEIGHT = 11.2
+
+STYLE = {
+    "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
+    "font.size": 8.0,
+    "axes.titlesize": 8.5,
+    "axes.labelsize": 8.0,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.prop_cycle": matplotlib.cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]),
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.5,
+    "xtick.labelsize": 7.0,
+    "ytick.labelsize": 7.0,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "figure.dpi": DPI,
+    "savefig.dpi": DPI,
+    "svg.hashsalt": "mi_route2",
+}
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """The house style for the figures made and saved inside the block; the caller's settings come back after it."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a user's matplotlibrc must not change a study's figures
+        matplotlib.rcParams.update(STYLE)
+        yield
+
+
+def new_figure(width: float = PAGE_WIDTH, height: float = 4.0) -> Figure:
+    """An empty figure of `width` x `height` inches, drawn by Agg; make and save it inside `style()`."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> Path:
+    """Writes the figure in the format of the suffix (png, svg or pdf) and returns the path.
+
+    The file appears whole or not at all: it is drawn in memory, written beside its place and renamed. No date is stored, so
+    the same figure gives the same bytes. Raises ValueError for another suffix or a folder that is missing or not writable.
+    """
+    suffix = path.suffix.lstrip(".")
+    metadata: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    if suffix not in metadata:
+        raise ValueError(f"a figure is saved as .png, .svg or .pdf, not as {path.name!r}")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix, dpi=dpi, metadata=metadata[suffix])
+    return write_whole(path, buffer.getvalue())
+
+
+def write_whole(path: Path, content: bytes) -> Path:
+    """Writes `content` to `path` by a temporary neighbour and a rename, so that a reader never sees half a file.
+
+    Raises ValueError in one sentence when the folder is missing, not writable or full; the old file is then still there.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    return path

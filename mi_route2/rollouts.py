@@ -1,0 +1,89 @@
+"""A batch of rollouts, and the policy that gives them log-probabilities.
+
+Position ``t`` *predicts* token ``t + 1``. The predictors of a completion run from the last prompt token to the last but one of
+the completion: activations are pooled there, and log-probabilities are read there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from mi_route2.adapters.attach import Adapters
+
+Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``)."""
+
+    tokens: Int[Tensor, "b s"]
+    attention: Bool[Tensor, "b s"]
+    completion: Bool[Tensor, "b s"]
+
+    def __post_init__(self) -> None:
+        if bool((self.completion & ~self.attention).any()):
+            raise ValueError("a completion token lies on padding: completion must be a subset of attention")
+        if bool(self.completion[:, 0].any()):
+            raise ValueError("the first token has no predictor: a rollout needs at least one prompt token")
+
+    @property
+    def predictors(self) -> Bool[Tensor, "b s"]:
+        """True where the position predicts a completion token."""
+        shifted = torch.zeros_like(self.completion)
+        shifted[:, :-1] = self.completion[:, 1:]
+        return shifted
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def rows(self, index: Tensor) -> "Rollouts":
+        """The rollouts at ``index`` (integers or a boolean mask)."""
+        return Rollouts(self.tokens[index], self.attention[index], self.completion[index])
+
+    @staticmethod
+    def from_lists(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int) -> "Rollouts":
+        """Right-padded rollouts from token lists, a prompt and a completion each."""
+        if len(prompts) != len(completions) or not prompts:
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions do not make rollouts")
+        width = max(len(p) + len(c) for p, c in zip(prompts, completions))
+        tokens = torch.full((len(prompts), width), pad)
+        attention = torch.zeros(len(prompts), width, dtype=torch.bool)
+        completion = torch.zeros_like(attention)
+        for row, (p, c) in enumerate(zip(prompts, completions)):
+            tokens[row, : len(p) + len(c)] = torch.tensor([*p, *c])
+            attention[row, : len(p) + len(c)] = True
+            completion[row, len(p) : len(p) + len(c)] = True
+        return Rollouts(tokens, attention, completion)
+
+
+def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+    """Logits of a causal model that takes ``attention_mask``: plain tensors or an object with ``.logits``.
+
+    Right padding needs no mask (no real token reads what comes after it), so none is passed there: a model may then take
+    its causal fast path, and padding cannot leak in.
+    """
+    right_padded = bool((attention[:, 1:] <= attention[:, :-1]).all())
+    out = model(tokens) if right_padded else model(tokens, attention_mask=attention)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model with its adapters; ``forward(model, tokens, attention) -> logits [b s v]`` says how it is called."""
+
+    model: nn.Module
+    adapters: Adapters
+    forward: Forward = call_with_mask
+
+    def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
+        """Log-probability of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
+        logits = self.forward(self.model, rollouts.tokens, rollouts.attention)[:, :-1]
+        logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        chosen = logits.log_softmax(-1).gather(-1, rollouts.tokens[:, 1:, None])[..., 0]
+        chosen = torch.nn.functional.pad(chosen, (0, 1))
+        # where, not a product: a log-probability of -inf on padding times 0 would be NaN
+        return torch.where(rollouts.predictors, chosen, torch.zeros_like(chosen))

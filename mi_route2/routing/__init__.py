@@ -1,0 +1,28 @@
+"""Which part of an update the kept adapter may learn: directions, scores, masks and routes."""
+
+from mi_route2.routing.batch import Privileged, TrainBatch, group_advantages
+from mi_route2.routing.directions import Directions, HaarFitter, PairBatch, PersonaFitter, TopKFitter
+from mi_route2.routing.mask import MaskRoute
+from mi_route2.routing.routes import Decision, EraseRoute, OpenRoute, Route, StepContext
+from mi_route2.routing.spec import EraseSpec, MaskSpec, OpenSpec, RouteSpec
+
+__all__ = [
+    "Decision",
+    "Directions",
+    "EraseRoute",
+    "EraseSpec",
+    "HaarFitter",
+    "MaskRoute",
+    "MaskSpec",
+    "OpenRoute",
+    "OpenSpec",
+    "PairBatch",
+    "PersonaFitter",
+    "Privileged",
+    "Route",
+    "RouteSpec",
+    "StepContext",
+    "TopKFitter",
+    "TrainBatch",
+    "group_advantages",
+]

@@ -1,0 +1,67 @@
+"""What may reach the loss and the route. No field here comes from the oracle; that is the no-cheat rule made structural.
+
+``Privileged`` is the one marked type that carries detector verdicts over the student's rollouts. Only routes whose spec says
+``privileged`` accept it: the oracle bounds and the known-mode filter baseline.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mi_route2.rollouts import Rollouts
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Rollouts with their training rewards. ``groups`` numbers the prompt that each rollout answers.
+
+    ``old_logprobs`` are the sampling policy's (for the clip), ``reference_logprobs`` the base model's (for the KL), both or
+    neither; ``teacher`` marks cached rollouts of known modes.
+    """
+
+    rollouts: Rollouts
+    rewards: Float[Tensor, " b"]
+    advantages: Float[Tensor, " b"]
+    groups: Int[Tensor, " b"]
+    teacher: Bool[Tensor, " b"]
+    old_logprobs: Float[Tensor, "b s"] | None = None
+    reference_logprobs: Float[Tensor, "b s"] | None = None
+
+    def rows(self, index: Tensor) -> "TrainBatch":
+        """The rollouts at ``index``."""
+
+        def take(t: Tensor | None) -> Tensor | None:
+            return None if t is None else t[index]
+
+        return TrainBatch(
+            self.rollouts.rows(index),
+            self.rewards[index],
+            self.advantages[index],
+            self.groups[index],
+            self.teacher[index],
+            take(self.old_logprobs),
+            take(self.reference_logprobs),
+        )
+
+
+@dataclass(frozen=True)
+class Privileged:
+    """Detector verdicts over the student's rollouts: the rollout's own channel fired; the known mode's exploit is present."""
+
+    own_channel: Bool[Tensor, " b"]
+    known_channel: Bool[Tensor, " b"]
+
+
+def group_advantages(
+    rewards: Float[Tensor, " b"], groups: Int[Tensor, " b"], counted: Bool[Tensor, " b"] | None = None
+) -> Float[Tensor, " b"]:
+    """Dr.GRPO: ``A = R - mean(R over the group)``, the mean over ``counted`` rollouts only; 0 where none is counted."""
+    weight = torch.ones_like(rewards) if counted is None else counted.to(rewards.dtype)
+    _, index = groups.unique(return_inverse=True)
+    size = int(index.max()) + 1
+    total = torch.zeros(size, dtype=rewards.dtype).index_add_(0, index, rewards * weight)
+    count = torch.zeros(size, dtype=rewards.dtype).index_add_(0, index, weight)
+    advantage = rewards - (total / count.clamp_min(1))[index]
+    return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage))

@@ -1,0 +1,178 @@
+"""Persona directions: site -> unit vector, with where they came from.
+
+    act, grad   v = unit( mean_i  f(hack_i) - f(clean_i) )
+    full        v = unit( mean_i  unit(G(hack_i)) - unit(G(clean_i)) )
+    top-k       right singular vectors of the stacked per-pair differences, each turned so that most pairs agree with it, and
+                dropped where its singular value lies in the lowest quarter over all modules (the noise floor)
+
+A fitter whose ``refreshes`` is true is asked again at every refresh and answers from the policy as it then is. A control's
+fitter is asked once a run: a control that a refresh overwrites is no control.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing.features import FeatureKind, Features, collect
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Contrast pairs as two aligned batches, and the hash of the text that they came from."""
+
+    hack: Rollouts
+    clean: Rollouts
+    pairs_hash: str
+
+    def __post_init__(self) -> None:
+        if len(self.hack) != len(self.clean):
+            raise ValueError(f"{len(self.hack)} hack and {len(self.clean)} clean rollouts are not pairs")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a direction came from."""
+
+    fitter: str
+    kind: FeatureKind
+    pairs_hash: str
+    base_hash: str
+    step: int
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Directions:
+    """``vectors[site]`` has unit norm: ``[*feature]``, or ``[k, *feature]`` for top-k (orthonormal rows; ``k`` may be 0)."""
+
+    vectors: Mapping[str, Tensor]
+    provenance: Provenance
+
+    def overlap(self, other: "Directions") -> float:
+        """Mean over sites of the cosine with ``other``; below .2 the direction has rotated off."""
+        cosines = [
+            torch.nn.functional.cosine_similarity(v.flatten(), other.vectors[site].flatten(), dim=0)
+            for site, v in self.vectors.items()
+        ]
+        return float(torch.stack(cosines).mean())
+
+    def save(self, path: Path) -> None:
+        write_tensors(
+            path,
+            dict(self.vectors),
+            {"format": "mi-route2 directions 1", "provenance": json.dumps(asdict(self.provenance))},
+        )
+
+    @staticmethod
+    def load(path: Path) -> "Directions":
+        tensors, metadata = read_tensors(path)
+        if "provenance" not in metadata:
+            raise ValueError(f"{path} holds no directions: its header names no provenance")
+        return Directions(tensors, Provenance(**json.loads(metadata["provenance"])))
+
+
+@runtime_checkable
+class Fitter(Protocol):
+    """Gives directions for the policy as it now is."""
+
+    @property
+    def refreshes(self) -> bool: ...
+
+    def fit(self, policy: Policy, step: int) -> Directions: ...
+
+
+def base_hash(policy: Policy) -> str:
+    """A short hash of the frozen base weights at the sites."""
+    digest = hashlib.sha256()
+    for site, module in policy.adapters.sites.items():
+        digest.update(site.encode())
+        digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def unit(v: Tensor) -> Tensor:
+    """``v`` over its norm; ``ValueError`` for a vector of norm 0, which has no direction."""
+    norm = v.norm()
+    if not norm > 0:
+        raise ValueError("a contrast of norm 0 has no direction: are the hack and clean sides of the pairs the same?")
+    return v / norm
+
+
+def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, basis: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Per site, one row a pair: ``f(hack) - f(clean)``; for ``full`` each side is first scaled to unit norm."""
+
+    def rows(features: Features, site: str) -> Tensor:
+        values = features[site].values()
+        if kind != "full":
+            return values
+        return torch.nn.functional.normalize(values.flatten(1), dim=1).view_as(values)
+
+    hack, clean = collect(policy, pairs.hack, kind, basis), collect(policy, pairs.clean, kind, basis)
+    return {site: rows(hack, site) - rows(clean, site) for site in policy.adapters.sites}
+
+
+@dataclass(frozen=True)
+class PersonaFitter:
+    """The mean contrast of the pairs, on the policy as it is when asked."""
+
+    name: str
+    kind: FeatureKind
+    pairs: PairBatch
+    basis: Mapping[str, Tensor]
+    refreshes: bool = True
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        deltas = differences(policy, self.pairs, self.kind, self.basis)
+        vectors = {site: unit(d.mean(dim=0)) for site, d in deltas.items()}
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, base_hash(policy), step))
+
+
+@dataclass(frozen=True)
+class TopKFitter:
+    """The leading ``k`` axes of the per-pair differences, oriented by majority vote, noise floor across modules."""
+
+    kind: FeatureKind
+    pairs: PairBatch
+    basis: Mapping[str, Tensor]
+    k: int = 3
+    noise_quantile: float = 0.25
+    refreshes: bool = True
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        deltas = differences(policy, self.pairs, self.kind, self.basis)
+        axes, strengths = {}, {}
+        for site, delta in deltas.items():
+            _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)
+            axis = Vh[: self.k]
+            votes = (delta.flatten(1) @ axis.mT > 0).sum(dim=0) * 2 - len(self.pairs.hack)
+            axes[site] = axis * torch.where(votes < 0, -1.0, 1.0).to(axis.dtype)[:, None]
+            strengths[site] = S[: self.k]
+        floor = torch.cat(list(strengths.values())).quantile(self.noise_quantile)
+        vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
+        return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, base_hash(policy), step))
+
+
+@dataclass(frozen=True)
+class HaarFitter:
+    """A uniformly random direction a site, in the space of ``like``'s directions, drawn once from ``seed``."""
+
+    like: Fitter
+    seed: int
+    refreshes: bool = False
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        real = self.like.fit(policy, step)
+        generator = torch.Generator().manual_seed(self.seed)
+        vectors = {}
+        for site, v in real.vectors.items():
+            draw = torch.randn(v.shape, generator=generator, dtype=torch.float64)
+            vectors[site] = unit(draw).to(v.device, v.dtype)
+        return Directions(vectors, Provenance("haar", real.provenance.kind, "none", real.provenance.base_hash, 0, self.seed))

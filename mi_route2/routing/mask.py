@@ -1,0 +1,318 @@
+"""The mask route: a flag a rollout (or token) decides what the kept adapter learns; the quarantine learns from everything.
+
+    score_b^m = cos(f_b^m, v^m)          at module m; act, grad or full features
+    pooled:    score_b = mean_m score_b^m
+
+When a flag exists decides how it acts. Flags known before or during the forward weight the gradient inside the backward. A flag
+from a module's own gradient is decided inside that module's backward. A pooled gradient flag exists only when every module has
+reported: each factor's per-rollout gradient is held, and the weighted sum is added once at ``finish`` (added, never subtracted:
+taking a flagged rollout out again would leave rounding where the answer is 0).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mi_route2.adapters.gradients import FactorGradient, Feature, Written, compact
+from mi_route2.adapters.tape import Tape
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing.batch import TrainBatch, group_advantages
+from mi_route2.routing.directions import Directions, Fitter
+from mi_route2.routing.features import ActivationReader, FeatureKind, Features, FullGradientReader, collect, coordinates
+from mi_route2.routing.routes import Decision, LearnNothing, Part, Reduce, RouteStep, StepContext, chunks, refit
+from mi_route2.routing.spec import MaskSpec
+
+TINY = 1e-30
+SCORED = frozenset({"dS", "B"})
+
+
+def cosine(feature: Feature, v: Tensor) -> Float[Tensor, " b"]:
+    """``cos(feature_b, v)``; 0 for a rollout whose feature is 0 (it has nothing to flag)."""
+    inner, norms = feature.inner(v), feature.norms() * v.norm()
+    return torch.where(norms > TINY, inner / norms.clamp_min(TINY), torch.zeros_like(inner))
+
+
+def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
+    """The mean over modules of the cosine."""
+    missing = directions.vectors.keys() - features.keys()
+    if missing:
+        raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
+    return torch.stack([cosine(features[site], v) for site, v in directions.vectors.items()]).mean(dim=0)
+
+
+class _TokenReader:
+    """Per token ``cos(Vh x, v)`` at each site, in the forward; -1 off the predictors."""
+
+    def __init__(self, predictors: Bool[Tensor, "b s"], basis: dict[str, Tensor], directions: Directions):
+        self._mask, self._basis, self._directions = predictors, basis, directions
+        self.scores: dict[str, Tensor] = {}
+
+    def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
+        a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x.dtype).mT
+        v = self._directions.vectors[site].to(x.dtype)
+        scores = torch.nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1)
+        self.scores[site] = torch.where(self._mask, scores, torch.full_like(scores, -1.0))
+
+
+def flag(spec: MaskSpec, scores: Tensor, advantages: Float[Tensor, " b"]) -> Tensor:
+    """Over the threshold, and reinforced where the rule asks for that; in the shape of ``scores``, ``[b]`` or ``[b s]``."""
+    over = scores > spec.tau
+    if spec.reinforced_only:
+        over &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
+    return over
+
+
+@dataclass(frozen=True)
+class Rule:
+    """From scores to weights, for the rollouts of one part."""
+
+    spec: MaskSpec
+    advantages: Float[Tensor, " b"]
+    kept_advantages: Float[Tensor, " b"]
+    predictors: Bool[Tensor, "b s"]
+
+    def flags(self, scores: Tensor) -> Tensor:
+        """``[b]``, or ``[b s]`` on predictors alone."""
+        flags = flag(self.spec, scores, self.advantages)
+        return flags & self.predictors if scores.ndim == 2 else flags
+
+    def weights(self, flags: Tensor) -> Tensor:
+        """0 where flagged, else the scale of the kept advantage's sign."""
+        scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale, 1.0).to(self.advantages.dtype)
+        scale = scale if flags.ndim == 1 else scale[:, None].expand_as(flags)
+        return torch.where(flags, torch.zeros_like(scale), scale)
+
+
+class MaskLane:
+    """The kept adapter's lane in one part. ``known`` are pooled weights that exist already; otherwise they are worked out here."""
+
+    def __init__(self, rule: Rule, directions: Directions | None, generator: torch.Generator, want_unrouted: bool):
+        self.detach = rule.spec.through == "detach"
+        self.rule, self._directions, self._generator, self._want_unrouted = rule, directions, generator, want_unrouted
+        self.known: Tensor | None = None
+        self.given: Features | None = None
+        self.acts: ActivationReader | None = None
+        self.tokens: _TokenReader | None = None
+        self.full: FullGradientReader | None = None
+        self.grads: dict[str, Feature] = {}
+        self.held: dict[tuple[str, str], FactorGradient | Written] = {}
+        self.unrouted: dict[str, Tensor] = {}
+        self.flags: dict[str, Tensor] = {}
+        self.scores: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor] = {}
+
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
+        if self._want_unrouted:
+            ones = torch.ones_like(self.rule.advantages)
+            self.unrouted[f"{site}.{factor}"] = pair.weighted(ones)
+        small = compact(pair) if self._waits else pair
+        if self.rule.spec.score == "grad" and factor in SCORED:
+            self.grads[site] = small
+        if self._waits:
+            self.held[site, factor] = small
+            return None
+        return pair.weighted(self.weights(site))
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the flag exists only after the whole backward."""
+        spec = self.rule.spec
+        return self.known is None and spec.unit == "pooled" and spec.score in ("grad", "full")
+
+    def weights(self, site: str) -> Tensor:
+        if self.known is None and self.rule.spec.unit == "pooled":
+            self.settle()
+        if self.known is not None:
+            return self.known
+        if site not in self._weights:
+            scores = self._site_scores(site)
+            flags = shuffled(self.rule.flags(scores), self._generator) if self.rule.spec.shuffle else self.rule.flags(scores)
+            self.scores[site], self.flags[site] = scores, flags
+            self._weights[site] = self.rule.weights(flags)
+        return self._weights[site]
+
+    def _site_scores(self, site: str) -> Tensor:
+        assert self._directions is not None
+        if self.tokens is not None:
+            return self.tokens.scores[site]
+        return cosine(self._features()[site], self._directions.vectors[site])
+
+    def _features(self) -> Features:
+        if self.given is not None:
+            return self.given
+        if self.acts is not None:
+            return self.acts.features()
+        return self.grads if self.full is None else self.full.features
+
+    def settle(self) -> tuple[Tensor, Tensor]:
+        """Pooled scores and flags, once every module has reported; sets ``known``."""
+        assert self._directions is not None
+        scores = pooled(self._features(), self._directions)
+        flags = self.rule.flags(scores)
+        if self.rule.spec.shuffle:
+            flags = shuffled(flags, self._generator)
+        self.know(scores, flags)
+        return scores, flags
+
+    def know(self, scores: Tensor | None, flags: Tensor) -> None:
+        self.known = self.rule.weights(flags)
+        self.flags[""] = flags
+        if scores is not None:
+            self.scores[""] = scores
+
+
+def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
+    """The same number of flags on random rollouts (each row of tokens moves as one)."""
+    return flags[torch.randperm(len(flags), generator=generator)]
+
+
+class _MaskStep:
+    def __init__(self, route: "MaskRoute", policy: Policy, batch: TrainBatch, context: StepContext):
+        self._route, self._policy, self._finished = route, policy, False
+        spec = route.spec
+        scores, flags = route.early(policy, batch, context)
+        kept_advantages = batch.advantages
+        if spec.kept_advantage == "unflagged":
+            assert flags is not None
+            counted = group_advantages(batch.rewards, batch.groups, ~flags)
+            kept_advantages = torch.where(flags, torch.zeros_like(counted), counted)
+        # Two adapters, two advantages: each learns from a backward of its own. With one adapter, or one advantage, one will do.
+        split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
+        self.parts: list[Part] = []
+        self._lanes: list[MaskLane] = []
+        for index in chunks(batch, context.micro):
+            piece = batch.rows(index)
+            b, s = piece.rollouts.tokens.shape
+            l1 = route.l1 * b / len(batch.rollouts)
+            rule = Rule(spec, piece.advantages, kept_advantages[index], piece.rollouts.predictors)
+            lane = MaskLane(rule, route.directions, context.generator, route.want_unrouted)
+            if flags is not None:
+                lane.know(None if scores is None else scores[index], flags[index])
+            tape = route.tape(policy, lane, piece, l1=0.0 if split else l1)
+            if split:
+                tape.quarantine = LearnNothing()
+                self.parts.append(Part(piece, Tape(b, s, kept=LearnNothing(), l1=l1), piece.advantages))
+            self.parts.append(Part(piece, tape, kept_advantages[index]))
+            self._lanes.append(lane)
+
+    def finish(self, reduce: Reduce | None = None) -> Decision:
+        if self._finished:
+            raise RuntimeError("finish() was already called for this step: it would add the held gradients twice")
+        self._finished = True
+        adapters = self._policy.adapters
+        for part in self.parts:
+            if isinstance(part.tape.kept, MaskLane):
+                part.tape.assert_fired(adapters.sites, backward=True)
+        kept = adapters.kept_parameters()
+        for lane in self._lanes:
+            if lane.held:
+                lane.settle()
+            for (site, factor), gradient in lane.held.items():
+                p = kept[f"{site}.{factor}"]
+                assert lane.known is not None
+                routed = gradient.weighted(lane.known).to(p.dtype)
+                p.grad = routed if p.grad is None else p.grad + routed
+        if reduce is not None:
+            reduce([*kept.values(), *adapters.quarantine_parameters().values()])
+        return self._decision()
+
+    def _decision(self) -> Decision:
+        def summary(per_site: dict[str, Tensor], predictors: Tensor) -> Tensor:
+            rows = [
+                v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1)
+                for v in per_site.values()
+            ]
+            return torch.stack(rows).mean(dim=0)
+
+        masks = [lane.rule.predictors for lane in self._lanes]
+        flags = torch.cat([summary(lane.flags, m) > 0.5 for lane, m in zip(self._lanes, masks)])
+        scored = all(lane.scores for lane in self._lanes)
+        scores = torch.cat([summary(lane.scores, m) for lane, m in zip(self._lanes, masks)]) if scored else None
+        unrouted: dict[str, Tensor] = {}
+        for lane in self._lanes:
+            for name, g in lane.unrouted.items():
+                unrouted[name] = unrouted[name] + g if name in unrouted else g
+        return Decision(scores=scores, flags=flags, unrouted=unrouted)
+
+
+class MaskRoute:
+    """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none)."""
+
+    def __init__(self, spec: MaskSpec, fitter: Fitter | None, *, l1: float = 0.0, want_unrouted: bool = False):
+        if spec.needs_direction and fitter is None:
+            raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
+        self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
+        self.directions: Directions | None = None
+        self._basis: dict[str, Tensor] | None = None
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        if self._fitter is None:
+            return None
+        self.directions, overlap = refit(self.directions, self._fitter, self.spec.refresh_every, policy, step)
+        return overlap
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        if self.spec.needs_direction and self.directions is None:
+            raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
+        if context.privileged is not None and not self.spec.privileged:
+            raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
+        return _MaskStep(self, policy, batch, context)
+
+    def basis(self, policy: Policy) -> dict[str, Tensor]:
+        """``Vh`` at every site, worked out once."""
+        if self._basis is None:
+            self._basis = coordinates(policy.adapters) if self.spec.score == "act" else {}
+        return self._basis
+
+    def early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
+        """Pooled scores and flags where they exist before the loss."""
+        spec, b = self.spec, len(batch.rollouts)
+        scores = None
+        if spec.score == "none":
+            flags = torch.zeros(b, dtype=torch.bool)
+        elif spec.privileged:
+            if context.privileged is None:
+                raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")
+            own = spec.score == "own_channel"
+            flags = context.privileged.own_channel if own else context.privileged.known_channel
+            flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
+        elif spec.score_policy == "ablated" and spec.unit == "pooled":
+            pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]
+            scores = torch.cat([p for p in pieces if p is not None])
+            flags = flag(spec, scores, batch.advantages)
+        else:
+            return None, None
+        return scores, shuffled(flags, context.generator) if spec.shuffle else flags
+
+    def tape(self, policy: Policy, lane: MaskLane, piece: TrainBatch, l1: float) -> Tape:
+        """The tape of one part, with the readers that the lane's flags need."""
+        b, s = piece.rollouts.tokens.shape
+        spec, tape = self.spec, Tape(b, s, kept=lane, l1=l1)
+        if lane.known is not None:
+            return tape
+        assert self.directions is not None
+        predictors, basis = piece.rollouts.predictors, self.basis(policy)
+        if spec.score_policy == "ablated":
+            lane.given = collect(policy, piece.rollouts, self._kind, basis)
+        elif spec.score == "act" and spec.unit == "token":
+            lane.tokens = tape.inputs = _TokenReader(predictors, basis, self.directions)
+        elif spec.score == "act":
+            lane.acts = tape.inputs = ActivationReader(predictors, basis)
+        elif spec.score == "full":
+            lane.full = tape.outputs = FullGradientReader()
+        return tape
+
+    @property
+    def _kind(self) -> FeatureKind:
+        assert self.spec.score in ("act", "grad", "full")
+        return self.spec.score
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        if self.directions is None or not self.spec.needs_direction:
+            return None
+        return pooled(collect(policy, rollouts, self._kind, self.basis(policy)), self.directions)
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        return {}

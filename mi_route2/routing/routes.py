@@ -1,0 +1,233 @@
+"""Routes: what the kept adapter may learn from one batch.
+
+    step = route.begin(policy, batch, generator)
+    for part in step.parts:                       # a micro-batch; twice where the adapters learn from different advantages
+        with policy.adapters.recording(part.tape):
+            loss(part.batch, part.advantages).backward()
+    decision = step.finish()                      # now every .grad is final
+
+State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from mi_route2.adapters.tape import Tape
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing.batch import Privileged, TrainBatch
+from mi_route2.routing.directions import Directions, Fitter
+from mi_route2.routing.spec import EraseSpec, RouteSpec
+
+Reduce = Callable[[Sequence[nn.Parameter]], None]
+"""Sums the gradients of parameters over data-parallel ranks, in place."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One forward and backward: the rollouts, the tape to open, and the advantages to put into the loss."""
+
+    batch: TrainBatch
+    tape: Tape
+    advantages: Float[Tensor, " b"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a route did. ``flags`` is per rollout (the majority over modules and tokens where the unit is finer).
+
+    ``unrouted`` maps a kept parameter's name to the gradient that it would have had without the route, where asked for.
+    """
+
+    scores: Float[Tensor, " b"] | None = None
+    flags: Bool[Tensor, " b"] | None = None
+    unrouted: dict[str, Tensor] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step needs beside the batch: a generator for random choices (shuffled flags), the size of a micro-batch in rollouts
+    (``None``: all at once), and, for privileged routes alone, the detector verdicts."""
+
+    generator: torch.Generator
+    micro: int | None = None
+    privileged: Privileged | None = None
+
+
+def chunks(batch: TrainBatch, micro: int | None) -> list[Tensor]:
+    """Indices of the micro-batches, in order."""
+    return list(torch.arange(len(batch.rollouts)).split(micro or len(batch.rollouts)))
+
+
+@runtime_checkable
+class RouteStep(Protocol):
+    """One batch under a route."""
+
+    parts: list[Part]
+
+    def finish(self, reduce: Reduce | None = None) -> Decision:
+        """Make every gradient final; ``reduce`` sums over ranks at the right moment. Call once, after the last backward."""
+        ...
+
+
+@runtime_checkable
+class Route(Protocol):
+    """Decides, per token or rollout, what the kept adapter may learn."""
+
+    spec: RouteSpec
+    directions: Directions | None
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        """Fit the directions where it is time to; the overlap with the previous ones, ``None`` where nothing was refitted."""
+        ...
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        """Start a step. Micro-batches change nothing but memory."""
+        ...
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        """The route's score of rollouts outside training (advantage 1), for recorders."""
+        ...
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        """What the route reports on the optimiser's step; ``update[site]`` is the change of the kept factor that is scored."""
+        ...
+
+
+def refit(directions: Directions | None, fitter: Fitter, every: int, policy: Policy, step: int) -> tuple[Directions, float | None]:
+    """New directions and their overlap with the old, or the old ones where it is not time."""
+    if directions is None:
+        return fitter.fit(policy, step), None
+    if every == 0 or step % every != 0 or not fitter.refreshes:
+        return directions, None
+    fresh = fitter.fit(policy, step)
+    return fresh, fresh.overlap(directions)
+
+
+class _OpenStep:
+    def __init__(self, policy: Policy, batch: TrainBatch, context: StepContext, l1: float):
+        self._policy = policy
+        width = batch.rollouts.tokens.shape[1]
+        pieces = [batch.rows(index) for index in chunks(batch, context.micro)]
+        self.parts = [
+            Part(
+                piece,
+                Tape(len(piece.rollouts), width, l1=l1 * len(piece.rollouts) / len(batch.rollouts)),
+                piece.advantages,
+            )
+            for piece in pieces
+        ]
+
+    def finish(self, reduce: Reduce | None = None) -> Decision:
+        if reduce is not None:
+            reduce(
+                [
+                    *self._policy.adapters.kept_parameters().values(),
+                    *self._policy.adapters.quarantine_parameters().values(),
+                ]
+            )
+        return Decision()
+
+
+class OpenRoute:
+    """Learns everything everywhere: vanilla, and absorb where there is a quarantine to delete."""
+
+    directions: Directions | None = None
+
+    def __init__(self, spec: RouteSpec, l1: float = 0.0):
+        self.spec, self._l1 = spec, l1
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        return None
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        return _OpenStep(policy, batch, context, self._l1)
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        return None
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        return {}
+
+
+def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
+    """``relu(V g) V``: the part of ``gradient`` along the orthonormal ``axes [k, *shape]`` that points hack-ward."""
+    flat = axes.flatten(1)
+    return ((flat @ gradient.flatten()).clamp_min(0) @ flat).view_as(gradient)
+
+
+class _EraseStep:
+    def __init__(self, route: "EraseRoute", policy: Policy, batch: TrainBatch, context: StepContext):
+        self._route, self._policy = route, policy
+        width = batch.rollouts.tokens.shape[1]
+        pieces = [batch.rows(index) for index in chunks(batch, context.micro)]
+        # The quarantine of the additive form learns the removed part alone, so its own gradient is discarded.
+        self.parts = [Part(p, Tape(len(p.rollouts), width, quarantine=LearnNothing()), p.advantages) for p in pieces]
+
+    def finish(self, reduce: Reduce | None = None) -> Decision:
+        adapters, directions = self._policy.adapters, self._route.directions
+        assert directions is not None
+        if reduce is not None:  # before: the component of a sum is not the sum of the components
+            reduce(list(adapters.kept_parameters().values()))
+        removed, total = 0.0, 0.0
+        for site, axes in directions.vectors.items():
+            p = adapters.scored(site)
+            if p.grad is None:
+                raise RuntimeError(f"{site} has no gradient to erase from: call finish() after the backward")
+            part = hack_component(p.grad, axes.to(p.grad.dtype))
+            removed, total = removed + float(part.square().sum()), total + float(p.grad.square().sum())
+            p.grad = p.grad - part
+            if self._route.spec.dispose == "quarantine":
+                shared = getattr(adapters.sites[site].quarantine, "shared", None)
+                if shared is None:
+                    raise ValueError("route-additive needs the shared-basis quarantine: AdapterSpec(quarantine='shared')")
+                shared.grad = part if shared.grad is None else shared.grad + part
+        return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
+
+
+class LearnNothing:
+    """A lane under which an adapter stays in the forward and learns nothing."""
+
+    detach = False
+
+    def gradient(self, site: str, factor: str, pair: object) -> None:
+        return None
+
+    def weights(self, site: str) -> Tensor:
+        raise RuntimeError(f"a lane that learns nothing has no weights (asked at {site})")
+
+
+class EraseRoute:
+    """Removes the hack component from the summed kept gradient, and drops it or gives it to a shared-basis quarantine."""
+
+    def __init__(self, spec: EraseSpec, fitter: Fitter):
+        self.spec, self._fitter = spec, fitter
+        self.directions: Directions | None = None
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        # Axes of different number do not compare, so a top-k refresh reports no overlap.
+        before = self.directions
+        if before is None or (self.spec.refresh_every and step % self.spec.refresh_every == 0):
+            self.directions = self._fitter.fit(policy, step)
+        return None
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        return _EraseStep(self, policy, batch, context)
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        return None
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        """The share of the step that still points hack-ward: Adam's momentum and scaling leak what the gradient lost."""
+        assert self.directions is not None
+        leaked, total = 0.0, 0.0
+        for site, axes in self.directions.vectors.items():
+            delta = update[site]
+            leaked += float(hack_component(-delta, axes.to(delta.dtype)).square().sum())
+            total += float(delta.square().sum())
+        return {"update_residual": (leaked / total) ** 0.5 if total > 0 else 0.0}

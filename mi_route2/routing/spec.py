@@ -1,0 +1,142 @@
+"""A mask route as data: what is scored, on which policy, over which unit, and what a flag does.
+
+    flag_b   = score_b > tau                 and A_b > 0 where ``reinforced_only``
+    weight_b = 0 where flagged, else ``negative_scale`` where the kept advantage is negative, else 1
+    kept gradient = sum_b weight_b g_b
+
+Legal combinations are the tables below; what is not in them is refused with a sentence that says why.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
+Unit = Literal["token", "rollout", "pooled"]
+Through = Literal["detach", "filter"]
+ScorePolicy = Literal["live", "ablated"]
+
+PRIVILEGED: frozenset[str] = frozenset({"own_channel", "known_channel"})
+"""Scores that read a detector over the student's own rollouts: bounds and baselines, never methods."""
+
+_BOTH: frozenset[str] = frozenset({"filter", "detach"})
+_FILTER: frozenset[str] = frozenset({"filter"})
+_CIRCULAR = (
+    "a pooled gradient flag is known only after the whole backward, and detaching a flagged rollout at one module changes the "
+    "gradients (and so the flag) below it: use through='filter', unit='rollout', or score_policy='ablated'"
+)
+_NO_TOKEN = "a gradient is summed over the tokens of a rollout, so it has no token flags: use unit='rollout' or 'pooled'"
+_LIVE_TOKEN = "token flags are read in the training forward itself: use score_policy='live'"
+_ONE_FLAG = "a channel fires or not for a whole rollout: use unit='pooled'"
+
+LEGAL: dict[tuple[str, str, str], frozenset[str]] = {
+    ("act", "token", "live"): _BOTH,
+    ("act", "rollout", "live"): _BOTH,
+    ("act", "pooled", "live"): _BOTH,
+    ("act", "rollout", "ablated"): _BOTH,
+    ("act", "pooled", "ablated"): _BOTH,
+    ("grad", "rollout", "live"): _BOTH,
+    ("grad", "pooled", "live"): _FILTER,
+    ("grad", "rollout", "ablated"): _BOTH,
+    ("grad", "pooled", "ablated"): _BOTH,
+    ("full", "rollout", "live"): _BOTH,
+    ("full", "pooled", "live"): _FILTER,
+    ("full", "rollout", "ablated"): _BOTH,
+    ("full", "pooled", "ablated"): _BOTH,
+    ("own_channel", "pooled", "live"): _BOTH,
+    ("known_channel", "pooled", "live"): _BOTH,
+    ("none", "pooled", "live"): _BOTH,
+}
+
+BEFORE_THE_LOSS: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("act", "ablated"),
+        ("grad", "ablated"),
+        ("full", "ablated"),
+        ("own_channel", "live"),
+        ("known_channel", "live"),
+        ("none", "live"),
+    }
+)
+"""(score, score_policy) whose pooled flags exist before the loss, as ``kept_advantage='unflagged'`` needs."""
+
+
+def refusal(score: str, unit: str, policy: str, through: str) -> str | None:
+    """Why a combination is refused, or ``None`` where it is legal."""
+    allowed = LEGAL.get((score, unit, policy))
+    if allowed is not None:
+        return None if through in allowed else _CIRCULAR
+    if score in ("grad", "full") and unit == "token":
+        return _NO_TOKEN
+    if score == "act" and unit == "token":
+        return _LIVE_TOKEN
+    if score in (*PRIVILEGED, "none"):
+        return _ONE_FLAG + " and score_policy='live'"
+    return f"choose score, unit and score_policy among {sorted(LEGAL)}"
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """See the module's equations. ``fitter`` draws the direction, ``draw`` numbers a random one; ``refresh_every=0``: never."""
+
+    score: Score = "grad"
+    unit: Unit = "pooled"
+    through: Through = "filter"
+    score_policy: ScorePolicy = "live"
+    fitter: Literal["persona", "haar", "nonhack"] = "persona"
+    draw: int = 0
+    reinforced_only: bool = True
+    tau: float = 0.0
+    shuffle: bool = False
+    refresh_every: int = 5
+    kept_advantage: Literal["own", "unflagged"] = "own"
+    negative_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        why = refusal(self.score, self.unit, self.score_policy, self.through)
+        if why is not None:
+            raise ValueError(
+                f"score={self.score!r}, unit={self.unit!r}, score_policy={self.score_policy!r}, through={self.through!r} "
+                f"is refused: {why}"
+            )
+        early = self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS
+        if self.kept_advantage == "unflagged" and not early:
+            raise ValueError(
+                "kept_advantage='unflagged' needs one flag a rollout before the loss: use unit='pooled' with "
+                "score_policy='ablated', or a channel score"
+            )
+        if self.negative_scale < 0:
+            raise ValueError(f"negative_scale must be at least 0, not {self.negative_scale}")
+        if self.refresh_every < 0:
+            raise ValueError(f"refresh_every must be at least 0 (0: never), not {self.refresh_every}")
+
+    @property
+    def needs_direction(self) -> bool:
+        return self.score in ("act", "grad", "full")
+
+    @property
+    def privileged(self) -> bool:
+        return self.score in PRIVILEGED
+
+
+@dataclass(frozen=True)
+class EraseSpec:
+    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes."""
+
+    k: int = 3
+    dispose: Literal["drop", "quarantine"] = "drop"
+    refresh_every: int = 5
+    privileged: bool = False
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, not {self.k}")
+
+
+@dataclass(frozen=True)
+class OpenSpec:
+    """No route: every adapter learns from everything."""
+
+    privileged: bool = False
+
+
+RouteSpec = MaskSpec | EraseSpec | OpenSpec

@@ -1,0 +1,106 @@
+"""Small-sample statistics over seeds: mean, median, Student-t intervals, paired differences.
+
+    mean +- t_{(1+level)/2, n-1} * s / sqrt(n),    s^2 = sum_i (x_i - mean)^2 / (n - 1)
+
+Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval assumes roughly normal seeds, which rates
+near 0 or 1 are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
+
+A value that does not exist (a ratio with no denominator, an arm that was not trained) is `None`: it stays in its place in
+`seeds`, and counts in nothing else. Sums are exactly rounded (`math.fsum`), so the order of the seeds changes no digit.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from scipy.special import stdtrit
+
+LEVEL = 0.95
+
+Value = float | int | None
+
+
+class Summary(TypedDict):
+    """One number over seeds. `lo` and `hi` bound the mean; both are `None` where `n < 2`. `n` counts the defined values."""
+
+    mean: float | None
+    median: float | None
+    lo: float | None
+    hi: float | None
+    n: int
+    seeds: list[float | None]
+
+
+def mean(values: Sequence[Value]) -> float | None:
+    """Exactly rounded mean of the defined values; `None` if there is none."""
+    defined = _defined(values)
+    return math.fsum(defined) / len(defined) if defined else None
+
+
+def median(values: Sequence[Value]) -> float | None:
+    """Median of the defined values, the midpoint of the middle two when their number is even; `None` if there is none."""
+    ordered = sorted(_defined(values))
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | None, float | None]:
+    """Student-t interval of the mean of the defined values.
+
+    One value has no spread to estimate: `(None, None)`. Raises ValueError for a level outside (0, 1).
+    """
+    if not 0 < level < 1:
+        raise ValueError(f"the level of an interval lies strictly between 0 and 1, not {level}")
+    defined = _defined(values)
+    n = len(defined)
+    if n < 2:
+        return None, None
+    centre = math.fsum(defined) / n
+    deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in defined) / (n - 1))
+    half = float(stdtrit(n - 1, (1 + level) / 2)) * deviation / math.sqrt(n)
+    return centre - half, centre + half
+
+
+def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
+    """Everything a table prints about one number over seeds, `values` in seed order."""
+    lo, hi = interval(values, level)
+    seeds = [None if value is None else float(value) for value in values]
+    return Summary(mean=mean(values), median=median(values), lo=lo, hi=hi, n=len(_defined(values)), seeds=seeds)
+
+
+def paired_difference(
+    arm: Mapping[int, Value], reference: Mapping[int, Value], level: float = LEVEL
+) -> tuple[list[int], Summary]:
+    """Summary of `arm - reference` seed by seed, over the seeds that both have, ascending; and those seeds.
+
+    Pairing removes what a seed does to both arms (its warm start, its prompts), so the interval is that of the difference
+    and not of two independent means. A seed on which either value is undefined stays as `None`.
+    """
+    shared = sorted(arm.keys() & reference.keys())
+    differences = [_difference(arm[seed], reference[seed]) for seed in shared]
+    return shared, summary(differences, level)
+
+
+def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) -> list[bool]:
+    """Marks (never removes) the values far from the median: `|x - median| > max(scale * 1.4826 * MAD, least)`.
+
+    1.4826 makes the median absolute deviation an estimate of a normal's standard deviation; `least` keeps a tight group of
+    seeds from marking a difference that nobody cares about. Fewer than three defined values have no outlier.
+    """
+    centre = median(values)
+    if centre is None or len(_defined(values)) < 3:
+        return [False] * len(values)
+    spread = median([abs(value - centre) for value in _defined(values)])
+    assert spread is not None
+    limit = max(scale * 1.4826 * spread, least)
+    return [value is not None and abs(value - centre) > limit for value in values]
+
+
+def _defined(values: Sequence[Value]) -> list[float]:
+    return [float(value) for value in values if value is not None]
+
+
+def _difference(a: Value, b: Value) -> float | None:
+    return None if a is None or b is None else float(a) - float(b)
