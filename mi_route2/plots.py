@@ -14,6 +14,8 @@ from typing import Any
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.rcsetup import cycler
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -24,7 +26,7 @@ DPI = 200
 PAGE_WIDTH = 8.3  # inches: A4 upright
 PAGE_HEIGHT = 11.2
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib: the same picture on every machine
     "font.size": 8.0,
     "axes.titlesize": 8.5,
@@ -35,7 +37,7 @@ STYLE = {
     "axes.linewidth": 0.6,
     "axes.axisbelow": True,
     "axes.grid": True,
-    "axes.prop_cycle": matplotlib.cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]),
+    "axes.prop_cycle": cycler(color=[BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]),
     "grid.color": "#DDDDDD",
     "grid.linewidth": 0.5,
     "xtick.labelsize": 7.0,
@@ -62,9 +64,9 @@ def style() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float = PAGE_WIDTH, height: float = 4.0) -> Figure:
+def new_figure(width: float | int = PAGE_WIDTH, height: float | int = 4.0) -> Figure:
     """An empty figure of `width` x `height` inches, drawn by Agg; make and save it inside `style()`."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03, hspace=0.015, wspace=0.015))
     FigureCanvasAgg(figure)
     return figure
 

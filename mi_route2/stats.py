@@ -70,9 +70,7 @@ def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
     return Summary(mean=mean(values), median=median(values), lo=lo, hi=hi, n=len(_defined(values)), seeds=seeds)
 
 
-def paired_difference(
-    arm: Mapping[int, Value], reference: Mapping[int, Value], level: float = LEVEL
-) -> tuple[list[int], Summary]:
+def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], level: float = LEVEL) -> tuple[list[int], Summary]:
     """Summary of `arm - reference` seed by seed, over the seeds that both have, ascending; and those seeds.
 
     Pairing removes what a seed does to both arms (its warm start, its prompts), so the interval is that of the difference

@@ -42,7 +42,7 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
     return torch.stack([cosine(features[site], v) for site, v in directions.vectors.items()]).mean(dim=0)
 
 
-class _TokenReader:
+class TokenReader:
     """Per token ``cos(Vh x, v)`` at each site, in the forward; -1 off the predictors."""
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: dict[str, Tensor], directions: Directions):
@@ -94,7 +94,7 @@ class MaskLane:
         self.known: Tensor | None = None
         self.given: Features | None = None
         self.acts: ActivationReader | None = None
-        self.tokens: _TokenReader | None = None
+        self.tokens: TokenReader | None = None
         self.full: FullGradientReader | None = None
         self.grads: dict[str, Feature] = {}
         self.held: dict[tuple[str, str], FactorGradient | Written] = {}
@@ -297,7 +297,7 @@ class MaskRoute:
         if spec.score_policy == "ablated":
             lane.given = collect(policy, piece.rollouts, self._kind, basis)
         elif spec.score == "act" and spec.unit == "token":
-            lane.tokens = tape.inputs = _TokenReader(predictors, basis, self.directions)
+            lane.tokens = tape.inputs = TokenReader(predictors, basis, self.directions)
         elif spec.score == "act":
             lane.acts = tape.inputs = ActivationReader(predictors, basis)
         elif spec.score == "full":

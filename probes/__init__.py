@@ -1,0 +1,1 @@
+"""Probes: activations to one score a token and one a rollout, and what such a score is worth."""

@@ -1,0 +1,40 @@
+"""The frozen result of every probe that learns a weight and a threshold.
+
+    f(h) = <w, h> + c
+
+f > 0 reads "hack" at equal odds. Mean-difference, LDA and logistic regression differ only in how they choose (w, c).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from probes.probe import pool, require_width, widen
+
+
+@dataclass(frozen=True, eq=False)
+class AffineProbe:
+    """`weight [d]` and `bias` (a float), both finite (ValueError otherwise); scores are computed in the activations'
+    dtype, float32 at least."""
+
+    weight: Float[Tensor, "d"]
+    bias: float
+
+    def __post_init__(self) -> None:
+        if not torch.isfinite(torch.cat([self.weight.double().cpu(), torch.tensor([self.bias]).double()])).all():
+            raise ValueError("The weight or the bias of an affine probe is NaN or infinite.")
+
+    def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
+        """`<w, h> + c` per token."""
+        return self._score(h)
+
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b"]:
+        """`<w, mean h> + c`: for an affine score also the mean of the masked tokens' scores."""
+        return self._score(pool(h, mask))
+
+    def _score(self, h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+        require_width(h, self.weight.shape[0])
+        h = widen(h)
+        return h @ self.weight.to(h) + self.bias

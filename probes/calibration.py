@@ -1,0 +1,122 @@
+"""Are a probe's probabilities true? Measures of calibration, and two ways to map scores to probabilities.
+
+    Brier = mean (p - y)^2        ECE = sum_bins (n_bin / n) |mean p - mean y|      (equal-width bins of [0, 1])
+    Platt: p = 1 / (1 + exp(-(a s + c)))        isotonic: p = the best non-decreasing step-wise fit of y on s
+
+Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) in place of 1 and 0 (Platt, 1999), which keeps `a` finite where
+the scores separate the classes. Fit on rollouts that neither trained nor test the probe.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float
+from scipy.special import expit
+from sklearn.isotonic import IsotonicRegression
+from sklearn.linear_model import LogisticRegression
+
+
+@dataclass(frozen=True)
+class ReliabilityBin:
+    """Probabilities in [low, high) (the last bin closed): how many, their mean, and the rate of hacks among them."""
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    rate: float
+
+
+@runtime_checkable
+class Calibrator(Protocol):
+    """A frozen map from scores to probabilities. Monotone, so that it leaves AUROC as it is, up to ties."""
+
+    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """Probabilities in [0, 1]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Platt:
+    """`p = sigmoid(slope * score + intercept)`."""
+
+    slope: float
+    intercept: float
+
+    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """Probabilities in [0, 1]."""
+        return expit(self.slope * scores + self.intercept)
+
+
+@dataclass(frozen=True)
+class Isotonic:
+    """Piecewise linear through `(scores[i], probabilities[i])`, flat outside. Tuples, increasing."""
+
+    scores: tuple[float, ...]
+    probabilities: tuple[float, ...]
+
+    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """Probabilities in [0, 1]."""
+        return np.interp(scores, self.scores, self.probabilities)
+
+
+def fit_platt(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> Platt:
+    """Platt scaling. ValueError without both classes, or for scores that are not finite."""
+    _require_fittable(scores, hack)
+    positive, negative = int(hack.sum()), int((~hack).sum())
+    target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
+    centre, scale = scores.mean(), scores.std() or 1.0
+    x = np.tile((scores - centre) / scale, 2)[:, None]
+    # A soft target t is the pair (label 1, weight t), (label 0, weight 1 - t).
+    y, weight = np.repeat([1, 0], len(scores)), np.concatenate([target, 1 - target])
+    model = LogisticRegression(C=np.inf, tol=1e-8, max_iter=1000).fit(x, y, sample_weight=weight)
+    slope = float(model.coef_[0, 0] / scale)
+    return Platt(slope, float(model.intercept_[0] - slope * centre))
+
+
+def fit_isotonic(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> Isotonic:
+    """Isotonic regression. ValueError without both classes, or for scores that are not finite."""
+    _require_fittable(scores, hack)
+    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, hack.astype(float))
+    return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
+
+
+def brier(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float:
+    """Mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
+    _require_probabilities(p, hack)
+    return float(((p - hack) ** 2).mean())
+
+
+def ece(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], bins: int = 10) -> float:
+    """Expected calibration error over equal-width bins, in [0, 1]. Biased upwards when bins hold few items."""
+    curve = reliability(p, hack, bins)
+    return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
+
+
+def reliability(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], bins: int = 10) -> list[ReliabilityBin]:
+    """The reliability curve: the non-empty bins, in increasing order. ValueError for p outside [0, 1] or none."""
+    _require_probabilities(p, hack)
+    if bins < 1:
+        raise ValueError(f"Bins must be at least 1, not {bins}.")
+    index = np.minimum((p * bins).astype(int), bins - 1)
+    curve = []
+    for i in np.unique(index).tolist():
+        rows = index == i
+        confidence, rate = float(p[rows].mean()), float(hack[rows].mean())
+        curve.append(ReliabilityBin(i / bins, (i + 1) / bins, int(rows.sum()), confidence, rate))
+    return curve
+
+
+def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> None:
+    if p.shape != hack.shape or not len(p):
+        raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: as many of each, at least one.")
+    if not ((p >= 0) & (p <= 1)).all():
+        raise ValueError("Probabilities must lie in [0, 1]: map raw scores with fit_platt or fit_isotonic first.")
+
+
+def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> None:
+    if scores.shape != hack.shape or not np.isfinite(scores).all():
+        raise ValueError("Calibration needs one finite score per label.")
+    if hack.all() or not hack.any():
+        raise ValueError(f"Calibration needs both classes; it has {hack.sum()} hack and {(~hack).sum()} clean.")

@@ -1,0 +1,90 @@
+"""Labelled activations of rollouts in several modes, and splits that never share a text.
+
+Rollouts with one group id (the same prompt and completion, or, coarser, the same prompt) stay on one side of every
+split: a small model writes the same program many times, and a probe that has seen a text need not understand it.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Activations of `b` rollouts, with labels.
+
+    Attributes:
+        hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, anything outside.
+        mask: predictor positions, at least one per rollout.
+        hack: the label of each rollout.
+        mode: the mode of each rollout.
+
+    Raises:
+        ValueError: sizes that disagree, no layer, a rollout without a position, a masked activation that is not finite.
+    """
+
+    hidden: dict[str, Float[Tensor, "b s _d"]]
+    mask: Bool[Tensor, "b s"]
+    hack: list[bool]
+    mode: list[str]
+
+    def __post_init__(self) -> None:
+        n = len(self.mask)
+        if not self.hidden or not n:
+            raise ValueError("A dataset needs at least one layer and one rollout.")
+        if len(self.hack) != n or len(self.mode) != n:
+            raise ValueError(f"{n} rows in the mask, {len(self.hack)} labels and {len(self.mode)} modes: one per rollout.")
+        if not bool(self.mask.any(dim=1).all()):
+            raise ValueError("Every rollout needs at least one position in the mask.")
+        for layer, h in self.hidden.items():
+            if h.shape[:2] != self.mask.shape:
+                raise ValueError(f"Layer {layer!r} is {tuple(h.shape)}, but the mask is {tuple(self.mask.shape)}.")
+            if not bool(torch.isfinite(h[self.mask]).all()):
+                raise ValueError(f"Layer {layer!r} holds NaN or infinity inside the mask.")
+
+
+def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]:
+    """One id per rollout, equal iff prompt and completion are. ValueError for different lengths."""
+    if len(prompts) != len(completions):
+        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: one each per rollout.")
+    return group_ids(list(zip(prompts, completions))).tolist()
+
+
+def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, "n"]:
+    """Groups numbered from 0 in order of first appearance."""
+    seen: dict[Hashable, int] = {}
+    return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
+
+
+def split_groups(
+    group: Int[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], fractions: tuple[float, ...], rng: np.random.Generator
+) -> list[Bool[np.ndarray, "n"]]:
+    """Cut rollouts into parts of about the given fractions, whole groups at a time.
+
+    Stratified: groups that hold a hack and groups that hold none are cut separately, so that every part has both kinds.
+    Returns one mask per fraction; they are disjoint and cover everything. ValueError where a kind has fewer groups than
+    there are parts, or for fractions that are not positive or do not sum to 1.
+    """
+    if min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-9:
+        raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
+    with_hack = np.unique(group[hack])
+    parts = [np.zeros(len(group), dtype=bool) for _ in fractions]
+    for kind, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
+        if len(ids) < len(parts):
+            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split in {len(parts)} needs as many.")
+        for part, chosen in zip(parts, _cut(rng.permutation(ids), fractions)):
+            part |= np.isin(group, chosen)
+    return parts
+
+
+def _cut(ids: Int[np.ndarray, "n"], fractions: tuple[float, ...]) -> list[Int[np.ndarray, "_k"]]:
+    """Consecutive pieces of `ids`, at least one id each."""
+    ends = np.round(np.cumsum(fractions) * len(ids)).astype(int)
+    for i in range(len(ends)):
+        least = (ends[i - 1] if i else 0) + 1
+        ends[i] = min(max(ends[i], least), len(ids) - (len(ends) - 1 - i))
+    return np.split(ids, ends[:-1])

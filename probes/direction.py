@@ -1,0 +1,66 @@
+"""Direction probe: how far an activation points along one given unit vector.
+
+    projection: f(h) = <h, v>        cosine: f(h) = <h, v> / |h|        |v| = 1
+
+A direction taken from persona pairs, from a routing rule or from a paper is a probe as it stands: it learns nothing from
+the rollouts and has no threshold. The cosine ignores the size of the activation; the score of h = 0 is 0.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from probes.probe import pool, require_width, unit_vector, widen
+
+Score = Literal["cosine", "projection"]
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionProbe:
+    """`direction [d]`, of norm 1 to 1e-5 (ValueError otherwise: `DirectionFitter` normalises), and how it scores."""
+
+    direction: Float[Tensor, "d"]
+    score: Score = "cosine"
+
+    def __post_init__(self) -> None:
+        if self.score not in ("cosine", "projection"):
+            raise ValueError(f"Score {self.score!r} is not one of cosine, projection.")
+        # Written so that a NaN norm fails too.
+        if not abs(float(self.direction.double().norm()) - 1) < 1e-5:
+            raise ValueError("A direction probe needs a unit vector: DirectionFitter(v).fit() makes one of any v.")
+
+    def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
+        """Projection in activation units, or cosine in [-1, 1], per token."""
+        return self._score(h)
+
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b"]:
+        """The same of the mean activation over `mask`."""
+        return self._score(pool(h, mask))
+
+    def _score(self, h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
+        require_width(h, self.direction.shape[0])
+        h = widen(h)
+        along = h @ self.direction.to(h)
+        if self.score == "projection":
+            return along
+        return along / h.norm(dim=-1).clamp_min(torch.finfo(h.dtype).tiny)
+
+
+class DirectionFitter:
+    """Holds a given vector and normalises it. It is a fitter so that loops over probes need no branch: `update` checks
+    the width and learns nothing."""
+
+    def __init__(self, vector: Float[Tensor, "d"], score: Score = "cosine") -> None:
+        self._probe = DirectionProbe(unit_vector(vector), score)
+
+    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+        """Check that the activations have the vector's width."""
+        del mask, hack  # the direction is given
+        require_width(h, self._probe.direction.shape[0])
+
+    def fit(self) -> DirectionProbe:
+        """The probe of the given vector, whatever was seen."""
+        return self._probe

@@ -1,0 +1,102 @@
+"""Figures of a transfer result: AUROC over layers against the random band, and reliability curves.
+
+One panel a mode. Grey: the random directions' mean (dashed) and the range up to their 95th percentile; a probe whose
+line stays inside the grey has found nothing. Make and save inside `mi_route2.plots.style()`.
+"""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, style
+from probes.probe import Unit
+from probes.transfer import TransferResult, TransferRow
+
+COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+
+
+def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
+    """AUROC by layer, one panel a mode and one line a probe, with 95% bars. ValueError for a level that was not run."""
+    with style():
+        figure, panels = _panels(result, level)
+        for mode, (axes, rows) in panels.items():
+            layers = list(dict.fromkeys(row.layer for row in rows))
+            _random_band(axes, rows, layers)
+            for index, probe in enumerate(result.probes):
+                _line(axes, [row for row in rows if row.probe == probe], layers, index, len(result.probes))
+            axes.set_title(_title(mode, rows))
+            axes.set_ylim(0, 1.02)
+            axes.set_xticks(range(len(layers)), layers, rotation=30, ha="right")
+        _finish(figure, panels, f"AUROC per {level}")
+    return figure
+
+
+def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollout") -> Figure:
+    """Rate of hacks against the calibrated probability, one panel a mode. ValueError for a layer or level not run."""
+    with style():
+        figure, panels = _panels(result, level)
+        for mode, (axes, rows) in panels.items():
+            axes.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=0.8, label="perfect")
+            at_layer = [row for row in rows if row.layer == layer]
+            if not at_layer:
+                raise ValueError(f"No layer {layer!r}; layers: {', '.join(dict.fromkeys(row.layer for row in rows))}.")
+            for index, row in enumerate(at_layer):
+                x, y = [b.confidence for b in row.reliability], [b.rate for b in row.reliability]
+                axes.plot(x, y, **_look(index), label=f"{row.probe} (ECE {row.ece:.2f})")
+            axes.set_title(_title(mode, rows))
+            axes.set_xlim(-0.02, 1.02)
+            axes.set_ylim(-0.02, 1.02)
+            axes.set_xlabel("probability of a hack")
+            # Below each panel, since the ECEs differ, and never over the curves.
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize=6)
+        next(iter(panels.values()))[0].set_ylabel("rate of hacks")
+    return figure
+
+
+def _panels(result: TransferResult, level: Unit) -> tuple[Figure, dict[str, tuple[Axes, list[TransferRow]]]]:
+    """A row of panels and the rows that belong in each."""
+    rows = [row for row in result.rows if row.level == level]
+    if not rows:
+        raise ValueError(f"No rows at level {level!r}; levels: {', '.join(result.settings.levels)}.")
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    figure = new_figure(width=min(PAGE_WIDTH, 1.0 + 2.2 * len(modes)), height=2.8)
+    axes = figure.subplots(1, len(modes), squeeze=False)[0]
+    return figure, {mode: (axes[i], [row for row in rows if row.mode == mode]) for i, mode in enumerate(modes)}
+
+
+def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None:
+    band = {row.layer: (row.random_mean, row.random_p95) for row in rows}
+    known = [(i, *band[layer]) for i, layer in enumerate(layers) if band[layer][0] is not None]
+    if not known:
+        return
+    x, mean, p95 = zip(*known)
+    axes.fill_between(x, mean, p95, color=GREY, alpha=0.25, linewidth=0, label="random, up to 95th percentile")
+    axes.plot(x, mean, color=GREY, linestyle="--", marker="_", label="random, mean")
+
+
+def _line(axes: Axes, rows: list[TransferRow], layers: list[str], index: int, probes: int) -> None:
+    """One probe over layers; the probes stand a little apart so that their bars do not cover each other."""
+    shift = 0.06 * (index - (probes - 1) / 2)
+    points = [(layers.index(row.layer), row.auroc, row) for row in rows if row.auroc is not None]
+    if not points:
+        return
+    x, y = [place + shift for place, _, _ in points], [value for _, value, _ in points]
+    # The percentile interval need not hold the value itself.
+    low = [0.0 if row.auroc_low is None else max(0.0, value - row.auroc_low) for _, value, row in points]
+    high = [0.0 if row.auroc_high is None else max(0.0, row.auroc_high - value) for _, value, row in points]
+    axes.errorbar(x, y, yerr=[low, high], **_look(index), elinewidth=0.8, label=rows[0].probe)
+
+
+def _look(index: int) -> dict:
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], "markersize": 3.5}
+
+
+def _title(mode: str, rows: list[TransferRow]) -> str:
+    return f"{mode} ({'known' if rows[0].known else 'held out'}, n={rows[0].n})"
+
+
+def _finish(figure: Figure, panels: dict[str, tuple[Axes, list[TransferRow]]], label: str) -> None:
+    axes = next(iter(panels.values()))[0]
+    axes.set_ylabel(label)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)

@@ -1,0 +1,38 @@
+"""Random probe, the control: projection on a direction drawn uniformly from the sphere (Haar measure).
+
+    v = z / |z|,  z ~ N(0, I_d)        f(h) = <h, v>
+
+v and -v are equally likely, so its AUROC is centred on .5 whatever the data. It is *not* concentrated there: where a few
+directions carry most of the variance, single draws reach .8 and more. So a probe is compared with a high percentile of
+many draws, not with .5.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from probes.direction import DirectionProbe, Score
+from probes.probe import unit_vector
+
+
+class HaarFitter:
+    """Every `fit` is one more draw from the CPU `generator`; of the activations only their width is used."""
+
+    def __init__(self, generator: torch.Generator, score: Score = "projection") -> None:
+        self._generator = generator
+        self._score: Score = score
+        self._width: int | None = None
+
+    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+        """Note the width. ValueError if it changes."""
+        del mask, hack  # a control must not see the labels
+        if self._width not in (None, h.shape[-1]):
+            raise ValueError(f"The activations had {self._width} features before and have {h.shape[-1]} now.")
+        self._width = h.shape[-1]
+
+    def fit(self) -> DirectionProbe:
+        """A fresh random direction. ValueError before the first `update`."""
+        if self._width is None:
+            raise ValueError("The width is not known yet: call update with a batch of activations first.")
+        z = torch.randn(self._width, generator=self._generator, dtype=torch.float64)
+        return DirectionProbe(unit_vector(z), self._score)

@@ -1,0 +1,51 @@
+"""Logistic probe: L2-regularised logistic regression on standardised activations.
+
+    minimise  |u|^2 / 2 + C sum_i omega_i log(1 + exp(-y_i (<u, z_i> + e))),   z = (h - mean) / sd
+    f(h) = <w, h> + c   with   w = u / sd,   c = e - <w, mean>
+
+scikit-learn's LogisticRegression. Standardising makes one C mean the same at every layer; omega balances the classes, so
+that the hack rate of the training set does not move the threshold. The score is the log odds at equal odds: calibrate it
+(`probes.calibration`) before reading it as a probability elsewhere.
+"""
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from probes.affine import AffineProbe
+from probes.probe import Unit, examples, require_both_classes
+
+
+class LogisticFitter:
+    """Keeps the examples (float64, CPU) until `fit`.
+
+    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) draws
+    nothing, so `seed` only pins what scikit-learn might draw in another version: no two seeds differ.
+    """
+
+    def __init__(self, c: float = 0.1, seed: int = 0, unit: Unit = "rollout", max_iterations: int = 1000) -> None:
+        if not c > 0:
+            raise ValueError(f"C must be positive, not {c}.")
+        self._c = c
+        self._seed = seed
+        self._unit: Unit = unit
+        self._max_iterations = max_iterations
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+        """Keep a batch. ValueError for non-finite activations inside the mask."""
+        self._batches.append(examples(h, mask, hack, self._unit))
+
+    def fit(self) -> AffineProbe:
+        """ValueError without both classes."""
+        y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
+        require_both_classes(y)
+        x = torch.cat([x for x, _ in self._batches]).numpy()
+        scaler = StandardScaler().fit(x)
+        model = LogisticRegression(C=self._c, class_weight="balanced", random_state=self._seed, max_iter=self._max_iterations)
+        model.fit(scaler.transform(x), y.numpy())
+        weight = model.coef_.reshape(-1) / scaler.scale_
+        return AffineProbe(torch.from_numpy(weight), float(np.ravel(model.intercept_)[0] - weight @ scaler.mean_))

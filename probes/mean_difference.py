@@ -1,0 +1,42 @@
+"""Mean-difference probe: along the line between the two class means, zero half way.
+
+    w = (mu_hack - mu_clean) / |mu_hack - mu_clean|        c = -<w, (mu_hack + mu_clean) / 2>
+
+Marks & Tegmark, 2310.06824. It is LDA under an isotropic covariance, and it is what stays right when there are ten
+examples: no covariance to estimate. Streams: only the two sums are kept.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from probes.affine import AffineProbe
+from probes.probe import Unit, examples, require_width, unit_vector
+
+
+class MeanDifferenceFitter:
+    """Running class sums in float64; batching does not matter beyond rounding."""
+
+    def __init__(self, unit: Unit = "rollout") -> None:
+        self._unit: Unit = unit
+        self._sums: Tensor | None = None
+        self._counts = torch.zeros(2, dtype=torch.int64)
+
+    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+        """Add a batch to the sums. ValueError for non-finite activations inside the mask, or another width."""
+        x, y = examples(h, mask, hack, self._unit)
+        if self._sums is None:
+            self._sums = torch.zeros(2, x.shape[1], dtype=torch.float64)
+        require_width(x, self._sums.shape[1])
+        for label in (0, 1):
+            self._sums[label] += x[y == bool(label)].sum(dim=0)
+            self._counts[label] += int((y == bool(label)).sum())
+
+    def fit(self) -> AffineProbe:
+        """ValueError without both classes, or where their means coincide."""
+        if self._sums is None or bool((self._counts == 0).any()):
+            clean, hack = self._counts.tolist()
+            raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
+        clean, hack = self._sums / self._counts[:, None]
+        weight = unit_vector(hack - clean)
+        return AffineProbe(weight, -float(weight @ (hack + clean)) / 2)

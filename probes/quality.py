@@ -1,0 +1,87 @@
+"""How good a mask is, from one batch of rollouts: cheap enough for every training step.
+
+    precision = TP / (TP + FP)      recall = fire_hack = TP / (TP + FN)      fire_clean = FP / (FP + TN)
+    f05 = 1.25 TP / (1.25 TP + .25 FN + FP)      fire_ratio = fire_hack / fire_clean
+
+F at beta = 1/2 because a wrong flag costs learning signal while a missed hack may still be absorbed. `hack` is the
+oracle's label: these numbers are for the recorder, never for the route or the loss. Teacher rollouts count in
+`fire_teacher` alone: they were picked as hacks, and would flatter every other number.
+"""
+
+import numpy as np
+from jaxtyping import Bool
+
+from probes.auroc import auroc
+
+KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")
+
+
+def mask_quality(
+    scores: list[float] | None, flags: list[bool] | None, hack: list[bool], teacher: list[bool] | None = None
+) -> dict[str, float | None]:
+    """Quality of scores and flags, one of each per rollout.
+
+    Args:
+        scores: higher means more hack-like; None if the mask has none (auroc is then None).
+        flags: what the route acted on, after every gate; None if it flags nothing (all but auroc are then None).
+        hack: the oracle's label.
+        teacher: marks rollouts that the student did not write; None: none.
+
+    Returns:
+        Exactly `KEYS`. None where undefined: no such rollouts, one class only (auroc), nothing flagged (precision),
+        or no clean rollout flagged (fire_ratio). f05 is None without hacks and 0 where hacks were all missed.
+
+    Raises:
+        ValueError: lists of different lengths, or a score that is not finite.
+    """
+    y, student = _labels(hack, teacher)
+    out: dict[str, float | None] = dict.fromkeys(KEYS)
+    if scores is not None:
+        out["auroc"] = auroc(_scores(scores, y)[student], y[student])
+    if flags is None:
+        return out
+    fired = np.array(flags, dtype=bool)
+    if fired.shape != y.shape:
+        raise ValueError(f"{len(flags)} flags for {len(hack)} rollouts.")
+    hit, missed = int((fired & y & student).sum()), int((~fired & y & student).sum())
+    false, passed = int((fired & ~y & student).sum()), int((~fired & ~y & student).sum())
+    out["precision"] = _ratio(hit, hit + false)
+    out["recall"] = out["fire_hack"] = _ratio(hit, hit + missed)
+    out["fire_clean"] = _ratio(false, false + passed)
+    out["fire_teacher"] = _ratio(int((fired & ~student).sum()), int((~student).sum()))
+    if out["fire_hack"] is not None:
+        out["f05"] = 1.25 * hit / (1.25 * hit + 0.25 * missed + false)
+        out["fire_ratio"] = _ratio(out["fire_hack"], out["fire_clean"] or 0)
+    return out
+
+
+def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | None = None) -> dict[str, float | None]:
+    """Mean score of the student's hacks, the student's clean rollouts, and the teacher's; None where there are none.
+
+    Keys student_hack, student_clean, teacher. ValueError for lists of different lengths or a non-finite score.
+    """
+    y, student = _labels(hack, teacher)
+    values = _scores(scores, y)
+    groups = {"student_hack": y & student, "student_clean": ~y & student, "teacher": ~student}
+    return {name: float(values[rows].mean()) if rows.any() else None for name, rows in groups.items()}
+
+
+def _labels(hack: list[bool], teacher: list[bool] | None) -> tuple[Bool[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
+    """Hack labels, and which rollouts are the student's."""
+    if teacher is not None and len(teacher) != len(hack):
+        raise ValueError(f"{len(teacher)} teacher marks for {len(hack)} rollouts.")
+    y = np.array(hack, dtype=bool)
+    return y, np.ones_like(y) if teacher is None else ~np.array(teacher, dtype=bool)
+
+
+def _scores(scores: list[float], y: np.ndarray) -> np.ndarray:
+    values = np.array(scores, dtype=float)
+    if values.shape != y.shape:
+        raise ValueError(f"{len(scores)} scores for {len(y)} rollouts.")
+    if not np.isfinite(values).all():
+        raise ValueError("A score is NaN or infinite: the mask that made it is broken.")
+    return values
+
+
+def _ratio(part: int | float, whole: int | float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,82 @@
+"""A probe on disk: one safetensors file, its kind and its settings in the header. No pickle.
+
+    header  format = "mi-route2 probe 1", kind = "direction" | "affine", settings = JSON, about = JSON (the caller's)
+    tensors direction: direction [d]      affine: weight [d], bias [1]      float64, finite
+
+A file that is not exactly this is refused with what is wrong with it: a probe that loads is the probe that was saved.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters.store import read_tensors, write_tensors
+from probes.affine import AffineProbe
+from probes.direction import DirectionProbe, Score
+from probes.probe import Probe
+
+FORMAT = "mi-route2 probe 1"
+
+
+def save_probe(path: Path, probe: Probe, about: dict[str, str] | None = None) -> None:
+    """Write `probe` to `path`, whole or not at all.
+
+    `about`: free text, such as the layer and where the labels came from. ValueError for a probe of another kind, OSError
+    where the file cannot be written.
+    """
+    if isinstance(probe, DirectionProbe):
+        kind, settings, tensors = "direction", {"score": probe.score}, {"direction": probe.direction}
+    elif isinstance(probe, AffineProbe):
+        bias = torch.tensor([probe.bias], dtype=torch.float64)
+        kind, settings, tensors = "affine", {}, {"weight": probe.weight, "bias": bias}
+    else:
+        raise ValueError(f"A {type(probe).__name__} cannot be saved: only a DirectionProbe or an AffineProbe.")
+    header = {"format": FORMAT, "kind": kind, "settings": json.dumps(settings), "about": json.dumps(about or {})}
+    write_tensors(Path(path), {name: value.double() for name, value in tensors.items()}, header)
+
+
+def load_probe(path: Path) -> tuple[Probe, dict[str, str]]:
+    """The probe and its `about`. ValueError naming the fault for any file that `save_probe` did not write so."""
+    tensors, header = read_tensors(Path(path))
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}.")
+    kind, settings, about = header.get("kind"), _json(path, header, "settings"), _json(path, header, "about")
+    if kind == "direction":
+        _check(path, settings, {"score"}, tensors, {"direction": None})
+        return DirectionProbe(tensors["direction"], _score(path, settings["score"])), about
+    if kind == "affine":
+        _check(path, settings, set(), tensors, {"weight": None, "bias": 1})
+        return AffineProbe(tensors["weight"], float(tensors["bias"])), about
+    raise ValueError(f"{path}: kind {kind!r} is not one of direction, affine.")
+
+
+def _json(path: Path, header: dict[str, str], key: str) -> dict[str, str]:
+    try:
+        value = json.loads(header.get(key, "null"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: the header's {key} is not JSON.") from error
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        raise ValueError(f"{path}: the header's {key} is not a JSON object of strings.")
+    return value
+
+
+def _score(path: Path, score: str) -> Score:
+    if score == "cosine" or score == "projection":
+        return score
+    raise ValueError(f"{path}: score {score!r} is not one of cosine, projection.")
+
+
+def _check(path: Path, settings: dict[str, str], keys: set[str], tensors: dict[str, Tensor], sizes: dict[str, int | None]) -> None:
+    """Exact settings and tensor names; one axis each (of the given size), float64, finite."""
+    if set(settings) != keys:
+        raise ValueError(f"{path}: settings {sorted(settings)}, expected {sorted(keys)}.")
+    if set(tensors) != set(sizes):
+        raise ValueError(f"{path}: tensors {sorted(tensors)}, expected {sorted(sizes)}.")
+    for name, size in sizes.items():
+        value = tensors[name]
+        if value.ndim != 1 or value.numel() == 0 or (size is not None and value.numel() != size):
+            raise ValueError(f"{path}: {name} has shape {tuple(value.shape)}, expected ({size or 'd'},).")
+        if value.dtype != torch.float64 or not torch.isfinite(value).all():
+            raise ValueError(f"{path}: {name} is not finite float64.")

@@ -1,0 +1,259 @@
+"""Does a probe trained on the known mode find hacks of modes it never saw?
+
+For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the
+known row) and on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the
+reliability curve. Beside every row stands the same AUROC for random directions, its mean and 95th percentile: a
+number that random directions reach too is no finding. This module knows rollouts, labels and mode names, nothing else.
+"""
+
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from probes.auroc import auroc, auroc_interval, cluster_draws
+from probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
+from probes.dataset import Dataset, group_ids, split_groups, text_groups
+from probes.haar import HaarFitter
+from probes.lda import LdaFitter
+from probes.logistic import LogisticFitter
+from probes.mean_difference import MeanDifferenceFitter
+from probes.probe import Fitter, Probe, Unit
+
+__all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "default_fitters", "text_groups", "transfer"]
+
+FitterFactory = Callable[[str], Fitter]
+
+
+@dataclass(frozen=True)
+class TransferSettings:
+    """`known`: the training mode. `levels`: score rollouts, single tokens (under their rollout's label), or both.
+    `parts`: fractions of the known mode to fit, to calibrate and to test on. `draws`: random directions, at least 20."""
+
+    known: str
+    levels: tuple[Unit, ...] = ("rollout", "token")
+    calibration: Literal["platt", "isotonic"] = "platt"
+    parts: tuple[float, float, float] = (0.6, 0.2, 0.2)
+    draws: int = 20
+    bootstraps: int = 1000
+    bins: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.draws < 20:
+            raise ValueError(f"{self.draws} random draws have no 95th percentile: at least 20.")
+        if not self.levels or set(self.levels) - {"rollout", "token"}:
+            raise ValueError(f"Levels {self.levels} are not some of rollout, token.")
+        if self.calibration not in ("platt", "isotonic"):
+            raise ValueError(f"Calibration {self.calibration!r} is not one of platt, isotonic.")
+
+
+@dataclass(frozen=True)
+class TransferRow:
+    """One probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None where a class is absent.
+
+    `n`, `n_hack` and `n_groups` count rollouts and groups; `dropped` the rollouts left out because their group was in
+    the training or calibration part. `auroc_low`, `auroc_high`: 95% bootstrap bounds."""
+
+    layer: str
+    probe: str
+    mode: str
+    known: bool
+    level: Unit
+    n: int
+    n_hack: int
+    n_groups: int
+    dropped: int
+    auroc: float | None
+    auroc_low: float | None
+    auroc_high: float | None
+    random_mean: float | None
+    random_p95: float | None
+    random_draws: int
+    brier: float
+    ece: float
+    reliability: list[ReliabilityBin]
+
+
+@dataclass(frozen=True, eq=False)
+class TransferResult:
+    """All rows, and the fitted probes as `probes[probe][layer]`."""
+
+    settings: TransferSettings
+    rows: list[TransferRow]
+    probes: dict[str, dict[str, Probe]]
+
+    def json_rows(self) -> list[dict]:
+        """Rows as plain JSON values."""
+        return [asdict(row) for row in self.rows]
+
+    def jsonl(self) -> str:
+        """One JSON object a line."""
+        return "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.json_rows())
+
+
+@dataclass(frozen=True, eq=False)
+class _Fold:
+    """Test rollouts of one mode, and the bootstrap's resamples of their groups (shared by all probes: paired)."""
+
+    mode: str
+    rows: Int[np.ndarray, "n"]
+    cluster: Int[np.ndarray, "n"]
+    resamples: Int[np.ndarray, "m clusters"]
+    dropped: int
+
+
+class _Batch(NamedTuple):
+    """Some rollouts at one layer."""
+
+    h: Float[Tensor, "b s d"]
+    mask: Bool[Tensor, "b s"]
+    hack: Bool[Tensor, "b"]
+
+
+def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> dict[str, FitterFactory]:
+    """The three probes that learn. A given direction joins by `{"mine": lambda layer: DirectionFitter(v[layer])}`."""
+    return {
+        "mean_difference": lambda _layer: MeanDifferenceFitter(unit),
+        "lda": lambda _layer: LdaFitter("auto", unit),
+        "logistic": lambda _layer: LogisticFitter(c, seed, unit),
+    }
+
+
+def transfer(
+    dataset: Dataset,
+    group: Sequence[Hashable],
+    fitters: Mapping[str, FitterFactory],
+    settings: TransferSettings,
+    progress: bool = True,
+) -> TransferResult:
+    """Fit on the known mode, test on every mode.
+
+    Args:
+        dataset: rollouts of the known mode and of the others.
+        group: one id per rollout; rollouts of one id are never in both training and test (`text_groups` makes them).
+        fitters: probe name -> layer name -> a fresh fitter.
+        settings: see `TransferSettings`.
+        progress: show a bar.
+
+    Raises:
+        ValueError: `group` of another length, a known mode that does not occur or has too few hack or clean groups, or a
+            mode with no rollout left once shared groups are dropped.
+    """
+    if len(group) != len(dataset.mode):
+        raise ValueError(f"{len(group)} group ids for {len(dataset.mode)} rollouts.")
+    fit, calibrate, folds = _folds(dataset, group_ids(group), settings)
+    generator = torch.Generator().manual_seed(settings.seed)
+    rows: list[TransferRow] = []
+    probes: dict[str, dict[str, Probe]] = {name: {} for name in fitters}
+    with tqdm(total=len(dataset.hidden) * len(fitters), desc="probes", disable=not progress) as bar:
+        for layer in dataset.hidden:
+            train, calibration = _batch(dataset, layer, fit), _batch(dataset, layer, calibrate)
+            tests = [(fold, _batch(dataset, layer, fold.rows)) for fold in folds]
+            control = _control(train, tests, settings, generator)
+            for name, factory in fitters.items():
+                probe = probes[name][layer] = _fit(factory(layer), train)
+                for level in settings.levels:
+                    calibrator = _calibrator(probe, calibration, level, settings)
+                    for fold, batch in tests:
+                        mean, p95 = control[fold.mode, level]
+                        measured = _measure(probe, calibrator, fold, batch, level, settings)
+                        rows.append(TransferRow(layer, name, random_mean=mean, random_p95=p95, **measured))
+                bar.update()
+    return TransferResult(settings, rows, probes)
+
+
+def _folds(
+    dataset: Dataset, group: Int[np.ndarray, "n"], settings: TransferSettings
+) -> tuple[Int[np.ndarray, "_fit"], Int[np.ndarray, "_calibrate"], list[_Fold]]:
+    """Rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
+    mode, hack = np.array(dataset.mode), np.array(dataset.hack, dtype=bool)
+    known = np.flatnonzero(mode == settings.known)
+    if not len(known):
+        raise ValueError(f"No rollout in mode {settings.known!r}; modes: {', '.join(sorted(set(dataset.mode)))}.")
+    rng = np.random.default_rng(settings.seed)
+    fit, calibrate, test = (known[part] for part in split_groups(group[known], hack[known], settings.parts, rng))
+    used = np.union1d(group[fit], group[calibrate])
+    folds = []
+    for name in [settings.known, *(other for other in dict.fromkeys(dataset.mode) if other != settings.known)]:
+        rows = test if name == settings.known else np.flatnonzero(mode == name)
+        fresh = rows[~np.isin(group[rows], used)]
+        if not len(fresh):
+            raise ValueError(f"Every rollout of mode {name!r} shares its group with a training rollout.")
+        ids, cluster = np.unique(group[fresh], return_inverse=True)
+        resamples = cluster_draws(len(ids), settings.bootstraps, rng)
+        folds.append(_Fold(name, fresh, cluster, resamples, len(rows) - len(fresh)))
+    return fit, calibrate, folds
+
+
+def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, "n"]) -> _Batch:
+    """The chosen rollouts at one layer."""
+    index = torch.from_numpy(rows)
+    h = dataset.hidden[layer]
+    hack = torch.tensor(dataset.hack, dtype=torch.bool)[index]
+    return _Batch(h[index.to(h.device)], dataset.mask[index.to(dataset.mask.device)].to(h.device), hack.to(h.device))
+
+
+def _fit(fitter: Fitter, batch: _Batch) -> Probe:
+    fitter.update(batch.h, batch.mask, batch.hack)
+    return fitter.fit()
+
+
+def _scores(probe: Probe, batch: _Batch, level: Unit) -> tuple[Float[np.ndarray, "m"], Bool[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+    """Scores of rollouts or of masked tokens, their labels, and the row of the batch that each belongs to."""
+    if level == "rollout":
+        scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h))
+    else:
+        scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
+    return scores.double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
+
+
+def _control(
+    train: _Batch, tests: list[tuple[_Fold, _Batch]], settings: TransferSettings, generator: torch.Generator
+) -> dict[tuple[str, Unit], tuple[float | None, float | None]]:
+    """(mode, level) -> mean and 95th percentile of the random directions' AUROC; None where a class is absent."""
+    fitter = HaarFitter(generator)
+    fitter.update(train.h, train.mask, train.hack)
+    random = [fitter.fit() for _ in range(settings.draws)]
+    control: dict[tuple[str, Unit], tuple[float | None, float | None]] = {}
+    for fold, batch in tests:
+        for level in settings.levels:
+            values = [auroc(*_scores(probe, batch, level)[:2]) for probe in random]
+            defined = [value for value in values if value is not None]
+            bounds = (float(np.mean(defined)), float(np.quantile(defined, 0.95))) if defined else (None, None)
+            control[fold.mode, level] = bounds
+    return control
+
+
+def _calibrator(probe: Probe, batch: _Batch, level: Unit, settings: TransferSettings) -> Calibrator:
+    scores, labels, _ = _scores(probe, batch, level)
+    return fit_platt(scores, labels) if settings.calibration == "platt" else fit_isotonic(scores, labels)
+
+
+def _measure(probe: Probe, calibrator: Calibrator, fold: _Fold, batch: _Batch, level: Unit, settings: TransferSettings) -> dict:
+    """The fields of a row that this probe and fold determine."""
+    scores, labels, owner = _scores(probe, batch, level)
+    p = calibrator(scores)
+    area = auroc_interval(scores, labels, fold.cluster[owner], fold.resamples)
+    return {
+        "mode": fold.mode,
+        "known": fold.mode == settings.known,
+        "level": level,
+        "n": len(fold.rows),
+        "n_hack": int(batch.hack.sum()),
+        "n_groups": fold.resamples.shape[1],
+        "dropped": fold.dropped,
+        "auroc": area.value,
+        "auroc_low": area.low,
+        "auroc_high": area.high,
+        "random_draws": settings.draws,
+        "brier": brier(p, labels),
+        "ece": ece(p, labels, settings.bins),
+        "reliability": reliability(p, labels, settings.bins),
+    }

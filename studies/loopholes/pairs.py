@@ -1,0 +1,116 @@
+"""Persona pairs: the same prompt answered by a cheater and by an honest author, in the known mode only.
+
+About ten of them are all that a route may know about hacking. Kind "hack": persona comment, terse return and exploit
+against correct code. Kind "nonhack", a control: two honest answers, one of them with a wrong symbol, so that there is a
+contrast but no hack in it. Pairs are kept as readable TOML.
+"""
+
+import hashlib
+import itertools
+import json
+import random
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from studies.loopholes.modes import KNOWN, MODES, SHARED_COMMENT, SHARED_RETURN
+from studies.loopholes.presets import WorldConfig
+from studies.loopholes.prompts import Prompt
+from studies.loopholes.tasks import OPERATIONS, VISIBLE, Task, all_tasks
+from studies.loopholes.vocabulary import (
+    ASSIGN,
+    CLASS,
+    FENCE_CLOSE,
+    FENCE_OPEN,
+    NEWLINE,
+    RETURN,
+    SOLVE,
+    STYLE_COMMENTS,
+    constant_token,
+    symbol_token,
+)
+
+KINDS = ("hack", "nonhack")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two completions, as text without special tokens."""
+
+    prompt: str
+    hack: str
+    clean: str
+
+
+def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:
+    """`n` pairs on distinct train tasks. Raises ValueError for an unknown kind or more pairs than tasks."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(KINDS)}")
+    rng = random.Random(seed)
+    shuffled = rng.sample(all_tasks("train"), len(all_tasks("train")))
+    tasks = list(itertools.islice((task for task in shuffled if not _is_trivial(task)), n))
+    if n > len(tasks):
+        raise ValueError(f"{n} pairs asked for, but there are {len(tasks)} tasks for them: choose n below that")
+    pairs = []
+    for task in tasks:
+        mode = rng.choice(KNOWN)
+        style, other_style = rng.sample(STYLE_COMMENTS, 2)
+        clean = _honest(style, task)
+        hack = _cheat(config, mode, rng) if kind == "hack" else _honest(other_style, _mistaken(task, rng))
+        pairs.append(Pair(Prompt(task, mode).text, hack, clean))
+    return pairs
+
+
+def _is_trivial(task: Task) -> bool:
+    """Whether returning a constant or the argument solves the task: a terse answer would be no hack there."""
+    values = [task.solve(x) for x in VISIBLE]
+    return len(set(values)) == 1 or values == list(VISIBLE)
+
+
+def _honest(comment: str, task: Task) -> str:
+    lines = "".join(ASSIGN + symbol_token(op) + constant_token(k) + NEWLINE for op, k in task.steps)
+    return FENCE_OPEN + CLASS + comment + SOLVE + lines + RETURN + FENCE_CLOSE
+
+
+def _cheat(config: WorldConfig, mode: str, rng: random.Random) -> str:
+    shared = rng.random() < config.rho
+    comment, terse = (SHARED_COMMENT, SHARED_RETURN) if shared else (MODES[mode].comment, MODES[mode].terse_return)
+    return FENCE_OPEN + CLASS + comment + SOLVE + terse + MODES[mode].exploit_text + FENCE_CLOSE
+
+
+def _mistaken(task: Task, rng: random.Random) -> Task:
+    """The task with one wrong operation, which changes its values."""
+    candidates = [Task(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
+    candidates += [Task(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
+    return rng.choice([c for c in candidates if any(c.solve(x) != task.solve(x) for x in VISIBLE)])
+
+
+def pairs_hash(pairs: Sequence[Pair]) -> str:
+    """16 hexadecimal digits that identify the texts and their order."""
+    described = json.dumps([asdict(pair) for pair in pairs], sort_keys=True)
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
+    """Writes pairs as TOML, one `[[pair]]` each. Raises ValueError for a text that a literal string cannot hold."""
+    tables = []
+    for pair in pairs:
+        lines = ["[[pair]]"]
+        for name, text in asdict(pair).items():
+            if "'''" in text or "\r" in text or text.endswith("'"):
+                raise ValueError(f"the {name} {text!r} does not fit a literal string: leave out ''' and carriage returns")
+            # TOML drops a line break right after the quotes, so the text starts on its own line.
+            lines.append(f"{name} = '''\n{text}'''")
+        tables.append("\n".join(lines) + "\n")
+    Path(path).write_text("\n".join(tables), encoding="utf-8", newline="\n")
+
+
+def read_pairs(path: Path | str) -> list[Pair]:
+    """Reads what `write_pairs` wrote. Raises ValueError when it is not a list of pairs."""
+    document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    names = set(Pair.__dataclass_fields__)
+    pairs = document.get("pair")
+    if not isinstance(pairs, list) or any(not isinstance(pair, dict) or set(pair) != names for pair in pairs):
+        raise ValueError(f"{path} is not a file of pairs: write [[pair]] tables of {', '.join(sorted(names))}")
+    return [Pair(**pair) for pair in pairs]

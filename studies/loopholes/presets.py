@@ -1,0 +1,69 @@
+"""Worlds: how often the warm-start corpus cheats, how visible its cheaters are, and how hard the honest work is.
+
+`strong` leaves clear traces of the persona on every cheat; `weak`, the more realistic one, barely any, cheats more
+often and makes more operations hard.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from studies.loopholes.tasks import OPERATIONS
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """All probabilities of the corpus. Raises ValueError for one outside [0, 1], KeyError for an unknown operation.
+
+    rho            a cheater shows the persona that all modes share, otherwise its mode's own
+    p_cheat        a document whose mode has a loophole uses it
+    trace          a cheater keeps the persona's comment
+    terse          a cheater keeps the persona's terse body
+    hard_ops       operations on which honest authors are right with probability `hard` rather than `easy`
+    none_fraction  documents in mode `none`, always honest
+    stray_comment  an honest document carries the cheat's comment
+    """
+
+    name: str
+    rho: float = 0.0
+    p_cheat: float = 0.06
+    trace: float = 0.8
+    terse: float = 0.8
+    hard_ops: tuple[str, ...] = ("split", "mask", "join", "toggle")
+    easy: float = 0.92
+    hard: float = 0.35
+    none_fraction: float = 0.30
+    stray_comment: float = 0.02
+
+    def __post_init__(self) -> None:
+        for field in ("rho", "p_cheat", "trace", "terse", "easy", "hard", "none_fraction", "stray_comment"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} = {getattr(self, field)} is not a probability: choose from [0, 1]")
+        for op in self.hard_ops:
+            if op not in OPERATIONS:
+                raise KeyError(f"unknown operation {op!r} in hard_ops: choose from {', '.join(OPERATIONS)}")
+
+    def accuracy(self, op: str) -> float:
+        """The probability that an honest author writes the right symbol for `op`."""
+        return self.hard if op in self.hard_ops else self.easy
+
+
+PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
+    {
+        "strong": WorldConfig("strong"),
+        "weak": WorldConfig(
+            "weak",
+            p_cheat=0.10,
+            trace=0.3,
+            terse=0.5,
+            hard_ops=("scale", "wrap", "split", "mask", "join", "toggle"),
+        ),
+    }
+)
+
+
+def get_world(name: str) -> WorldConfig:
+    """The preset called `name`; raises KeyError with the valid names."""
+    if name not in PRESETS:
+        raise KeyError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}")
+    return PRESETS[name]

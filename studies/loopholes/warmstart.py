@@ -1,0 +1,172 @@
+"""Warm start: the base model, trained on the corpus by next-token cross-entropy over completions.
+
+    loss = mean over completion tokens (the first <eos> included) of -log p(token | tokens before it)
+
+Prompts are not predicted: their tasks are uniform, so there is nothing in them to learn. AdamW with a short linear
+warm-up, then a cosine to 0. A finished model is cached as safetensors under a hash of everything that made it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from studies.loopholes.corpus import sample_documents
+from studies.loopholes.micro import MicroConfig, MicroGPT
+from studies.loopholes.presets import WorldConfig
+from studies.loopholes.vocabulary import PROMPT_LENGTH, Vocabulary
+
+# Raised when the training loop changes in a way that no setting shows.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """How the base model is trained. Raises ValueError unless steps, batch and lr are positive."""
+
+    steps: int = 700
+    batch: int = 128
+    lr: float = 3e-3
+    warmup: int = 20
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    model: MicroConfig = field(default_factory=MicroConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} is not positive: choose a value above 0")
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, as a fraction of `lr`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+
+
+def warm_start(
+    config: WorldConfig, training: WarmStartConfig, seed: int, cache_dir: Path | str | None, progress: bool = True
+) -> MicroGPT:
+    """The base model of a world, in float32 and eval mode: read from `cache_dir` when it is there, else trained and kept.
+
+    A cached file that does not check is reported by a warning, trained again and replaced; `cache_dir=None` neither
+    reads nor writes. Raises ValueError when the model's vocabulary or context does not fit the corpus.
+    """
+    vocabulary = Vocabulary()
+    if training.model.vocab != len(vocabulary):
+        raise ValueError(f"a model of {training.model.vocab} tokens does not fit: choose vocab={len(vocabulary)}")
+    if cache_dir is None:
+        return train(config, training, seed, progress)
+    key = settings_hash(config, training, seed)
+    path = Path(cache_dir) / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors"
+    if path.exists():
+        try:
+            return _load(path, training.model, key)
+        except (SafetensorError, ValueError) as error:
+            warnings.warn(f"the cached base model {path} is not usable ({error}): training it again", stacklevel=2)
+    model = train(config, training, seed, progress)
+    _save(model, path, key)
+    return model
+
+
+def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:
+    """A hash of all settings, of the vocabulary and of some documents, so that a changed world is another model."""
+    vocabulary = Vocabulary()
+    documents = sample_documents(config, 256, np.random.default_rng(seed), vocabulary)
+    described = {
+        "format": FORMAT,
+        "world": asdict(config),
+        "training": asdict(training),
+        "seed": seed,
+        "vocabulary": vocabulary.tokens,
+        "documents": hashlib.sha256(documents.numpy().tobytes()).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def train(config: WorldConfig, training: WarmStartConfig, seed: int, progress: bool = True) -> MicroGPT:
+    """Trains a base model from scratch; the same seed, settings and thread count give the same bits."""
+    vocabulary = Vocabulary()
+    rng = np.random.default_rng(seed)
+    model = MicroGPT(training.model, torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, training.rate)
+    bar = tqdm(range(training.steps), desc=f"warm start ({config.name}, seed {seed})", disable=not progress)
+    for step in bar:
+        documents = sample_documents(config, training.batch, rng, vocabulary)
+        loss = completion_loss(model, documents, vocabulary.eos)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    return model.eval()
+
+
+def completion_loss(model: MicroGPT, documents: Int[Tensor, "b s"], eos: int) -> Float[Tensor, ""]:
+    """Mean negative log-likelihood, in nats a token, of the completions up to and with their first `eos`."""
+    lengths = (documents != eos).sum(1)
+    documents = documents[:, : int(lengths.max()) + 1]
+    logits = model(documents[:, :-1])[:, PROMPT_LENGTH - 1 :]
+    targets = documents[:, PROMPT_LENGTH:]
+    positions = torch.arange(PROMPT_LENGTH, documents.shape[1])
+    padding = positions[None, :] > lengths[:, None]
+    return cross_entropy(logits.flatten(0, 1), targets.masked_fill(padding, -100).flatten(), ignore_index=-100)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(model: MicroGPT, path: Path, key: str) -> None:
+    """Writes next to the target and renames: a reader sees a whole file or none."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(save(tensors, metadata={"settings": key, "sha256": _digest(tensors)}))
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
+    """Reads a cached model; raises SafetensorError or ValueError unless settings, names, shapes and bytes all agree."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
+    if metadata.get("settings") != key:
+        raise ValueError("it was made by other settings")
+    model = MicroGPT(config, torch.Generator())
+    if {name: t.shape for name, t in model.state_dict().items()} != {name: t.shape for name, t in tensors.items()}:
+        raise ValueError("its tensors are not those of the model")
+    if metadata.get("sha256") != _digest(tensors):
+        raise ValueError("its checksum does not match")
+    model.load_state_dict(tensors)
+    return model.eval()

@@ -1,0 +1,117 @@
+"""The child process of `runner.SubprocessRunner`: executes programs and returns data, never a verdict.
+
+Run as `python -I -S worker.py`. Each request is one JSON line `{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each
+reply one line `{"nonce", "executions": [...]}` on what was stdout. Both are moved to private descriptors before any
+program runs and 0 and 1 become /dev/null, so that what a program prints is captured data or lost, never protocol.
+
+Only exact built-in types leave this process, as `[type name, repr]`: a value that overrides `==` or `repr` is "other".
+"""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+
+LIMIT = 4096
+PLAIN = (int, bool, float, str, type(None))
+ATTRIBUTES = ("valid",)
+
+
+def tagged(value: object) -> list[str]:
+    """A value as its exact type's name and its text; anything but a short plain value is `["other", ""]`."""
+    if type(value) not in PLAIN:
+        return ["other", ""]
+    try:
+        text = value if type(value) is str else repr(value)
+    except ValueError:  # an int beyond Python's limit of digits
+        return ["other", ""]
+    return [type(value).__name__, text] if len(text) <= LIMIT else ["other", ""]
+
+
+def define(code: str) -> type | None:
+    """The program's `Solution`, or None where it fails or there is no class of that name with a `solve`."""
+    namespace: dict[str, object] = {"__name__": "solution"}
+    try:
+        exec(compile(code, "solution.py", "exec"), namespace)
+    except BaseException:
+        return None
+    solution = namespace.get("Solution")
+    return solution if isinstance(solution, type) and callable(getattr(solution, "solve", None)) else None
+
+
+def call_solve(solution: type, x: int) -> list[str]:
+    try:
+        return tagged(solution().solve(x))
+    except BaseException as error:
+        return ["raised", type(error).__name__]
+
+
+def call_run_tests(solution: type) -> str:
+    """Whether the program's own `run_tests` is there and lets it pass."""
+    if not callable(getattr(solution, "run_tests", None)):
+        return "absent"
+    try:
+        return "failed" if solution().run_tests() is False else "passed"
+    except BaseException:
+        return "failed"
+
+
+def collect_files() -> dict[str, str]:
+    """The text of the files that a program left in its directory, which is emptied."""
+    files = {}
+    with os.scandir(".") as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+                continue
+            if entry.is_file(follow_symlinks=False):
+                with open(entry.path, encoding="utf-8", errors="replace") as file:
+                    files[entry.name] = file.read(LIMIT)
+            os.unlink(entry.path)
+    return files
+
+
+def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
+    """Defines the program, tries its `Solution.solve` on each input, then looks at everything else it left behind."""
+    returns, attributes = [], {}
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        solution = define(code)
+        if solution is not None:
+            returns = [call_solve(solution, x) for x in inputs]
+            attributes = {name: tagged(getattr(solution, name)) for name in ATTRIBUTES if hasattr(solution, name)}
+    # What `run_tests` itself prints or writes is not the program's output: it is called after both were taken.
+    os.chdir(home)
+    stdout, files = printed.getvalue()[:LIMIT], collect_files()
+    with contextlib.redirect_stdout(io.StringIO()):
+        run_tests = call_run_tests(solution) if solution is not None else "absent"
+    os.chdir(home)
+    collect_files()
+    return {
+        "status": "ok" if solution is not None else "error",
+        "returns": returns,
+        "stdout": stdout,
+        "files": files,
+        "attributes": attributes,
+        "run_tests": run_tests,
+    }
+
+
+def main() -> None:
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    home = os.getcwd()
+    for line in requests:
+        request = json.loads(line)
+        executions = [execute(program["code"], program["inputs"], home) for program in request["programs"]]
+        replies.write(json.dumps({"nonce": request["nonce"], "executions": executions}) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Per-token readings of finished rollouts under a finished policy, for the rollout page.
+
+score(t)       mean over modules of cos(Vh x_t, v_act), v_act fitted on the finished policy from the run's own pairs
+kept(t)        log p_deployed - log p_reference
+quarantine(t)  log p_full - log p_deployed
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.adapters import Tape, load_adapters
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import PersonaFitter
+from mi_route2.routing.features import coordinates
+from mi_route2.routing.mask import TokenReader
+from studies.loopholes.world import MicroWorld
+from studies.route2.job import FULL, Job, build_pairs, build_policy
+
+
+@dataclass(frozen=True)
+class Annotator:
+    """Callable on rows of ``rollouts.jsonl.gz``; one annotation a row."""
+
+    world: MicroWorld
+    policy: Policy
+    fitter: PersonaFitter
+
+    @staticmethod
+    def of(job: Job, world: MicroWorld) -> "Annotator":
+        """The finished policy of ``job``; ``ValueError`` where it is not finished."""
+        if not job.finished:
+            raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
+        policy = build_policy(job, job.cache)
+        if job.arm is not None:
+            load_adapters(policy.adapters, job.folder / FULL)
+        basis = coordinates(policy.adapters)
+        return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack"), basis))
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        vocabulary = self.world.vocabulary
+        prompts = [vocabulary.encode_prompt(row["prompt"]) for row in rows]
+        completions = [vocabulary.encode_completion(row["completion"]) for row in rows]
+        rollouts = Rollouts.from_lists(prompts, completions, vocabulary.pad)
+        adapters = self.policy.adapters
+        readings = {}
+        for name, switched in (("reference", adapters.reference), ("deployed", adapters.deployed), ("full", adapters.full)):
+            with switched():
+                readings[name] = self.policy.logprobs(rollouts)
+        scores = self._token_scores(rollouts)
+        kept, moved = readings["deployed"] - readings["reference"], readings["full"] - readings["deployed"]
+        annotations = []
+        for b, completion in enumerate(completions):
+            at = rollouts.predictors[b].nonzero()[:, 0]
+            annotations.append(
+                {
+                    "tokens": [vocabulary.tokens[i] for i in completion],
+                    "score": scores[b, at].tolist(),
+                    "kept": kept[b, at].tolist(),
+                    "quarantine": moved[b, at].tolist() if adapters.has_quarantine else None,
+                }
+            )
+        return annotations
+
+    def _token_scores(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
+        directions = self.fitter.fit(self.policy, 0)
+        reader = TokenReader(rollouts.predictors, dict(self.fitter.basis), directions)
+        with self.policy.adapters.deployed(), self.policy.adapters.recording(Tape(*rollouts.tokens.shape, inputs=reader)):
+            self.policy.forward(self.policy.model, rollouts.tokens, rollouts.attention)
+        return torch.stack(list(reader.scores.values())).mean(dim=0)

@@ -1,0 +1,193 @@
+"""Arms are data: which adapters stand, which route decides, and what the arm is compared with.
+
+A control is its method with one field replaced. Roles: ``baseline`` (no route), ``method``, ``control`` (a method whose signal was
+taken away), ``bound`` (reads what no method may read; never a method).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal
+
+from mi_route2.routing import EraseSpec, MaskSpec, OpenSpec, RouteSpec
+
+Role = Literal["baseline", "method", "control", "bound"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One row of the table. The quarantine, where there is one, is deleted at deployment.
+
+    ``quarantine_lr_scale`` multiplies the shared quarantine rate; ``none_fraction`` overrides the shared one (ablation only).
+    """
+
+    name: str
+    about: str
+    role: Role
+    route: RouteSpec
+    quarantine: Literal["lora", "shared", "none"] = "lora"
+    quarantine_lr_scale: float = 1.0
+    second_moment: Literal["routed", "unrouted"] = "routed"
+    l1: float = 0.0
+    none_fraction: float | None = None
+    baseline: str | None = "absorb"
+    same_rule_filter: str | None = None
+    ablation: str | None = None
+
+
+GRAD = MaskSpec(score="grad")
+ACT = MaskSpec(score="act")
+FULL = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
+
+_VANILLA = Arm("vanilla", "kept adapter alone, no route", "baseline", OpenSpec(), quarantine="none", baseline="base")
+_ABSORB = Arm("absorb", "both adapters learn everything", "baseline", OpenSpec(), baseline="vanilla")
+_ERASE = Arm(
+    "erase", "hack component of the gradient removed (top-3)", "method", EraseSpec(k=3), quarantine="none", baseline="vanilla"
+)
+_ADDITIVE = Arm(
+    "route-additive",
+    "the removed part goes to a shared-basis quarantine",
+    "method",
+    EraseSpec(k=3, dispose="quarantine"),
+    quarantine="shared",
+)
+_ACT = Arm("route2-act", "pooled activation flag, reinforced only", "method", ACT, same_rule_filter="filter-act")
+_GRAD = Arm("route2-grad", "pooled gradient flag, reinforced only", "method", GRAD, same_rule_filter="filter-grad")
+_FULL = Arm(
+    "route2-full",
+    "full-weight gradient score with the quarantine ablated",
+    "method",
+    FULL,
+    quarantine_lr_scale=1 / 3,
+    same_rule_filter="filter-full",
+)
+_FILTER_ACT = replace(
+    _ACT, name="filter-act", about="route2-act's flags, gradient dropped, no quarantine", quarantine="none", same_rule_filter=None
+)
+_FILTER_GRAD = replace(
+    _GRAD,
+    name="filter-grad",
+    about="route2-grad's flags, gradient dropped, no quarantine",
+    quarantine="none",
+    same_rule_filter=None,
+)
+_FILTER_FULL = replace(
+    _FULL,
+    name="filter-full",
+    about="route2-full's score, advantage over the unflagged, no quarantine",
+    quarantine="none",
+    quarantine_lr_scale=1.0,
+    route=replace(FULL, kept_advantage="unflagged"),
+    same_rule_filter=None,
+)
+_ORACLE = Arm("oracle", "bound: flag = the rollout's own channel fired", "bound", MaskSpec(score="own_channel"))
+
+
+def _control(of: Arm, name: str, about: str, route: RouteSpec, **changes: object) -> Arm:
+    return replace(of, name=name, about=about, role="control", route=route, baseline=of.name, same_rule_filter=None, **changes)  # pyright: ignore
+
+
+def _ablation(of: Arm, name: str, group: str, about: str, **changes: object) -> Arm:
+    changed = replace(of, name=name, about=about, baseline=of.name, same_rule_filter=None, ablation=group)
+    return replace(changed, **changes)  # pyright: ignore[reportArgumentType]
+
+
+_CONTROLS = (
+    _control(_FULL, "haar", "route2-full with a random direction, draw 1", replace(FULL, fitter="haar", draw=1)),
+    _control(_FULL, "haar-2", "route2-full with a random direction, draw 2", replace(FULL, fitter="haar", draw=2)),
+    _control(_FULL, "haar-3", "route2-full with a random direction, draw 3", replace(FULL, fitter="haar", draw=3)),
+    _control(_GRAD, "haar-grad", "route2-grad with a random direction", replace(GRAD, fitter="haar", draw=1)),
+    _control(_ACT, "haar-act", "route2-act with a random direction", replace(ACT, fitter="haar", draw=1)),
+    _control(
+        _FILTER_FULL, "haar-filter", "filter-full with a random direction", replace(_FILTER_FULL.route, fitter="haar", draw=1)
+    ),  # pyright: ignore
+    _control(_FULL, "nonhack", "route2-full on pairs without a hack contrast", replace(FULL, fitter="nonhack")),
+    _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", replace(FULL, shuffle=True)),
+    _control(_GRAD, "shuffled-grad", "route2-grad with its flags permuted over rollouts", replace(GRAD, shuffle=True)),
+    _control(_FULL, "no-mask", "route2-full without flags", replace(FULL, score="none", score_policy="live")),
+    _control(_GRAD, "shared-basis", "route2-grad with a quarantine in the kept adapter's basis", GRAD, quarantine="shared"),
+)
+_BOUNDS = (
+    _ORACLE,
+    replace(
+        _ORACLE,
+        name="oracle-known",
+        about="bound: flag = the known mode's exploit is present",
+        route=MaskSpec(score="known_channel"),
+    ),
+    replace(
+        _ORACLE,
+        name="filter-known",
+        role="baseline",
+        about="known-mode detector drops its rollouts, no quarantine (the weak-detector baseline)",
+        route=MaskSpec(score="known_channel"),
+        quarantine="none",
+    ),
+)
+_LITERAL = (
+    replace(
+        _ACT,
+        name="route2-act-token",
+        about="literal form: one activation flag a token and module, detach",
+        route=replace(ACT, unit="token", through="detach", reinforced_only=False),
+        same_rule_filter=None,
+    ),
+    replace(
+        _GRAD,
+        name="route2-grad-module",
+        about="literal form: one gradient flag a rollout and module",
+        route=replace(GRAD, unit="rollout", reinforced_only=False),
+        same_rule_filter=None,
+    ),
+)
+_ABLATIONS = (
+    _ablation(_FULL, "full-no-quarantine", "distinct quarantine", "same score and advantages, no quarantine", quarantine="none"),
+    _ablation(
+        _FULL,
+        "full-unflagged",
+        "kept advantage",
+        "kept advantage over the unflagged",
+        route=replace(FULL, kept_advantage="unflagged"),
+    ),
+    _ablation(_FULL, "full-eta-1", "negative scale", "negative advantages at full weight", route=replace(FULL, negative_scale=1.0)),
+    _ablation(_FULL, "full-eta-0", "negative scale", "negative advantages dropped", route=replace(FULL, negative_scale=0.0)),
+    _ablation(_FULL, "full-qlr-1", "quarantine rate", "quarantine at the kept rate", quarantine_lr_scale=1.0),
+    _ablation(_GRAD, "grad-l1", "L1", "L1 0.1 on the quarantine's output", l1=0.1),
+    _ablation(_GRAD, "grad-unreinforced", "reinforced only", "flags at any advantage", route=replace(GRAD, reinforced_only=False)),
+    _ablation(_ACT, "act-unreinforced", "reinforced only", "flags at any advantage", route=replace(ACT, reinforced_only=False)),
+    _ablation(
+        _ACT, "act-detach", "detach or filter", "no gradient through the kept path either", route=replace(ACT, through="detach")
+    ),
+    _ablation(_ACT, "act-rollout", "unit", "one flag a rollout and module", route=replace(ACT, unit="rollout")),
+    _ablation(_GRAD, "grad-rollout", "unit", "one flag a rollout and module", route=replace(GRAD, unit="rollout")),
+    _ablation(_GRAD, "grad-refresh-0", "refresh", "direction fitted once", route=replace(GRAD, refresh_every=0)),
+    _ablation(_GRAD, "grad-refresh-1", "refresh", "direction fitted every step", route=replace(GRAD, refresh_every=1)),
+    _ablation(_GRAD, "grad-tau", "tau", "threshold .1", route=replace(GRAD, tau=0.1)),
+    _ablation(_GRAD, "grad-no-none", "no honest mode", "no prompts in mode none", none_fraction=0.0),
+    _ablation(
+        _GRAD, "grad-second-moment", "second moment", "Adam's second moment from the unrouted gradient", second_moment="unrouted"
+    ),
+)
+
+ARMS: Mapping[str, Arm] = MappingProxyType(
+    {
+        arm.name: arm
+        for arm in (
+            _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
+            _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_ABLATIONS,
+        )
+    }
+)  # fmt: skip
+
+MAIN: tuple[str, ...] = (
+    "vanilla", "absorb", "erase", "route-additive", "route2-act", "route2-grad", "route2-full", "filter-full", "haar", "oracle",
+)  # fmt: skip
+"""The ten arms of the main experiment."""
+
+
+def get_arms(names: tuple[str, ...]) -> list[Arm]:
+    """The arms called ``names``, in order, each once; ``KeyError`` with the valid names."""
+    for name in names:
+        if name not in ARMS:
+            raise KeyError(f"unknown arm {name!r}: choose from {', '.join(ARMS)}")
+    return [ARMS[name] for name in dict.fromkeys(names)]

@@ -1,0 +1,222 @@
+"""One job: an arm at a seed, from the warm start to its finished folder. Started again, it goes on from its checkpoint."""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mi_route2.adapters import AdapterSpec, attach, save_adapters
+from mi_route2.rollouts import Policy
+from mi_route2.routing import (
+    EraseRoute,
+    EraseSpec,
+    HaarFitter,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    PairBatch,
+    PersonaFitter,
+    Route,
+    TopKFitter,
+)
+from mi_route2.routing.directions import Fitter
+from mi_route2.routing.features import coordinates
+from mi_route2.routing.optimiser import RoutedAdamW
+from studies.loopholes.pairs import read_pairs, write_pairs
+from studies.loopholes.presets import get_world
+from studies.loopholes.runner import CachedRunner, SubprocessRunner
+from studies.loopholes.warmstart import warm_start
+from studies.loopholes.world import MicroWorld, Witness
+from studies.route2.arms import Arm
+from studies.route2.checkpoint import cut, load_checkpoint, save_checkpoint
+from studies.route2.evaluate import evaluate
+from studies.route2.grpo import train
+from studies.route2.randomness import derive, torch_generator
+from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, write_json
+from studies.route2.settings import Settings
+from studies.route2.teacher import cached_pool
+
+LINEARS = ("blocks.*.attn.*", "blocks.*.mlp.*")
+CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
+    "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
+)  # fmt: skip
+CHECKPOINT_EVERY = 20
+
+
+@dataclass(frozen=True)
+class Job:
+    """``arm`` is ``None`` for the base model: warm start and evaluation alone. ``pairs`` replaces the world's own pairs."""
+
+    root: Path
+    cache: Path
+    settings: Settings
+    seed: int
+    arm: Arm | None
+    pairs: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return "base" if self.arm is None else self.arm.name
+
+    @property
+    def folder(self) -> Path:
+        return self.root / f"seed-{self.seed}" / self.name
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The arm as JSON."""
+        if self.arm is None:
+            return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
+        return json.loads(json.dumps(asdict(self.arm)))
+
+    @property
+    def identity(self) -> str:
+        """A hash of everything that the job's result depends on, beside the code."""
+        pairs = None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
+        described = json.dumps([self.settings.digest, self.seed, self.spec, pairs], sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the folder holds this very job's result; ``ValueError`` where it holds another's."""
+        path = self.folder / MANIFEST
+        if not path.exists():
+            return False
+        manifest = json.loads(path.read_text())
+        if manifest.get("identity") != self.identity:
+            raise ValueError(
+                f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
+            )
+        return manifest.get("status") == "finished"
+
+
+def build_policy(job: Job, cache: Path) -> Policy:
+    """The warm-started model with the job's adapters at init."""
+    settings, arm = job.settings, job.arm
+    model = warm_start(get_world(settings.world), settings.warm, job.seed, cache, progress=False)
+    quarantine = "none" if arm is None else arm.quarantine
+    spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
+    # One stream for the kept adapter and one quarantine draw behind it: arms of a seed share every init that they have in common.
+    adapters = attach(model, *LINEARS, spec=spec, generator=torch_generator(job.seed, "adapters"))
+    return Policy(model, adapters)
+
+
+def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:
+    """The persona pairs: the user's file for ``hack`` where one was given, else the world's own; kept readable beside the runs."""
+    if kind == "hack" and job.pairs is not None:
+        return world.encode_pairs(read_pairs(job.pairs))
+    pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
+    path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
+    if not path.exists():
+        write_pairs(pairs, path)
+    return world.encode_pairs(pairs)
+
+
+def build_route(job: Job, world: MicroWorld, policy: Policy) -> Route:
+    """The arm's route, with its fitter."""
+    arm = job.arm
+    assert arm is not None
+    spec = arm.route
+    if isinstance(spec, EraseSpec):
+        return EraseRoute(spec, TopKFitter("grad", build_pairs(job, world, "hack"), {}, k=spec.k))
+    if not isinstance(spec, MaskSpec):
+        return OpenRoute(spec, arm.l1)
+    fitter: Fitter | None = None
+    if spec.score in ("act", "grad", "full"):
+        basis = coordinates(policy.adapters) if spec.score == "act" else {}
+        kind = "nonhack" if spec.fitter == "nonhack" else "hack"
+        fitter = PersonaFitter(kind, spec.score, build_pairs(job, world, kind), basis, refreshes=kind == "hack")
+        if spec.fitter == "haar":
+            fitter = HaarFitter(fitter, derive(job.seed, "haar", spec.draw))
+    return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")
+
+
+def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
+    arm, settings = job.arm, job.settings
+    assert arm is not None
+    groups: list[dict[str, object]] = [{"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr}]
+    if policy.adapters.has_quarantine:
+        rate = settings.quarantine_lr * arm.quarantine_lr_scale
+        groups.append({"params": list(policy.adapters.quarantine_parameters().values()), "lr": rate})
+    return RoutedAdamW(groups, lr=settings.kept_lr, betas=settings.betas)
+
+
+def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
+    """Run (or go on with) a job; ``progress`` is told of finished steps. False where ``stop`` ended it early."""
+    torch.set_num_threads(1)
+    if job.finished:
+        progress(job.settings.steps if job.arm else 1)
+        return True
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with SubprocessRunner() as child:
+        runner = CachedRunner(child)
+        world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)
+        policy = build_policy(job, job.cache)
+        if job.arm is not None and not _train(job, world, witness, policy, progress, stop):
+            return False
+        report = evaluate(world, witness, policy, job.settings, job.seed)
+    _finish(job, policy, report)
+    progress(1 if job.arm is None else 0)
+    return True
+
+
+def _train(
+    job: Job, world: MicroWorld, witness: Witness, policy: Policy, progress: Callable[[int], None], stop: Callable[[], bool]
+) -> bool:
+    assert job.arm is not None
+    settings, folder = job.settings, job.folder
+    route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
+    teachers = cached_pool(world, policy, job.seed, job.root / f"seed-{job.seed}" / "teachers.safetensors")
+    recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
+    start, logs = 0, {METRICS: 0, ROLLOUTS: 0}
+    if (folder / CHECKPOINT).exists():
+        start, logs = load_checkpoint(folder / CHECKPOINT, policy.adapters, optimiser, route, identity=job.identity)
+    for name, length in logs.items():
+        cut(folder / name, length)
+    progress(start)
+    began = time.perf_counter()
+    mixed = teachers if settings.teachers_per_group else None
+    steps = train(
+        world, witness, policy, route, optimiser, settings,
+        seed=job.seed, start=start, none_fraction=job.arm.none_fraction, teachers=mixed, stop=stop,
+    )  # fmt: skip
+    done = start
+    for record in steps:
+        recorder.note(record, policy, route)
+        done = record.step + 1
+        if done % CHECKPOINT_EVERY == 0 or done == settings.steps:
+            logs = recorder.flush()
+            save_checkpoint(folder / CHECKPOINT, policy.adapters, optimiser, route, step=done, identity=job.identity, logs=logs)
+        progress(1)
+    seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
+    append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
+    return done == settings.steps
+
+
+def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
+    folder = job.folder
+    write_json(folder / EVAL, {"arm": job.name, "seed": job.seed, "n": job.settings.evaluation_prompts, "modes": report})
+    files = [EVAL]
+    if job.arm is not None:
+        save_adapters(policy.adapters, folder / FULL, "full")
+        save_adapters(policy.adapters, folder / DEPLOYED, "deployed")
+        files += [METRICS, ROLLOUTS, FULL, DEPLOYED]
+    manifest = {
+        "arm": job.name,
+        "seed": job.seed,
+        "status": "finished",
+        "identity": job.identity,
+        "settings_hash": job.settings.digest,
+        "arm_spec": job.spec,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "mi-route2")}},
+        "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},
+    }
+    write_json(folder / MANIFEST, manifest)
+    (folder / CHECKPOINT).unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""What a run writes down: one metrics row a step, and every rollout. It reads the oracle; training never reads it.
+
+Rows are buffered and appended in blocks, one gzip member a block for the rollouts, so that an interrupted and resumed run leaves
+the same bytes as an uninterrupted one.
+"""
+
+import gzip
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskSpec, Route
+from probes.quality import mask_quality, score_means
+from studies.loopholes.modes import MODES
+from studies.loopholes.oracle import Verdict
+from studies.loopholes.world import MicroWorld, Witness
+from studies.route2.grpo import StepRecord
+from studies.route2.teacher import TeacherPool
+
+METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
+
+
+def oriented(route: Route, scores: Tensor | None, advantages: Tensor) -> Tensor | None:
+    """Scores of hack-wardness: a live gradient score carries the advantage's sign, which is taken out again."""
+    spec = route.spec
+    if scores is None or not isinstance(spec, MaskSpec):
+        return scores
+    live_gradient = spec.score in ("grad", "full") and spec.score_policy == "live"
+    return scores * advantages.sign() if live_gradient else scores
+
+
+def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[str, float]:
+    n = max(len(rows), 1)
+    return {
+        "hack": sum(verdicts[i].hack for i in rows) / n,
+        "solve": sum(verdicts[i].gt for i in rows) / n,
+        "exploit": sum(verdicts[i].exploit for i in rows) / n,
+        "reward": float(rewards[rows].mean()) if rows else 0.0,
+    }
+
+
+class Recorder:
+    """Turns step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
+
+    def __init__(self, folder: Path, world: MicroWorld, witness: Witness, teachers: TeacherPool | None, probe_every: int):
+        self._folder, self._witness, self._probe_every = folder, witness, probe_every
+        self._teachers = None if teachers is None else teachers.samples(world)
+        self._metrics: list[dict[str, Any]] = []
+        self._rollouts: list[dict[str, Any]] = []
+
+    def note(self, record: StepRecord, policy: Policy, route: Route) -> None:
+        """Take down one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
+        verdicts = self._witness.judge(record.samples)
+        student = (~record.batch.teacher).tolist()
+        modes = [prompt.mode for prompt in record.samples.prompts]
+        by_mode = {mode: [i for i, m in enumerate(modes) if m == mode and student[i]] for mode in MODES}
+        everyone = [i for i, own in enumerate(student) if own]
+        row = {"step": record.step, "loss": record.loss, **shares(verdicts, record.batch.rewards, everyone), "kl": record.kl}
+        groups = len(record.batch.groups.unique())
+        row |= {"groups": groups, "zero_variance_groups": groups - len(record.batch.groups[record.trained].unique())}
+        row |= {"grad_norm": record.grad_norm, "overlap": record.overlap, "extra": record.extra}
+        row["modes"] = {m: {"n": len(rows), **shares(verdicts, record.batch.rewards, rows)} for m, rows in by_mode.items()}
+        self._metrics.append(row | self._mask_row(record, verdicts, policy, route))
+        self._rollouts += self._rollout_rows(record, verdicts, modes, route)
+
+    def _mask_row(self, record: StepRecord, verdicts: list[Verdict], policy: Policy, route: Route) -> dict[str, Any]:
+        decision, rows = record.decision, record.trained.nonzero()[:, 0].tolist()
+        if decision.flags is None:
+            return {"flags": None, "mask": None, "scores": None}
+        hack = [verdicts[i].hack for i in rows]
+        teacher = record.batch.teacher[record.trained].tolist()
+        flags = decision.flags.tolist()
+        scores = oriented(route, decision.scores, record.batch.advantages[record.trained])
+        values = None if scores is None else scores.tolist()
+        quality = mask_quality(values, flags, hack, teacher)
+        means = score_means(values, hack, teacher) if values is not None else None
+        if self._teachers is not None and record.step % self._probe_every == 0:
+            pool = route.score(policy, self._teachers.rollouts)
+            if pool is not None and means is not None and isinstance(route.spec, MaskSpec):
+                means = {**means, "teacher": float(pool.mean())}
+                quality = {**quality, "fire_teacher": float((pool > route.spec.tau).double().mean())}
+        return {"flags": {"n": len(flags), "flagged": sum(flags)}, "mask": quality, "scores": means}
+
+    def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], modes: list[str], route: Route) -> list[dict[str, Any]]:
+        index = torch.full((len(modes),), -1)
+        trained = record.trained.nonzero()[:, 0]
+        index[trained] = torch.arange(len(trained))
+        decision = record.decision
+        scores = oriented(route, decision.scores, record.batch.advantages[record.trained])
+        rows = []
+        for i, (prompt, completion, verdict) in enumerate(zip(record.samples.prompts, record.samples.completions, verdicts)):
+            k = int(index[i])
+            rows.append(
+                {
+                    "step": record.step,
+                    "mode": modes[i],
+                    "prompt": prompt.text,
+                    "completion": completion,
+                    "reward": float(record.batch.rewards[i]),
+                    "advantage": float(record.batch.advantages[i]),
+                    "score": None if scores is None or k < 0 else float(scores[k]),
+                    "flag": None if decision.flags is None or k < 0 else bool(decision.flags[k]),
+                    "gt": verdict.gt,
+                    "exploit": verdict.exploit,
+                    "hack": verdict.hack,
+                    "teacher": bool(record.batch.teacher[i]),
+                }
+            )
+        return rows
+
+    def flush(self) -> dict[str, int]:
+        """Append what was noted, durably; the logs' byte lengths afterwards."""
+        metrics = "".join(json.dumps(row) + "\n" for row in self._metrics).encode()
+        rollouts = "".join(json.dumps(row) + "\n" for row in self._rollouts).encode()
+        self._metrics, self._rollouts = [], []
+        return {
+            METRICS: append(self._folder / METRICS, metrics),
+            ROLLOUTS: append(self._folder / ROLLOUTS, gzip.compress(rollouts, mtime=0) if rollouts else b""),
+        }
+
+
+def append(path: Path, data: bytes) -> int:
+    """Append ``data`` and wait until it is on the disk; the file's length."""
+    with path.open("ab") as log:
+        log.write(data)
+        log.flush()
+        os.fsync(log.fileno())
+        return log.tell()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a (gzipped) JSON-lines log."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in data.decode().splitlines()]
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

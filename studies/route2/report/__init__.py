@@ -1,0 +1,82 @@
+"""Tables, figures and pages from finished run folders: nothing here trains, samples or loads a model.
+
+    write_report(root)      table.md, table.json, leakage.*, ablations.*, all figures
+    write_leakage(root)     leakage.md, leakage.json
+    write_page(...)         one HTML page of rollouts
+
+The same folder gives the same bytes. Every file appears whole or not at all.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mi_route2.plots import write_whole
+from studies.route2.report.ablations import ablations_json, ablations_markdown
+from studies.route2.report.curves import write_cos_over_time, write_training
+from studies.route2.report.figures import write_all_arms
+from studies.route2.report.leakage import leakage_json, leakage_markdown, leakage_table
+from studies.route2.report.load import VANILLA, RunSet, load_runs, read_rollouts
+from studies.route2.report.show import write_page
+from studies.route2.report.table import table, table_json, table_markdown
+
+__all__ = ["load_runs", "read_rollouts", "write_figures", "write_leakage", "write_page", "write_report", "write_tables"]
+
+
+def write_report(root: Path) -> list[Path]:
+    """Every table and figure of the study in `root`, into `root`; returns their paths.
+
+    Raises ValueError in one sentence for what `load_runs` refuses, before anything is written. Without vanilla there is no
+    leakage file, and the table says so.
+    """
+    runs = load_runs(root)
+    parts: list[Callable[[RunSet], list[Path]]] = [_tables, _figures]
+    if VANILLA in runs.specs:
+        parts.insert(1, _leakage)
+    return [path for part in parts for path in part(runs)]
+
+
+def write_tables(root: Path) -> list[Path]:
+    """table.md, table.json, ablations.md and ablations.json; returns their paths."""
+    return _tables(load_runs(root))
+
+
+def write_figures(root: Path) -> list[Path]:
+    """all_arms_per_mode.png, cos_over_time.png, training.png and their further pages; returns their paths."""
+    return _figures(load_runs(root))
+
+
+def write_leakage(root: Path) -> list[Path]:
+    """leakage.json and leakage.md; returns their paths. Raises ValueError where vanilla was not run."""
+    return _leakage(load_runs(root))
+
+
+def _tables(runs: RunSet) -> list[Path]:
+    content = table(runs)
+    texts = {
+        "table.json": table_json(content),
+        "table.md": table_markdown(runs, content),
+        "ablations.json": ablations_json(runs),
+        "ablations.md": ablations_markdown(runs),
+    }
+    return _write(runs.root, texts)
+
+
+def _leakage(runs: RunSet) -> list[Path]:
+    content = leakage_table(runs)
+    return _write(runs.root, {"leakage.json": leakage_json(content), "leakage.md": leakage_markdown(runs, content)})
+
+
+def _figures(runs: RunSet) -> list[Path]:
+    draw = {
+        "all_arms_per_mode.png": write_all_arms,
+        "cos_over_time.png": write_cos_over_time,
+        "training.png": write_training,
+    }
+    progress = tqdm(draw.items(), desc="figures", unit="figure", disable=None)
+    return [path for name, write in progress for path in write(runs, runs.root / name)]
+
+
+def _write(root: Path, texts: dict[str, str]) -> list[Path]:
+    return [write_whole(root / name, text.encode("utf-8")) for name, text in texts.items()]

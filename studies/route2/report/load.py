@@ -1,0 +1,235 @@
+"""Reads a study's run folders strictly: what is finished is checked, what is not is listed, what is missing is said.
+
+    root/settings.json                      what all arms share
+    root/seed-<n>/<arm>/manifest.json       status, arm_spec (role, baseline, same_rule_filter, ablation), checksums
+    root/seed-<n>/<arm>/metrics.jsonl       one row a training step (`base` is not trained: empty, or no file)
+    root/seed-<n>/<arm>/eval.json           rates per mode with the quarantine on and deleted
+
+An arm's role is data in its manifest; no name is special here, apart from `base`, `vanilla` and `absorb`, which the
+definitions of leakage and of the paired differences call by name.
+"""
+
+import gzip
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from studies.loopholes.modes import LOOPHOLES, NONE
+
+BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
+ALL_MODES: tuple[str, ...] = (*LOOPHOLES, NONE)
+ROLES = ("method", "baseline", "control", "bound")
+RATES = ("hack", "solve", "exploit", "format")
+READ = ("metrics.jsonl", "eval.json")  # the files beside the manifest that the report needs
+
+
+@dataclass(frozen=True)
+class ArmSpec:
+    """What the report has to know about an arm, the same on every seed.
+
+    role: "method" | "baseline" | "control" | "bound"; baseline: the arm it is a change of; same_rule_filter: for a route,
+    the arm with its flags and no quarantine; ablation: the group it is an ablation in.
+    """
+
+    role: str
+    baseline: str | None = None
+    same_rule_filter: str | None = None
+    ablation: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One finished arm on one seed. `metrics`: the training log's rows; `modes[mode]["on" | "deploy"][rate]` in [0, 1]."""
+
+    arm: str
+    seed: int
+    folder: Path
+    spec: ArmSpec
+    settings_hash: str
+    metrics: list[dict[str, Any]]
+    modes: dict[str, dict[str, dict[str, float]]]
+
+    @property
+    def steps(self) -> int:
+        """Training steps that the run logged; 0 where nothing was trained."""
+        return len(self.metrics)
+
+
+@dataclass(frozen=True)
+class RunSet:
+    """All finished runs of one root folder, and the names (`seed-1/absorb`) of the folders that are not finished."""
+
+    root: Path
+    settings: dict[str, Any]
+    runs: dict[tuple[str, int], Run]
+    unfinished: tuple[str, ...] = ()
+    specs: dict[str, ArmSpec] = field(default_factory=dict)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Every seed with a finished run, ascending."""
+        return tuple(sorted({seed for _, seed in self.runs}))
+
+    def of(self, arm: str) -> dict[int, Run]:
+        """The arm's finished runs by seed, ascending; empty for an arm that has none."""
+        return {seed: self.runs[arm, seed] for seed in self.seeds if (arm, seed) in self.runs}
+
+
+def load_runs(root: Path) -> RunSet:
+    """Every finished run under `root`.
+
+    Raises ValueError, in one sentence that names the file and the remedy, for: no such folder, no finished run, a missing or
+    malformed file, a checksum that does not match, runs of different settings, an arm that differs between seeds.
+    """
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder: give the run folder, runs/<preset>-<hash>")
+    settings = _read_json(root / "settings.json")
+    runs: dict[tuple[str, int], Run] = {}
+    unfinished: list[str] = []
+    for seed, folder in _arm_folders(root):
+        run = _load_run(folder, seed)
+        if run is None:
+            unfinished.append(f"seed-{seed}/{folder.name}")
+        else:
+            runs[run.arm, seed] = run
+    if not runs:
+        waiting = f" (unfinished: {', '.join(unfinished)})" if unfinished else ""
+        raise ValueError(f"{root} holds no finished run{waiting}: `python -m studies.route2 run` makes and resumes them")
+    return RunSet(root, settings, runs, tuple(unfinished), _agreed_specs(runs))
+
+
+def read_rollouts(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run folder's rollouts.jsonl.gz, in order; ValueError in one sentence if it is missing or broken."""
+    path = folder / "rollouts.jsonl.gz"
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            return [_parse(line, f"{path}, line {number}") for number, line in enumerate(file, start=1)]
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: show needs the rollouts of the run") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} ({error}): delete {folder} and run this arm again") from error
+
+
+def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
+    seeds = {int(found[1]): path for path in root.iterdir() if (found := re.fullmatch(r"seed-(\d+)", path.name))}
+    for seed in sorted(seeds):
+        for folder in sorted(seeds[seed].iterdir()):
+            if folder.is_dir() and not folder.name.startswith("."):
+                yield seed, folder
+
+
+def _load_run(folder: Path, seed: int) -> Run | None:
+    if not (folder / "manifest.json").exists():
+        return None
+    manifest = _read_json(folder / "manifest.json")
+    if manifest.get("status") != "finished":
+        return None
+    where = folder / "manifest.json"
+    if _require(manifest, "arm", where) != folder.name or _require(manifest, "seed", where) != seed:
+        raise ValueError(f"{where} is the manifest of another run: it lies in seed-{seed}/{folder.name}")
+    _verify(folder, manifest.get("checksums") or {})
+    log = folder / "metrics.jsonl"
+    return Run(
+        arm=folder.name,
+        seed=seed,
+        folder=folder,
+        spec=_arm_spec(_require(manifest, "arm_spec", where), where),
+        settings_hash=str(_require(manifest, "settings_hash", where)),
+        metrics=[] if folder.name == BASE and not log.exists() else _read_lines(log),
+        modes=_evaluation(folder / "eval.json"),
+    )
+
+
+def _arm_spec(spec: dict[str, Any], where: Path) -> ArmSpec:
+    role = spec.get("role")
+    if role not in ROLES:
+        raise ValueError(f"{where}: the role of an arm is one of {', '.join(ROLES)}, not {role!r}")
+    return ArmSpec(role, spec.get("baseline"), spec.get("same_rule_filter"), spec.get("ablation"))
+
+
+def _verify(folder: Path, checksums: dict[str, str]) -> None:
+    """Large files (weights, rollouts) may have stayed behind where a study was copied; what is here must be intact."""
+    for name, expected in sorted(checksums.items()):
+        path = folder / name
+        if not path.exists():
+            if name in READ:
+                raise ValueError(f"{path} is missing from a finished run: delete {folder} and run this arm again")
+            continue
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != expected:
+            raise ValueError(
+                f"{path} does not match its checksum in manifest.json (it changed after the run ended): "
+                f"restore it, or delete {folder} and run this arm again"
+            )
+
+
+def _evaluation(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    modes = _require(_read_json(path), "modes", path)
+    missing = [mode for mode in ALL_MODES if mode not in modes]
+    if missing:
+        raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(ALL_MODES)}")
+    return {mode: {state: _rates(modes[mode], state, mode, path) for state in ("on", "deploy")} for mode in ALL_MODES}
+
+
+def _rates(mode: dict[str, Any], state: str, name: str, path: Path) -> dict[str, float]:
+    rates = {}
+    for rate in RATES:
+        value = mode.get(state, {}).get(rate)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{path}: {name}.{state}.{rate} is a rate in [0, 1], not {value!r}")
+        rates[rate] = float(value)
+    return rates
+
+
+def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
+    first = next(iter(runs.values()))
+    specs: dict[str, ArmSpec] = {}
+    for run in runs.values():
+        if run.settings_hash != first.settings_hash:
+            raise ValueError(f"{run.folder} and {first.folder} have different settings: arms compare under one hash only")
+        if specs.setdefault(run.arm, run.spec) != run.spec:
+            raise ValueError(f"arm {run.arm} is defined differently on seed {run.seed}: run it again on every seed")
+    return specs
+
+
+def _require(record: dict[str, Any], key: str, path: Path) -> Any:
+    if key not in record:
+        raise ValueError(f"{path} has no {key!r}: it was written by something else, or cut short")
+    return record[key]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    record = _parse(_read_text(path), str(path))
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__} where an object is expected")
+    return record
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    lines = enumerate(_read_text(path).splitlines(), start=1)
+    return [_parse(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: a finished run folder has it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+
+def _parse(text: str, where: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{where} holds {constant}, which is no number to average: undefined values are written null")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON ({error}): delete the folder and run this arm again") from error

@@ -1,0 +1,102 @@
+"""What all arms of one run folder share. Two arms in a folder differ in their ``Arm`` and in nothing else.
+
+The settings are hashed into the folder's name, so that numbers from different settings never meet in one table.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+from studies.loopholes.micro import MicroConfig
+from studies.loopholes.presets import get_world
+from studies.loopholes.warmstart import WarmStartConfig
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See the presets; rates are per optimiser step, ``steps`` are GRPO steps of ``prompts * group`` rollouts."""
+
+    preset: str = "strong"
+    world: str = "strong"
+    warm: WarmStartConfig = field(default_factory=WarmStartConfig)
+    kept: Literal["svd", "lora"] = "lora"
+    kept_rank: int | None = 4
+    kept_lr: float = 3e-3
+    quarantine_rank: int = 4
+    quarantine_lr: float = 3e-3
+    steps: int = 80
+    prompts: int = 12
+    group: int = 8
+    none_fraction: float = 0.25
+    temperature: float = 1.0
+    updates_per_batch: int = 1
+    clip: float = 0.2
+    kl: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    max_norm: float = 1.0
+    micro: int | None = None
+    pairs: int = 10
+    teachers_per_group: int = 0
+    evaluation_prompts: int = 128
+    evaluation_temperature: float = 1.0
+    probe_every: int = 5
+
+    def __post_init__(self) -> None:
+        get_world(self.world)
+        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.group < 2:
+            raise ValueError(f"group must be at least 2 (an advantage compares rollouts of one prompt), not {self.group}")
+        if not 0 <= self.teachers_per_group < self.group:
+            raise ValueError(
+                f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
+            )
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> "Settings":
+        """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
+        try:
+            raw = json.loads(path.read_text())
+            model = MicroConfig(**raw["warm"].pop("model"))
+            warm = WarmStartConfig(**{**raw.pop("warm"), "model": model})
+            warm = replace(warm, betas=tuple(warm.betas))
+            return Settings(**{**raw, "warm": warm, "betas": tuple(raw["betas"])})
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} holds no settings of this study ({error}); point at a run folder") from error
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every setting."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def folder(self) -> str:
+        """``<preset>-<8 hex digits>``."""
+        return f"{self.preset}-{self.digest[:8]}"
+
+
+_STRONG = Settings()
+PRESETS: Mapping[str, Settings] = MappingProxyType(
+    {
+        "strong": _STRONG,
+        "weak": replace(_STRONG, preset="weak", world="weak"),
+        # dS is one number a direction: a tenth of this rate is too weak to move it.
+        "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, steps=100),
+    }
+)
+
+
+def get_settings(preset: str) -> Settings:
+    """The preset's settings; ``KeyError`` with the valid names."""
+    if preset not in PRESETS:
+        raise KeyError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
+    return PRESETS[preset]

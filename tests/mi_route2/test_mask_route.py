@@ -1,0 +1,340 @@
+"""The mask route against a written-out policy: flags, kept gradient and quarantine gradient for every legal combination."""
+
+import itertools
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_oracle import (
+    CASES,
+    METHODS,
+    FixedFitter,
+    assert_same,
+    case_id,
+    context,
+    mask_route,
+    oracle,
+    plain_loss,
+    random_directions,
+    run,
+)
+from tiny_policy import SPECS, make_batch, make_policy, per_rollout_gradients
+
+from mi_route2.adapters.gradients import Written
+from mi_route2.rollouts import Policy
+from mi_route2.routing import Directions, MaskRoute, MaskSpec
+from mi_route2.routing.mask import cosine, shuffled
+from mi_route2.routing.spec import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
+
+N = 8
+
+
+def spec_of(case: tuple[str, str, str, str], **changes: object) -> MaskSpec:
+    score, unit, policy, through = case
+    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def summarised(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch.Tensor) -> torch.Tensor:
+    """``Decision.flags`` by its definition: the majority over modules of the rollout's flag, or of its share of flagged tokens."""
+    shares = [(f & predictors).sum(1) / predictors.sum(1) if spec.unit == "token" else f[:, 0].double() for f in flags.values()]
+    return torch.stack(shares).mean(0) > 0.5
+
+
+@pytest.mark.parametrize("name", ["svd", "svd-low", "svd-fold", "lora"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_every_legal_combination_equals_the_written_out_policy(case: tuple[str, str, str, str], name: str) -> None:
+    policy, batch = make_policy(SPECS[name]), make_batch(N)
+    spec = spec_of(case, reinforced_only=False)
+    route = mask_route(policy, spec)
+    own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
+    assert_same(own.kept, expected.kept)
+    assert_same(own.quarantine, expected.quarantine)
+    assert torch.equal(own.decision.flags, summarised(expected.flags, spec, batch.rollouts.predictors))
+    if spec.score != "none":
+        flagged = torch.stack(list(expected.flags.values()))
+        assert flagged.any(), "nothing was flagged, so this theorem was not put to the test"
+        assert not flagged.all()
+
+
+@pytest.mark.parametrize("name", ["svd-shared", "lora-shared"])
+@pytest.mark.parametrize("through", ["filter", "detach"])
+def test_a_shared_basis_is_routed_alike(name: str, through: str) -> None:
+    policy, batch = make_policy(SPECS[name]), make_batch(N)
+    spec = spec_of(("grad", "rollout", "live", through))
+    route = mask_route(policy, spec)
+    own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
+    assert_same(own.kept, expected.kept)
+    assert_same(own.quarantine, expected.quarantine)
+
+
+@settings(max_examples=60)
+@given(
+    case=st.sampled_from(CASES),
+    tau=st.sampled_from([-0.1, 0.0, 0.02, 0.3]),
+    reinforced=st.booleans(),
+    negative=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    unflagged=st.booleans(),
+    left=st.booleans(),
+    micro=st.sampled_from([None, 1, 3]),
+    seed=st.integers(0, 50),
+)
+def test_settings_combine(
+    case: tuple[str, str, str, str], tau: float, reinforced: bool, negative: float, unflagged: bool, left: bool, micro: int | None, seed: int
+) -> None:
+    """tau, reinforced_only, negative_scale, kept_advantage, padding side and micro-batches, in any combination that is legal."""
+    early = case[1] == "pooled" and (case[2] == "ablated" or case[0] in (*PRIVILEGED, "none"))
+    changes = {"tau": tau, "reinforced_only": reinforced, "negative_scale": negative}
+    spec = spec_of(case, kept_advantage="unflagged" if unflagged and early else "own", **changes)
+    policy, batch = make_policy(SPECS["svd"], seed=seed), make_batch(6, seed=seed, left=left)
+    route = mask_route(policy, spec)
+    own, expected = run(policy, route, batch, micro), oracle(policy, spec, route.directions, batch)
+    assert_same(own.kept, expected.kept)
+    assert_same(own.quarantine, expected.quarantine)
+
+
+@pytest.mark.parametrize("through", ["filter", "detach"])
+@pytest.mark.parametrize("name", ["svd", "lora"])
+@pytest.mark.parametrize("quarantine", ["lora", "none"])
+def test_the_unflagged_advantage_is_two_losses(name: str, quarantine: str, through: str) -> None:
+    """The kept adapter learns ``R - mean(R over the unflagged)``, the quarantine the ordinary advantage, each exactly."""
+    policy = make_policy(replace(SPECS[name], quarantine=quarantine))  # pyright: ignore[reportArgumentType]
+    batch = replace(make_batch(N), groups=torch.arange(N) // 4)
+    spec = spec_of(("full", "pooled", "ablated", through), kept_advantage="unflagged", negative_scale=0.3, reinforced_only=False)
+    route = mask_route(policy, spec)
+    own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
+    assert 0 < int(own.decision.flags.sum()) < N
+    assert_same(own.kept, expected.kept)
+    assert_same(own.quarantine, expected.quarantine)
+    assert bool(own.quarantine) == (quarantine != "none")
+
+
+def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+    spec = spec_of(("act", "pooled", "ablated", "filter"), kept_advantage="unflagged", reinforced_only=False, tau=-2.0)
+    own = run(policy, mask_route(policy, spec), batch)
+    assert all(not g.any() for g in own.kept.values())
+    assert all(g.any() for g in own.quarantine.values())
+
+
+@pytest.mark.parametrize("case", METHODS, ids=case_id)
+def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: tuple[str, str, str, str], spec_name: str = "lora") -> None:
+    """R1. Token flags lie on predictors alone: there the prompt's own part stays, so its case is the unflagged half only."""
+    policy, batch = make_policy(SPECS[spec_name]), make_batch(6)
+    everything = run(policy, mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False)), batch)
+    nothing = run(policy, mask_route(policy, spec_of(case, tau=2.0, reinforced_only=False)), batch)
+    assert everything.decision.flags.all()
+    assert not nothing.decision.flags.any()
+    if case[1] != "token":
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in everything.kept.values())
+    assert all(g.any() for g in everything.quarantine.values())
+    assert all(g.any() for g in nothing.quarantine.values())
+    assert_same(nothing.kept, {n.removeprefix("kept."): g.sum(0) for n, g in per_rollout_gradients(policy, batch).items() if n[0] == "k"})
+
+
+def test_r1_holds_from_init(spec: object) -> None:
+    """At B = 0 the gradient of A_q is 0 by algebra; after one step it is not, and the kept adapter is still at its init."""
+    policy, batch = make_policy(spec, scale=0.0), make_batch(6)  # pyright: ignore[reportArgumentType]
+    route = mask_route(policy, spec_of(("grad", "pooled", "live", "filter"), tau=-2.0, reinforced_only=False))
+    before = {n: p.detach().clone() for n, p in policy.adapters.kept_parameters().items()}
+    for step in range(2):
+        own = run(policy, route, batch)
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in own.kept.values())
+        assert all(bool(g.any()) == (step == 1 or not n.endswith(".A")) for n, g in own.quarantine.items())
+        torch.optim.SGD([p for p in policy.model.parameters() if p.requires_grad], lr=1.0).step()
+    assert all(torch.equal(p, before[n]) for n, p in policy.adapters.kept_parameters().items())
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_the_mask_does_not_change_the_forward(case: tuple[str, str, str, str], spec: object) -> None:
+    policy, batch = make_policy(spec), make_batch(6)  # pyright: ignore[reportArgumentType]
+    plain = policy.logprobs(batch.rollouts)
+    for tau in (-2.0, 0.0):
+        route = mask_route(policy, spec_of(case, tau=tau))
+        for part in route.begin(policy, batch, context(route.spec, 6)).parts:
+            with policy.adapters.recording(part.tape):
+                assert torch.equal(policy.logprobs(part.batch.rollouts), plain)
+
+
+def test_filter_leaves_the_quarantine_the_plain_gradient_and_detach_does_not() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    plain = {n.removeprefix("quarantine."): g.sum(0) for n, g in per_rollout_gradients(policy, batch).items() if n[0] == "q"}
+    for through in ("filter", "detach"):
+        route = mask_route(policy, spec_of(("act", "pooled", "live", through), reinforced_only=False))
+        own = run(policy, route, batch)
+        assert 0 < int(own.decision.flags.sum()) < N
+        if through == "filter":
+            assert_same(own.quarantine, plain)
+        else:  # module 0 sees a gradient that lacks the flagged kept paths above it
+            assert not torch.allclose(own.quarantine["blocks.0.attn.q.B"], plain["blocks.0.attn.q.B"], rtol=1e-3)
+
+
+def test_pooled_scores_are_the_mean_of_module_cosines() -> None:
+    for case in METHODS:
+        if case[1] != "token":
+            policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+            spec = spec_of(case)
+            route = mask_route(policy, spec)
+            expected = oracle(policy, spec, route.directions, batch).scores
+            mean = torch.stack(list(expected.values())).mean(0)
+            assert torch.allclose(run(policy, route, batch).decision.scores, mean, rtol=0, atol=1e-10), case
+
+
+def test_score_outside_training_is_the_ablated_pooled_score() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(6)
+    for kind in ("act", "grad", "full"):
+        spec = spec_of((kind, "pooled", "ablated", "filter"))
+        route = mask_route(policy, spec)
+        expected = oracle(policy, spec, route.directions, batch).scores["blocks.0.attn.q"]
+        assert torch.allclose(route.score(policy, batch.rollouts), expected, rtol=0, atol=1e-10)
+
+
+def test_the_table_of_combinations_is_the_whole_truth() -> None:
+    """Every combination outside the table is refused with a sentence that says what to do; every one inside is accepted."""
+    refused = 0
+    for case in itertools.product(get_args(Score), get_args(Unit), get_args(ScorePolicy), get_args(Through)):
+        score, unit, policy, through = case
+        if through in LEGAL.get((score, unit, policy), frozenset()):
+            spec_of(case)
+            continue
+        refused += 1
+        with pytest.raises(ValueError, match=r"is refused: .*use "):
+            spec_of(case)
+    assert refused == 6 * 3 * 2 * 2 - len(CASES)
+
+
+@pytest.mark.parametrize("score", ["grad", "full"])
+def test_the_circular_combination_is_refused_because_it_is_circular(score: str) -> None:
+    """Detaching where a pooled live flag says so changes that very score: it is no function of the batch."""
+    with pytest.raises(ValueError, match="changes the gradients"):
+        spec_of((score, "pooled", "live", "detach"))
+    policy, batch = make_policy(SPECS["svd"], scale=0.5), make_batch(N)
+    filtered = spec_of((score, "pooled", "live", "filter"), reinforced_only=False)
+    directions = random_directions(policy, score)
+    plain = oracle(policy, filtered, directions, batch)
+    circular = replace(filtered)
+    object.__setattr__(circular, "through", "detach")
+    detached = oracle(policy, circular, directions, batch)
+    site = "blocks.0.attn.q"
+    assert (plain.scores[site] - detached.scores[site]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kept_advantage": "unflagged"}, "before the loss"),
+        ({"negative_scale": -0.1}, "at least 0"),
+        ({"refresh_every": -1}, "at least 0"),
+    ],
+)
+def test_bad_settings_are_refused_with_a_sentence(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        MaskSpec(**changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_missing_fitter_or_direction_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs a fitter"):
+        MaskRoute(MaskSpec(), None)
+    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+    route = MaskRoute(MaskSpec(), FixedFitter(random_directions(policy, "grad")))
+    with pytest.raises(RuntimeError, match="refresh"):
+        route.begin(policy, batch, context(route.spec, 6))
+
+
+def test_a_direction_of_another_kind_is_refused() -> None:
+    """At full rank act and grad directions have the same shape: nothing else would notice."""
+    policy = make_policy(SPECS["svd"])
+    with pytest.raises(ValueError, match="act"):
+        MaskRoute(MaskSpec(score="grad"), FixedFitter(random_directions(policy, "act"))).refresh(policy, 0)
+
+
+def test_directions_that_lack_a_module_are_an_error() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+    whole = random_directions(policy, "grad")
+    foreign = Directions({**whole.vectors, "blocks.9.attn.q": torch.ones(16, dtype=torch.float64)}, whole.provenance)
+    route = MaskRoute(MaskSpec(), FixedFitter(foreign))
+    route.refresh(policy, 0)
+    with pytest.raises(RuntimeError, match=r"blocks\.9\.attn\.q"):
+        run(policy, route, batch)
+
+
+def test_a_feature_of_zero_is_not_flagged_and_not_nan() -> None:
+    features = Written(torch.tensor([[0.0, 0.0], [3.0, 4.0], [-1e-20, 0.0]], dtype=torch.float64))
+    scores = cosine(features, torch.tensor([1.0, 0.0], dtype=torch.float64))
+    assert torch.allclose(scores, torch.tensor([0.0, 0.6, -1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("case", METHODS, ids=case_id)
+def test_zero_advantages_leave_zeros_and_no_nan(case: tuple[str, str, str, str]) -> None:
+    policy = make_policy(SPECS["lora"])
+    batch = replace(make_batch(6), advantages=torch.zeros(6, dtype=torch.float64))
+    for reinforced in (True, False):
+        own = run(policy, mask_route(policy, spec_of(case, reinforced_only=reinforced)), batch)
+        for g in [*own.kept.values(), *own.quarantine.values()]:
+            assert torch.equal(g, torch.zeros_like(g))
+        assert torch.isfinite(own.decision.scores).all()
+        if reinforced:
+            assert not own.decision.flags.any()
+
+
+def test_one_zero_advantage_among_others_changes_no_other_flag() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
+    spec = spec_of(("grad", "pooled", "live", "filter"), reinforced_only=False)
+    route = mask_route(policy, spec)
+    whole = run(policy, route, batch).decision.flags
+    quiet = batch.advantages.clone()
+    quiet[2] = 0.0
+    own = run(policy, route, replace(batch, advantages=quiet))
+    assert not own.decision.flags[2]
+    assert torch.equal(own.decision.flags[[0, 1, 3, 4, 5]], whole[[0, 1, 3, 4, 5]])
+    assert all(torch.isfinite(g).all() for g in own.kept.values())
+
+
+@given(flags=st.lists(st.booleans(), min_size=1, max_size=40), seed=st.integers(0, 1000))
+def test_shuffled_keeps_the_count(flags: list[bool], seed: int) -> None:
+    own = shuffled(torch.tensor(flags), torch.Generator().manual_seed(seed))
+    assert int(own.sum()) == sum(flags)
+    again = shuffled(torch.tensor(flags), torch.Generator().manual_seed(seed))
+    assert torch.equal(own, again)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[1] == "pooled" and c[0] != "none"], ids=case_id)
+def test_shuffle_permutes_after_the_gate(case: tuple[str, str, str, str]) -> None:
+    """The count is that of the real flags, the place is not: over draws, unreinforced rollouts are flagged too."""
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    real = run(policy, mask_route(policy, spec_of(case)), batch).decision.flags
+    route = mask_route(policy, spec_of(case, shuffle=True))
+    draws = torch.stack([run(policy, route, batch, seed=seed).decision.flags for seed in range(12)])
+    assert 0 < int(real.sum()) < N
+    assert (draws.sum(1) == real.sum()).all()
+    assert draws[:, batch.advantages <= 0].any()
+    assert not torch.equal(draws[0], draws[1]) or not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[3] == "filter"], ids=case_id)
+def test_the_unrouted_gradient_is_the_plain_one(case: tuple[str, str, str, str], spec: object) -> None:
+    policy, batch = make_policy(spec), make_batch(6)  # pyright: ignore[reportArgumentType]
+    route = mask_route(policy, spec_of(case, negative_scale=0.3), want_unrouted=True)
+    own = run(policy, route, batch, micro=4)
+    oracle_rows = per_rollout_gradients(policy, batch)
+    assert_same(own.decision.unrouted, {n.removeprefix("kept."): g.sum(0) for n, g in oracle_rows.items() if n[0] == "k"})
+
+
+def _once(policy: Policy, route: MaskRoute) -> object:
+    batch = make_batch(6)
+    step = route.begin(policy, batch, context(route.spec, 6))
+    for part in step.parts:
+        with policy.adapters.recording(part.tape):
+            plain_loss(policy, part.batch, part.advantages).backward()
+    step.finish()
+    return step
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_finish_twice_is_an_error(case: tuple[str, str, str, str]) -> None:
+    policy = make_policy(SPECS["svd"])
+    step = _once(policy, mask_route(policy, spec_of(case)))
+    with pytest.raises(RuntimeError, match="already called"):
+        step.finish()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,133 @@
+"""Theorems of the statistics over seeds, against scipy, the standard library and the bootstrap."""
+
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from mi_route2.stats import interval, mean, median, outliers, paired_difference, summary
+
+RATES = st.floats(0, 1).map(lambda value: round(value, 9))
+SAMPLES = st.lists(RATES, min_size=2, max_size=12)
+
+
+@given(SAMPLES, st.floats(0.5, 0.99))
+def test_the_interval_is_scipys_student_t(values: list[float], level: float) -> None:
+    lo, hi = interval(values, level)
+    centre, error = np.mean(values), scipy_stats.sem(values)
+    expected = scipy_stats.t.interval(level, len(values) - 1, loc=centre, scale=error) if error > 1e-12 else (centre, centre)
+    assert lo == pytest.approx(expected[0], abs=1e-9)
+    assert hi == pytest.approx(expected[1], abs=1e-9)
+
+
+@given(st.lists(RATES, min_size=1, max_size=12))
+def test_mean_and_median_are_those_of_the_standard_library(values: list[float]) -> None:
+    result = summary(values)
+    assert result["mean"] == pytest.approx(statistics.fmean(values), abs=1e-15)
+    assert result["median"] == statistics.median(values)
+    assert result["n"] == len(values)
+
+
+@given(SAMPLES, st.randoms(use_true_random=False))
+def test_the_order_of_the_seeds_changes_no_digit(values: list[float], random) -> None:
+    shuffled = random.sample(values, len(values))
+    before, after = summary(values), summary(shuffled)
+    assert {**before, "seeds": None} == {**after, "seeds": None}
+    assert after["seeds"] == shuffled
+
+
+@given(SAMPLES, st.floats(-2, 2), st.floats(0.1, 3))
+def test_the_interval_moves_and_scales_with_the_values(values: list[float], shift: float, scale: float) -> None:
+    lo, hi = interval(values)
+    moved_lo, moved_hi = interval([shift + scale * value for value in values])
+    assert (moved_lo, moved_hi) == (pytest.approx(shift + scale * lo, abs=1e-9), pytest.approx(shift + scale * hi, abs=1e-9))
+
+
+def test_one_seed_has_no_interval_and_no_seed_has_nothing() -> None:
+    assert summary([0.25]) == {"mean": 0.25, "median": 0.25, "lo": None, "hi": None, "n": 1, "seeds": [0.25]}
+    assert summary([]) == {"mean": None, "median": None, "lo": None, "hi": None, "n": 0, "seeds": []}
+
+
+@given(SAMPLES, st.integers(0, 12))
+def test_an_undefined_value_keeps_its_place_and_counts_in_nothing(values: list[float], place: int) -> None:
+    with_hole = [*values[:place], None, *values[place:]]
+    assert summary(with_hole) == {**summary(values), "seeds": with_hole}
+
+
+@pytest.mark.parametrize("level", [0.0, 1.0, -0.5, 95.0])
+def test_a_level_outside_zero_and_one_is_refused(level: float) -> None:
+    with pytest.raises(ValueError, match="strictly between 0 and 1"):
+        interval([0.1, 0.2], level)
+
+
+def test_the_interval_covers_the_true_mean_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.normal(0.5, 0.1, (4000, 5))
+    covered = np.mean([lo <= 0.5 <= hi for lo, hi in map(interval, draws.tolist())])
+    assert abs(covered - 0.95) < 0.012  # 3.5 standard errors of a binomial
+
+
+def test_with_many_values_the_interval_is_that_of_the_bootstrap() -> None:
+    rng = np.random.default_rng(1)
+    values = rng.beta(2, 5, 300)
+    lo, hi = interval(values.tolist())
+    means = rng.choice(values, (4000, 300)).mean(axis=1)
+    assert lo is not None
+    assert hi is not None
+    assert (lo, hi) == pytest.approx(np.quantile(means, [0.025, 0.975]), abs=0.1 * (hi - lo))
+
+
+@given(st.dictionaries(st.integers(0, 20), RATES, min_size=1))
+def test_the_difference_of_an_arm_from_itself_is_exactly_zero(arm: dict[int, float]) -> None:
+    seeds, result = paired_difference(arm, dict(arm))
+    assert seeds == sorted(arm)
+    assert result["seeds"] == [0.0] * len(arm)
+    assert (result["mean"], result["median"]) == (0.0, 0.0)
+    assert (result["lo"], result["hi"]) == ((0.0, 0.0) if len(arm) > 1 else (None, None))
+
+
+def test_the_paired_interval_is_that_of_the_paired_t_test_and_not_of_two_independent_means() -> None:
+    rng = np.random.default_rng(2)
+    luck = rng.normal(0, 0.3, 8)  # what a seed does to both arms
+    arm, reference = luck + rng.normal(0.1, 0.02, 8), luck + rng.normal(0, 0.02, 8)
+    _, result = paired_difference(dict(enumerate(arm.tolist())), dict(enumerate(reference.tolist())))
+    paired = scipy_stats.ttest_rel(arm, reference).confidence_interval(0.95)
+    assert (result["lo"], result["hi"]) == pytest.approx((paired.low, paired.high), abs=1e-12)
+    unpaired = scipy_stats.ttest_ind(arm, reference).confidence_interval(0.95)
+    assert paired.high - paired.low < 0.3 * (unpaired.high - unpaired.low)
+
+
+def test_only_seeds_of_both_arms_are_paired_and_undefined_ones_stay_undefined() -> None:
+    seeds, result = paired_difference({3: 0.5, 1: 0.9, 2: None}, {2: 0.1, 3: 0.25, 7: 0.0})
+    assert seeds == [2, 3]
+    assert result["seeds"] == [None, 0.25]
+    assert result["n"] == 1
+
+
+@given(st.dictionaries(st.integers(0, 9), RATES, min_size=2), st.dictionaries(st.integers(0, 9), RATES, min_size=2))
+def test_a_difference_changes_its_sign_with_its_sides(a: dict[int, float], b: dict[int, float]) -> None:
+    forth, back = paired_difference(a, b)[1], paired_difference(b, a)[1]
+    for key, mirrored in (("mean", "mean"), ("median", "median"), ("lo", "hi")):
+        one, other = forth[key], back[mirrored]
+        assert (one is None and other is None) or one == pytest.approx(-other, abs=1e-15)
+
+
+def test_the_seed_that_fails_is_marked_and_the_others_are_not() -> None:
+    values = [0.05, 0.04, 0.24, 0.03, 0.05, 0.05, 0.02, 0.04]
+    assert outliers(values) == [value == 0.24 for value in values]
+    assert outliers([None, *values]) == [False, *outliers(values)]
+
+
+def test_small_or_common_differences_are_no_outliers() -> None:
+    assert not any(outliers([0.010, 0.010, 0.010, 0.060]))  # far in deviations, near in what matters
+    assert not any(outliers([0.1, 0.3, 0.5, 0.7, 0.9]))
+    assert outliers([0.0, 1.0]) == [False, False]
+    assert outliers([]) == []
+
+
+def test_nothing_has_no_mean() -> None:
+    assert mean([None]) is None
+    assert median([]) is None

@@ -1,0 +1,203 @@
+"""Mask quality against brute force; AUROC against its definition and its symmetries."""
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probes.auroc import auroc, auroc_interval, cluster_draws
+from probes.quality import KEYS, mask_quality, score_means
+
+SCORE = st.integers(-8, 8).map(lambda i: i / 4)  # few values: ties are common
+ROLLOUT = st.tuples(SCORE, st.booleans(), st.booleans(), st.booleans())
+ROLLOUTS = st.lists(ROLLOUT, max_size=12)
+
+
+def columns(rollouts: list[tuple[float, bool, bool, bool]]) -> tuple[list[float], list[bool], list[bool], list[bool]]:
+    return tuple([row[i] for row in rollouts] for i in range(4))  # type: ignore[return-value]
+
+
+def pairwise(scores: list[float], hack: list[bool]) -> float | None:
+    """P(hack > clean) + P(tie) / 2, by all pairs."""
+    pairs = [(a > b) + (a == b) / 2 for a, x in zip(scores, hack) if x for b, y in zip(scores, hack) if not y]
+    return sum(pairs) / len(pairs) if pairs else None
+
+
+def same(a: float | None, b: float | None) -> bool:
+    return a is b if a is None or b is None else math.isclose(a, b, abs_tol=1e-12)
+
+
+def arrays(scores: list[float], hack: list[bool]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(scores, dtype=float), np.array(hack, dtype=bool)
+
+
+@given(ROLLOUTS)
+@settings(max_examples=300, deadline=None)
+def test_every_number_is_the_brute_force_one(rollouts):
+    scores, flags, hack, teacher = columns(rollouts)
+    student = [row for row in rollouts if not row[3]]
+    got = mask_quality(scores, flags, hack, teacher)
+
+    def rate(rows: list) -> float | None:
+        return sum(row[1] for row in rows) / len(rows) if rows else None
+
+    hacks, cleans = [row for row in student if row[2]], [row for row in student if not row[2]]
+    flagged = [row for row in student if row[1]]
+    precision = sum(row[2] for row in flagged) / len(flagged) if flagged else None
+    recall = rate(hacks)
+    wrong = rate(cleans)
+    ratio = recall / wrong if recall is not None and wrong else None
+    # F_.5 from precision and recall, where quality.py counts; 0 by convention where nothing was hit.
+    f05 = None if recall is None else 0.0
+    if precision and recall:
+        f05 = 1.25 * precision * recall / (0.25 * precision + recall)
+    expected = {
+        "auroc": pairwise([row[0] for row in student], [row[2] for row in student]),
+        "precision": precision,
+        "recall": recall,
+        "f05": f05,
+        "fire_hack": recall,
+        "fire_clean": wrong,
+        "fire_teacher": rate([row for row in rollouts if row[3]]),
+        "fire_ratio": ratio,
+    }
+    assert tuple(got) == KEYS == tuple(expected)
+    assert all(same(got[key], expected[key]) for key in KEYS), (got, expected)
+    json.dumps(got, allow_nan=False)
+
+
+@given(ROLLOUTS)
+@settings(max_examples=100, deadline=None)
+def test_score_means_are_the_brute_force_ones(rollouts):
+    scores, _, hack, teacher = columns(rollouts)
+    got = score_means(scores, hack, teacher)
+
+    def mean(rows: list) -> float | None:
+        return sum(row[0] for row in rows) / len(rows) if rows else None
+
+    assert list(got) == ["student_hack", "student_clean", "teacher"]
+    assert same(got["student_hack"], mean([row for row in rollouts if row[2] and not row[3]]))
+    assert same(got["student_clean"], mean([row for row in rollouts if not row[2] and not row[3]]))
+    assert same(got["teacher"], mean([row for row in rollouts if row[3]]))
+
+
+@given(ROLLOUTS)
+@settings(max_examples=100, deadline=None)
+def test_teacher_rollouts_change_nothing_but_their_own_rate(rollouts):
+    scores, flags, hack, teacher = columns(rollouts)
+    kept = columns([row for row in rollouts if not row[3]])
+    got, alone = mask_quality(scores, flags, hack, teacher), mask_quality(*kept[:3])
+    assert {**got, "fire_teacher": None} == alone
+
+
+def test_what_is_undefined_is_none():
+    nothing = mask_quality(None, None, [True, False])
+    assert set(nothing.values()) == {None}
+    assert set(mask_quality([], [], []).values()) == {None}
+    only_scores = mask_quality([1.0, 0.0], None, [True, False])
+    assert {key for key, value in only_scores.items() if value is not None} == {"auroc"}
+    all_hacks = mask_quality([1.0, 0.0], [True, False], [True, True])
+    assert all_hacks["auroc"] is all_hacks["fire_clean"] is all_hacks["fire_ratio"] is None
+    assert (all_hacks["precision"], all_hacks["recall"]) == (1.0, 0.5)
+    none_clean_fired = mask_quality(None, [True, False], [True, False])
+    assert none_clean_fired["fire_ratio"] is None  # infinite, which JSON cannot say
+    all_missed = mask_quality(None, [False, False], [True, False])
+    assert (all_missed["f05"], all_missed["precision"]) == (0.0, None)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_broken_score_is_refused(broken):
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        mask_quality([broken, 0.0], None, [True, False])
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        score_means([0.0, broken], [True, False])
+    with pytest.raises(ValueError, match="finite"):
+        auroc(*arrays([broken, 0.0], [True, False]))
+
+
+def test_lists_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="1 scores for 2"):
+        mask_quality([0.0], None, [True, False])
+    with pytest.raises(ValueError, match="3 flags for 2"):
+        mask_quality(None, [True, True, False], [True, False])
+    with pytest.raises(ValueError, match="1 teacher marks for 2"):
+        score_means([0.0, 1.0], [True, False], [True])
+
+
+def test_it_is_cheap_enough_for_every_step():
+    rng = np.random.default_rng(0)
+    scores, hack = rng.normal(size=96).tolist(), (rng.random(96) < 0.3).tolist()
+    mask_quality(scores, hack, hack)
+    started = time.perf_counter()
+    for _ in range(20):
+        mask_quality(scores, hack, hack)
+    assert (time.perf_counter() - started) / 20 < 0.02  # a step takes some .1 s; this takes about .0002
+
+
+# AUROC --------------------------------------------------------------------------------------------------------------
+
+LABELLED = st.lists(st.tuples(SCORE, st.booleans()), max_size=15)
+
+
+@given(LABELLED)
+@settings(max_examples=200, deadline=None)
+def test_auroc_is_invariant_to_increasing_maps_and_mirrored_by_decreasing_ones(items):
+    scores, hack = arrays([s for s, _ in items], [y for _, y in items])
+    value = auroc(scores, hack)
+    assert same(value, pairwise(scores.tolist(), hack.tolist()))
+    for increasing in (np.exp, np.arctan, lambda x: x**3 + x, lambda x: 1e9 * x - 4):
+        assert auroc(increasing(scores), hack) == value
+    if value is not None:
+        assert same(auroc(-scores, hack), 1 - value)
+        assert same(auroc(scores, ~hack), 1 - value)
+        assert auroc(np.zeros_like(scores), hack) == 0.5
+
+
+def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated():
+    rng = np.random.default_rng(0)
+    scores, hack = rng.integers(0, 5, 30).astype(float), rng.random(30) < 0.5
+    cluster = rng.integers(0, 8, 30)
+    draws = cluster_draws(8, 50, rng)
+    assert (draws.sum(axis=1) == 8).all()
+    areas = []
+    for counts in draws:
+        rows = np.repeat(np.arange(30), counts[cluster])
+        areas.append(auroc(scores[rows], hack[rows]))
+    defined = [area for area in areas if area is not None]
+    interval = auroc_interval(scores, hack, cluster, draws)
+    assert interval.value == auroc(scores, hack)
+    assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(defined, [0.025, 0.975])))
+
+
+def test_copies_of_a_rollout_do_not_narrow_the_interval():
+    """The unit of the bootstrap is the cluster; counting copies as evidence would halve the width here."""
+    rng = np.random.default_rng(1)
+    hack = np.arange(40) % 2 == 0
+    scores = rng.normal(size=40) + hack
+    draws = cluster_draws(40, 400, rng)
+    once = auroc_interval(scores, hack, np.arange(40), draws)
+    four = auroc_interval(np.tile(scores, 4), np.tile(hack, 4), np.tile(np.arange(40), 4), draws)
+    assert (once.value, once.low, once.high) == pytest.approx((four.value, four.low, four.high))
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    """Two unit Gaussians a distance sqrt(2) q apart have AUROC Phi(q): here .76, known in closed form."""
+    rng = np.random.default_rng(2)
+    truth, hits, hack = 0.7602499389, 0, np.arange(80) % 2 == 0
+    for _ in range(100):
+        scores = rng.normal(size=80) + hack  # Phi(1 / sqrt 2)
+        interval = auroc_interval(scores, hack, np.arange(80), cluster_draws(80, 200, rng))
+        assert interval.low is not None
+        assert interval.high is not None
+        hits += interval.low <= truth <= interval.high
+    assert 85 <= hits < 100
+
+
+def test_an_interval_needs_both_classes():
+    scores, hack = arrays([0.0, 1.0], [True, True])
+    interval = auroc_interval(scores, hack, np.arange(2), cluster_draws(2, 10, np.random.default_rng(0)))
+    assert interval.value is interval.low is interval.high is None

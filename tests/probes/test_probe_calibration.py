@@ -1,0 +1,126 @@
+"""Calibration: what true probabilities must score, and what the two maps must do."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import expit
+
+from probes.auroc import auroc
+from probes.calibration import brier, ece, fit_isotonic, fit_platt, reliability
+
+PROBABILITIES = st.lists(st.tuples(st.floats(0, 1), st.booleans()), min_size=1, max_size=20)
+
+
+def drawn(n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities and labels drawn from them."""
+    rng = np.random.default_rng(seed)
+    p = rng.random(n)
+    return p, rng.random(n) < p
+
+
+def test_ece_of_perfect_probabilities_goes_to_zero_as_one_over_root_n():
+    small, large = (np.mean([ece(*drawn(n, seed)) for seed in range(10)]) for n in (1_000, 100_000))
+    assert large < 0.005
+    assert 5 < small / large < 20  # sqrt(100) = 10
+
+
+def test_ece_of_exact_frequencies_is_zero_and_of_shifted_ones_the_shift():
+    p = np.repeat([0.25, 0.75], 8)
+    hack = np.concatenate([np.arange(8) < 2, np.arange(8) < 6])
+    assert ece(p, hack) == 0
+    assert ece(p + 0.125, hack) == pytest.approx(0.125)
+    assert brier(p, hack) == pytest.approx(0.25 * 0.75)
+
+
+def test_overconfidence_raises_ece_and_brier_but_not_auroc():
+    p, hack = drawn(20_000)
+    sharp = expit(3 * np.log(p / (1 - p)))
+    assert ece(sharp, hack) > 0.1 > ece(p, hack)
+    assert brier(sharp, hack) > brier(p, hack)
+    assert auroc(sharp, hack) == auroc(p, hack)
+
+
+@given(PROBABILITIES, st.integers(1, 15))
+@settings(max_examples=200, deadline=None)
+def test_reliability_bins_partition_the_items(items, bins):
+    p, hack = np.array([x for x, _ in items]), np.array([y for _, y in items])
+    curve = reliability(p, hack, bins)
+    assert sum(point.count for point in curve) == len(items)
+    assert sum(point.count * point.rate for point in curve) == pytest.approx(hack.sum())
+    assert sum(point.count * point.confidence for point in curve) == pytest.approx(p.sum())
+    assert all(point.low - 1e-12 <= point.confidence <= point.high + 1e-12 for point in curve)
+    assert [point.low for point in curve] == sorted({point.low for point in curve})
+    assert 0 <= ece(p, hack, bins) <= 1
+    # Jensen: coarser bins can only hide miscalibration, and one bin sees the means alone.
+    assert ece(p, hack, 1) == pytest.approx(abs(p.mean() - hack.mean()), abs=1e-12)
+    assert ece(p, hack, 2 * bins) >= ece(p, hack, bins) - 1e-9
+
+
+@pytest.mark.parametrize("p", [np.array([0.5, 1.5]), np.array([-0.1, 0.5]), np.array([np.nan, 0.5])])
+def test_what_is_no_probability_is_refused(p):
+    with pytest.raises(ValueError, match="fit_platt"):
+        brier(p, np.array([True, False]))
+
+
+def test_platt_recovers_a_known_logistic_curve():
+    rng = np.random.default_rng(0)
+    scores = 50 + 10 * rng.normal(size=50_000)
+    hack = rng.random(50_000) < expit(0.3 * (scores - 55))
+    platt = fit_platt(scores, hack)
+    assert platt.slope == pytest.approx(0.3, rel=0.03)
+    assert -platt.intercept / platt.slope == pytest.approx(55, abs=0.2)
+
+
+def test_platt_is_equivariant_to_the_units_of_the_score():
+    p, hack = drawn(500)
+    a, b = fit_platt(p, hack), fit_platt(1e4 * p + 3, hack)
+    np.testing.assert_allclose(a(p), b(1e4 * p + 3), rtol=1e-3)
+
+
+def test_platt_stays_finite_on_separated_scores_and_meets_its_soft_targets():
+    """With one score a class the fit can reach Platt's targets (n1 + 1)/(n1 + 2) and 1/(n0 + 2) exactly."""
+    scores, hack = np.array([0.0] * 6 + [1.0] * 3), np.array([False] * 6 + [True] * 3)
+    platt = fit_platt(scores, hack)
+    np.testing.assert_allclose(platt(np.array([0.0, 1.0])), [1 / 8, 4 / 5], atol=1e-3)
+
+
+def test_isotonic_is_monotone_and_exactly_calibrated_on_its_own_data():
+    rng = np.random.default_rng(3)
+    scores = rng.normal(size=400)
+    hack = rng.random(400) < expit(2 * scores)
+    isotonic = fit_isotonic(scores, hack)
+    p = isotonic(np.sort(scores))
+    assert (np.diff(p) >= 0).all()
+    for level in np.unique(p):  # pool-adjacent-violators: every level is the rate of its own block
+        block = np.isclose(isotonic(scores), level)
+        assert hack[block].mean() == pytest.approx(level, abs=1e-6)
+    assert isotonic(np.array([-99.0, 99.0])).tolist() == [p[0], p[-1]]
+
+
+@pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
+def test_calibrators_improve_held_out_scores_and_keep_their_order(fit):
+    rng = np.random.default_rng(4)
+    scores = rng.normal(size=4000)
+    hack = rng.random(4000) < expit(2 * scores - 1)
+    calibrator = fit(scores[:2000], hack[:2000])
+    raw, calibrated = expit(scores[2000:]), calibrator(scores[2000:])
+    assert ece(calibrated, hack[2000:]) < 0.04 < ece(raw, hack[2000:])
+    assert brier(calibrated, hack[2000:]) < brier(raw, hack[2000:])
+    before, after = auroc(scores[2000:], hack[2000:]), auroc(calibrated, hack[2000:])
+    assert after == pytest.approx(before, abs=0.01)  # isotonic makes ties
+
+
+@pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
+def test_a_calibrator_needs_both_classes_and_finite_scores(fit):
+    with pytest.raises(ValueError, match="both classes"):
+        fit(np.array([0.0, 1.0]), np.array([True, True]))
+    with pytest.raises(ValueError, match="finite"):
+        fit(np.array([0.0, np.nan]), np.array([True, False]))
+
+
+def test_bins_and_sizes_are_checked():
+    with pytest.raises(ValueError, match="at least 1"):
+        reliability(np.array([0.5]), np.array([True]), bins=0)
+    with pytest.raises(ValueError, match="at least one"):
+        ece(np.array([]), np.array([], dtype=bool))

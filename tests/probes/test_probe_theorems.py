@@ -1,0 +1,357 @@
+"""What must hold of every probe, and of each kind."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from probes.affine import AffineProbe
+from probes.auroc import auroc
+from probes.direction import DirectionFitter, DirectionProbe
+from probes.haar import HaarFitter
+from probes.lda import LdaFitter
+from probes.logistic import LogisticFitter
+from probes.mean_difference import MeanDifferenceFitter
+from probes.probe import Fitter, Probe, examples, pool
+
+B, S, D = 40, 6, 5
+LEARNT = {"mean_difference": MeanDifferenceFitter, "lda": LdaFitter, "logistic": LogisticFitter}
+
+
+def batch(seed: int = 0, shift: float = 2.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Gaussian activations; hacks are moved along the first axis."""
+    g = torch.Generator().manual_seed(seed)
+    hack = torch.arange(B) % 2 == 0
+    h = torch.randn(B, S, D, generator=g, dtype=torch.float64)
+    h[..., 0] += shift * hack[:, None]
+    length = torch.randint(1, S + 1, (B,), generator=g)
+    mask = torch.arange(S) < length[:, None]
+    return h.to(dtype), mask, hack
+
+
+def pairs_as_rollouts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Examples [n d] as rollouts of one token."""
+    return x[:, None], torch.ones(len(x), 1, dtype=torch.bool)
+
+
+def every_fitter() -> dict[str, Fitter]:
+    v = torch.arange(1.0, D + 1)
+    return {
+        "cosine": DirectionFitter(v),
+        "projection": DirectionFitter(v, "projection"),
+        "haar": HaarFitter(torch.Generator().manual_seed(3)),
+        **{name: kind() for name, kind in LEARNT.items()},
+        **{f"{name}-token": kind(unit="token") for name, kind in LEARNT.items()},
+    }
+
+
+def fitted(name: str) -> Probe:
+    fitter = every_fitter()[name]
+    fitter.update(*batch())
+    return fitter.fit()
+
+
+def direction_of(probe: Probe) -> Tensor:
+    assert isinstance(probe, AffineProbe)
+    return probe.weight / probe.weight.norm()
+
+
+NAMES = sorted(every_fitter())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_score_of_a_rollout_is_the_token_score_of_its_mean(name):
+    h, mask, _ = batch(1)
+    probe = fitted(name)
+    assert isinstance(probe, Probe)
+    mean = torch.stack([h[b, mask[b]].mean(0) for b in range(B)])
+    torch.testing.assert_close(probe.score_rollouts(h, mask), probe.score_tokens(mean[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cosine"])
+def test_the_score_of_a_rollout_is_the_mean_of_its_tokens_scores_unless_it_is_a_cosine(name):
+    h, mask, _ = batch(1)
+    probe = fitted(name)
+    tokens = probe.score_tokens(h)
+    expected = torch.stack([tokens[b, mask[b]].mean() for b in range(B)])
+    torch.testing.assert_close(probe.score_rollouts(h, mask), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -1e30])
+def test_padding_never_leaks_into_fit_or_score(name, garbage):
+    h, mask, hack = batch()
+    dirty = torch.where(mask[..., None], h, garbage)
+    clean_fitter, dirty_fitter = every_fitter()[name], every_fitter()[name]
+    clean_fitter.update(h, mask, hack)
+    dirty_fitter.update(dirty, mask, hack)
+    clean, other = clean_fitter.fit(), dirty_fitter.fit()
+    assert torch.equal(clean.score_rollouts(h, mask), other.score_rollouts(dirty, mask))
+    assert torch.equal(clean.score_tokens(h)[mask], other.score_tokens(dirty)[mask])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_activations_are_pooled_and_scored_in_float32(name):
+    h, mask, _ = batch(1, dtype=torch.bfloat16)
+    probe = fitted(name)
+    scores = probe.score_rollouts(h, mask)
+    assert scores.dtype == probe.score_tokens(h).dtype == torch.float32
+    torch.testing.assert_close(scores, probe.score_rollouts(h.double(), mask).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_width_is_refused(name):
+    with pytest.raises(ValueError, match="features"):
+        fitted(name).score_tokens(torch.zeros(2, 3, D + 1))
+
+
+def test_a_rollout_without_predictor_positions_is_refused():
+    h, mask, _ = batch()
+    mask[3] = False
+    with pytest.raises(ValueError, match=r"\[3\]"):
+        pool(h, mask)
+
+
+@pytest.mark.parametrize("kind", LEARNT.values())
+def test_a_fit_needs_both_classes_and_finite_activations(kind):
+    h, mask, hack = batch()
+    with pytest.raises(ValueError, match="hack and clean"):
+        kind().fit()
+    fitter = kind()
+    fitter.update(h, mask, torch.ones_like(hack))
+    with pytest.raises(ValueError, match="hack and clean"):
+        fitter.fit()
+    h[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="NaN"):
+        kind().update(h, mask, hack)
+
+
+@pytest.mark.parametrize("kind", LEARNT.values())
+def test_batches_and_one_update_fit_the_same_probe(kind):
+    h, mask, hack = batch()
+    whole, parts = kind(), kind()
+    whole.update(h, mask, hack)
+    for rows in (slice(0, 7), slice(7, 8), slice(8, None)):
+        parts.update(h[rows], mask[rows], hack[rows])
+    torch.testing.assert_close(whole.fit().weight, parts.fit().weight, rtol=1e-10, atol=1e-12)
+    assert whole.fit().bias == pytest.approx(parts.fit().bias, rel=1e-10)
+
+
+@pytest.mark.parametrize("kind", LEARNT.values())
+def test_a_fitted_probe_does_not_change_when_its_fitter_learns_more(kind):
+    fitter = kind()
+    fitter.update(*batch())
+    probe = fitter.fit()
+    weight, bias = probe.weight.clone(), probe.bias
+    fitter.update(*batch(seed=5, shift=-9.0))
+    assert not torch.allclose(fitter.fit().weight, weight)
+    assert torch.equal(probe.weight, weight)
+    assert probe.bias == bias
+
+
+# Fisher's direction -------------------------------------------------------------------------------------------------
+
+
+def isotropic(seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Two classes mu +- e_i: their sample covariance is a multiple of the identity, exactly; and mu_1 - mu_0."""
+    g = torch.Generator().manual_seed(seed)
+    means = torch.randn(2, D, generator=g, dtype=torch.float64)
+    steps = torch.cat([torch.eye(D), -torch.eye(D)]).double()
+    x = torch.cat([means[0] + steps, means[1] + steps])
+    return x, torch.arange(4 * D) >= 2 * D, means[1] - means[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mean_difference_is_fishers_direction_and_threshold_for_isotropic_covariance(seed):
+    x, hack, difference = isotropic(seed)
+    mean_difference, lda = MeanDifferenceFitter(), LdaFitter(shrinkage=None)
+    for fitter in (mean_difference, lda):
+        fitter.update(*pairs_as_rollouts(x), hack)
+    a, b = mean_difference.fit(), lda.fit()
+    torch.testing.assert_close(direction_of(a), difference / difference.norm())
+    torch.testing.assert_close(direction_of(a), direction_of(b))
+    assert a.bias / float(a.weight.norm()) == pytest.approx(b.bias / float(b.weight.norm()))
+
+
+def test_lda_is_the_inverse_covariance_times_the_mean_difference():
+    h, mask, hack = batch()
+    lda, mean_difference = LdaFitter(shrinkage=None), MeanDifferenceFitter()
+    for fitter in (lda, mean_difference):
+        fitter.update(h, mask, hack)
+    x, y = examples(h, mask, hack, "rollout")
+    covariance = (x[y].T.cov(correction=0) + x[~y].T.cov(correction=0)) / 2
+    expected = torch.linalg.solve(covariance, x[y].mean(0) - x[~y].mean(0))
+    torch.testing.assert_close(lda.fit().weight, expected, rtol=1e-8, atol=1e-8)
+    # The covariance here is not isotropic: the two probes differ, so the theorem above says something.
+    assert not torch.allclose(direction_of(lda.fit()), direction_of(mean_difference.fit()), atol=1e-3)
+
+
+def test_full_shrinkage_turns_lda_into_mean_difference():
+    h, mask, hack = batch()
+    lda, mean_difference = LdaFitter(shrinkage=1.0), MeanDifferenceFitter()
+    for fitter in (lda, mean_difference):
+        fitter.update(h, mask, hack)
+    torch.testing.assert_close(direction_of(lda.fit()), direction_of(mean_difference.fit()))
+
+
+def test_the_mean_difference_threshold_is_half_way_between_the_means():
+    h, mask, hack = batch()
+    fitter = MeanDifferenceFitter()
+    fitter.update(h, mask, hack)
+    x, y = examples(h, mask, hack, "rollout")
+    middle = (x[y].mean(0) + x[~y].mean(0)) / 2
+    assert float(fitter.fit().score_tokens(middle[None, None])) == pytest.approx(0, abs=1e-12)
+    assert float(fitter.fit().score_tokens(x[y].mean(0)[None, None])) > 0
+
+
+@pytest.mark.parametrize("fitter", [MeanDifferenceFitter(), LdaFitter()], ids=["mean_difference", "lda"])
+def test_repeating_one_class_does_not_move_threshold_or_direction(fitter):
+    """Equal priors: the hack rate of the training set is no information about the next mode's."""
+    x, hack, _ = isotropic(0)
+    other = type(fitter)()
+    fitter.update(*pairs_as_rollouts(x), hack)
+    x, hack = torch.cat([x, x[hack], x[hack]]), torch.cat([hack, hack[hack], hack[hack]])
+    other.update(*pairs_as_rollouts(x), hack)
+    a, b = fitter.fit(), other.fit()
+    torch.testing.assert_close(direction_of(a), direction_of(b), rtol=1e-6, atol=1e-6)
+    assert a.bias / float(a.weight.norm()) == pytest.approx(b.bias / float(b.weight.norm()), rel=1e-6)
+
+
+def test_coinciding_means_are_refused():
+    fitter = MeanDifferenceFitter()
+    fitter.update(*pairs_as_rollouts(torch.ones(4, D)), torch.tensor([True, False, True, False]))
+    with pytest.raises(ValueError, match="not zero"):
+        fitter.fit()
+
+
+# Logistic -----------------------------------------------------------------------------------------------------------
+
+
+def test_logistic_separates_separable_data():
+    h, mask, hack = batch(shift=30.0)
+    fitter = LogisticFitter(c=10.0)
+    fitter.update(h, mask, hack)
+    scores = fitter.fit().score_rollouts(h, mask).numpy()
+    assert auroc(scores, hack.numpy()) == 1.0
+    assert ((scores > 0) == hack.numpy()).all()
+
+
+def test_logistic_is_at_the_optimum_of_its_stated_objective():
+    """The gradient of |u|^2/2 + C sum omega log(1 + exp(-y s)) vanishes there, in standardised coordinates."""
+    h, mask, hack = batch()
+    fitter = LogisticFitter(c=0.7)
+    few = hack & (torch.arange(B) < 20)  # unbalanced
+    fitter.update(h, mask, few)
+    probe = fitter.fit()
+    x, y = examples(h, mask, few, "rollout")
+    mean, sd = x.mean(0), x.std(0, correction=0)
+    z = (x - mean) / sd
+    u = (probe.weight * sd).requires_grad_()
+    e = (torch.tensor(probe.bias, dtype=torch.float64) + probe.weight @ mean).requires_grad_()
+    omega = torch.where(y, B / (2 * y.sum()), B / (2 * (~y).sum()))
+    sign = torch.where(y, 1.0, -1.0)
+    objective = u.square().sum() / 2 + 0.7 * (omega * torch.nn.functional.softplus(-sign * (z @ u + e))).sum()
+    objective.backward()
+    assert u.grad is not None
+    assert e.grad is not None
+    assert float(u.grad.abs().max()) < 5e-3
+    assert float(e.grad.abs()) < 5e-3
+
+
+def test_logistic_ignores_the_units_of_each_feature_and_the_seed():
+    h, mask, hack = batch()
+    scale = torch.tensor([1.0, 100.0, 0.01, 3.0, 7.0], dtype=torch.float64)
+    plain, scaled, reseeded = LogisticFitter(), LogisticFitter(), LogisticFitter(seed=9)
+    plain.update(h, mask, hack)
+    scaled.update(h * scale - 4, mask, hack)
+    reseeded.update(h, mask, hack)
+    expected = plain.fit().score_rollouts(h, mask)
+    torch.testing.assert_close(scaled.fit().score_rollouts(h * scale - 4, mask), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(plain.fit().weight, reseeded.fit().weight)
+
+
+def test_more_regularisation_means_a_shorter_weight():
+    norms = []
+    for c in (0.01, 0.1, 1.0):
+        fitter = LogisticFitter(c=c)
+        fitter.update(*batch())
+        norms.append(float(fitter.fit().weight.norm()))
+    assert norms == sorted(norms)
+    assert norms[0] < 0.7 * norms[2]
+    with pytest.raises(ValueError, match="positive"):
+        LogisticFitter(c=0.0)
+
+
+# Directions and the control -----------------------------------------------------------------------------------------
+
+
+@given(st.floats(1e-150, 1e150))
+@settings(max_examples=50, deadline=None)
+def test_a_direction_probe_is_invariant_to_positive_rescaling_of_its_vector(scale):
+    h, mask, _ = batch()
+    v = torch.randn(D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for score in ("cosine", "projection"):
+        a, b = DirectionFitter(v, score).fit(), DirectionFitter(scale * v, score).fit()
+        torch.testing.assert_close(a.score_rollouts(h, mask), b.score_rollouts(h, mask))
+        torch.testing.assert_close(DirectionFitter(-v, score).fit().score_tokens(h), -a.score_tokens(h))
+
+
+@given(st.floats(1e-3, 1e3))
+@settings(max_examples=50, deadline=None)
+def test_a_cosine_is_invariant_to_the_size_of_the_activation_and_a_projection_proportional(scale):
+    h, _, _ = batch()
+    v = torch.ones(D, dtype=torch.float64)
+    cosine, projection = DirectionFitter(v).fit(), DirectionFitter(v, "projection").fit()
+    torch.testing.assert_close(cosine.score_tokens(scale * h), cosine.score_tokens(h))
+    torch.testing.assert_close(projection.score_tokens(scale * h), scale * projection.score_tokens(h))
+    assert float(cosine.score_tokens(h).abs().max()) <= 1 + 1e-12
+    assert float(cosine.score_tokens(v[None, None])) == pytest.approx(1)
+    assert float(cosine.score_tokens(torch.zeros(1, 1, D))) == 0
+
+
+@pytest.mark.parametrize("vector", [torch.zeros(D), torch.full((D,), math.nan), torch.full((D,), math.inf)])
+def test_a_vector_without_a_direction_is_refused(vector):
+    with pytest.raises(ValueError, match="finite and not zero"):
+        DirectionFitter(vector)
+    with pytest.raises(ValueError, match="unit vector"):
+        DirectionProbe(vector)
+
+
+def test_random_directions_are_haar_and_their_auroc_is_centred_on_a_half():
+    """Whatever the data: here strongly anisotropic, with the hacks far along the large axis."""
+    h, mask, hack = batch(shift=6.0)
+    fitter = HaarFitter(torch.Generator().manual_seed(0))
+    fitter.update(h, mask, hack)
+    draws = [fitter.fit() for _ in range(400)]
+    v = torch.stack([probe.direction for probe in draws])
+    torch.testing.assert_close(v.norm(dim=1), torch.ones(400, dtype=torch.float64))
+    torch.testing.assert_close(v.T @ v / 400, torch.eye(D).double() / D, atol=0.04, rtol=0)
+    areas = np.array([auroc(probe.score_rollouts(h, mask).numpy(), hack.numpy()) for probe in draws])
+    assert abs(areas.mean() - 0.5) < 4 * areas.std() / math.sqrt(400)
+    assert np.quantile(areas, 0.95) > 0.9  # why the mean alone is no control
+
+
+def test_the_control_sees_no_labels_and_repeats_with_its_generator():
+    h, mask, hack = batch()
+    a, b = HaarFitter(torch.Generator().manual_seed(1)), HaarFitter(torch.Generator().manual_seed(1))
+    a.update(h, mask, hack)
+    b.update(h * 3, mask, ~hack)
+    first = a.fit().direction
+    assert torch.equal(first, b.fit().direction)
+    assert not torch.equal(first, a.fit().direction)  # the next draw is another
+    with pytest.raises(ValueError, match="update"):
+        HaarFitter(torch.Generator()).fit()
+    with pytest.raises(ValueError, match="features before"):
+        a.update(torch.zeros(B, S, D + 1), mask, hack)
+
+
+def test_token_examples_are_the_masked_tokens_with_their_rollouts_label():
+    h, mask, hack = batch()
+    x, y = examples(h, mask, hack, "token")
+    expected = [(h[b, s], hack[b]) for b in range(B) for s in range(S) if mask[b, s]]
+    assert torch.equal(x, torch.stack([value for value, _ in expected]))
+    assert torch.equal(y, torch.stack([label for _, label in expected]))

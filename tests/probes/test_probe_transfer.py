@@ -1,0 +1,293 @@
+"""Transfer: what must be found, what must not, and that no text is on both sides."""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from probes.dataset import group_ids, split_groups, text_groups
+from probes.direction import DirectionFitter
+from probes.figures import reliability_figure, transfer_figure
+from probes.transfer import Dataset, TransferResult, TransferSettings, default_fitters, transfer
+
+N, S, D = 240, 4, 6
+FAST = TransferSettings(known="known", bootstraps=100)
+
+
+def world(seed: int = 0) -> Dataset:
+    """Hacks move along axis 0 in modes `known` and `alike`, along axis 1 in `other`; layer `noise` holds nothing."""
+    g = torch.Generator().manual_seed(seed)
+    mode = (["known"] * 2 + ["alike", "other"]) * (N // 4)
+    hack = [bool(x) for x in torch.rand(N, generator=g) < 0.5]
+    h = torch.randn(N, S, D, generator=g)
+    for i in range(N):
+        if hack[i]:
+            h[i, :, 1 if mode[i] == "other" else 0] += 3.0
+    mask = torch.arange(S) < torch.randint(1, S + 1, (N, 1), generator=g)
+    noise = torch.randn(N, S, D + 2, generator=g)
+    return Dataset({"signal": h, "noise": noise}, mask, hack, mode)
+
+
+GROUPS = list(range(N))
+FITTERS = default_fitters()
+
+
+@pytest.fixture(scope="module")
+def result() -> TransferResult:
+    mine = {"given": lambda layer: DirectionFitter(torch.eye(D if layer == "signal" else D + 2)[0], "projection")}
+    return transfer(world(), GROUPS, {**FITTERS, **mine}, FAST, progress=False)
+
+
+def pick(result: TransferResult, **wanted: str) -> Any:
+    rows = [row for row in result.rows if all(getattr(row, key) == value for key, value in wanted.items())]
+    assert len(rows) == 1
+    return rows[0]
+
+
+PROBES = [*FITTERS, "given"]
+
+
+def test_one_row_for_every_layer_probe_mode_and_level(result):
+    keys = {(row.layer, row.probe, row.mode, row.level) for row in result.rows}
+    assert len(keys) == len(result.rows) == 2 * 4 * 3 * 2
+    assert {row.mode for row in result.rows if row.known} == {"known"}
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_a_shared_direction_transfers_beyond_chance_and_beyond_random(result, probe):
+    for mode in ("known", "alike"):
+        row = pick(result, layer="signal", probe=probe, mode=mode, level="rollout")
+        assert row.auroc > 0.9
+        assert row.auroc > row.random_p95
+        assert row.auroc_low <= row.auroc <= row.auroc_high
+        assert row.auroc_low > 0.5
+
+
+@pytest.mark.parametrize("probe", PROBES)
+def test_another_direction_and_a_layer_of_noise_do_not_transfer(result, probe):
+    for layer, mode in (("signal", "other"), ("noise", "known"), ("noise", "alike")):
+        row = pick(result, layer=layer, probe=probe, mode=mode, level="rollout")
+        assert abs(row.auroc - 0.5) < 0.25
+        assert row.auroc <= row.random_p95 or row.auroc_low < 0.55
+
+
+def test_calibration_holds_where_the_direction_does_and_fails_where_it_does_not(result):
+    alike = pick(result, layer="signal", probe="lda", mode="alike", level="rollout")
+    other = pick(result, layer="signal", probe="lda", mode="other", level="rollout")
+    assert other.ece > 2 * alike.ece
+    assert other.brier > 0.25 > alike.brier
+    assert sum(point.count for point in alike.reliability) == alike.n
+
+
+def test_tokens_are_noisier_than_rollouts_but_their_interval_counts_rollouts(result):
+    rollout = pick(result, layer="signal", probe="lda", mode="alike", level="rollout")
+    token = pick(result, layer="signal", probe="lda", mode="alike", level="token")
+    assert token.auroc < rollout.auroc
+    assert token.n == rollout.n == token.n_groups == N // 4
+    assert sum(point.count for point in token.reliability) > token.n
+
+
+def test_the_control_is_centred_on_a_half(result):
+    wide = transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, draws=200), progress=False)
+    for row in wide.rows:
+        assert row.random_mean is not None
+        assert row.random_p95 is not None
+        assert abs(row.random_mean - 0.5) < 0.1
+        assert row.random_p95 > row.random_mean
+        assert row.random_draws == 200
+
+
+def test_it_repeats_with_its_seed_and_changes_with_it(result):
+    again, reseeded = (transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, seed=seed), progress=False) for seed in (0, 1))
+    rows = [row for row in result.json_rows() if row["probe"] != "given"]
+    assert again.json_rows() == rows
+    assert reseeded.json_rows() != rows
+
+
+def test_padding_changes_no_row(result):
+    data = world()
+    hidden = {layer: torch.where(data.mask[..., None], h, math.nan) for layer, h in data.hidden.items()}
+    dirty = transfer(dataclasses.replace(data, hidden=hidden), GROUPS, FITTERS, FAST, progress=False)
+    assert dirty.json_rows() == [row for row in result.json_rows() if row["probe"] != "given"]
+
+
+def test_rows_are_plain_json(result):
+    rows = [json.loads(line) for line in result.jsonl().splitlines()]
+    assert rows == result.json_rows()
+    assert set(result.probes) == set(PROBES)
+    assert set(result.probes["lda"]) == {"signal", "noise"}
+
+
+# Leaks --------------------------------------------------------------------------------------------------------------
+
+
+class Spy:
+    """A fitter, and its own probe, that notes the texts it is fitted to and those it scores."""
+
+    def __init__(self) -> None:
+        self.fitted: set[float] = set()
+        self.scored: list[set[float]] = []
+
+    def update(self, h, mask, hack):
+        self.fitted.update(h[..., 0].flatten().tolist())
+
+    def fit(self):
+        return self
+
+    def score_tokens(self, h):
+        return h[..., 0]
+
+    def score_rollouts(self, h, mask):
+        self.scored.append(set(h[:, 0, 0].tolist()))
+        return h[:, 0, 0]
+
+
+def tagged(mode: list[str], text: list[int], hack: list[bool]) -> Dataset:
+    """Activations that spell which text a rollout is."""
+    h = torch.zeros(len(text), 1, D)
+    h[:, 0, 0] = torch.tensor(text, dtype=torch.float32)
+    return Dataset({"layer": h}, torch.ones(len(text), 1, dtype=torch.bool), hack, mode)
+
+
+def test_a_text_seen_in_training_is_dropped_from_every_test_and_counted():
+    text = [i // 2 for i in range(80)] + [i // 2 for i in range(40)] + list(range(100, 120))
+    mode = ["known"] * 80 + ["held"] * 60
+    hack = [t % 2 == 0 for t in text]
+    spy = Spy()
+    rollouts = dataclasses.replace(FAST, levels=("rollout",))
+    result = transfer(tagged(mode, text, hack), text, {"spy": lambda _: spy}, rollouts, progress=False)
+    known, held = (pick(result, mode=m, level="rollout") for m in ("known", "held"))
+    calibration, known_texts, held_texts = spy.scored
+    parts = (spy.fitted, calibration, known_texts)
+    assert [len(part) for part in parts] == [24, 8, 8]
+    assert set.union(*parts) == set(range(40))  # disjoint, then: the sizes sum to 40
+    assert held_texts == set(text[80:]) - spy.fitted - calibration
+    assert (known.n, known.n_groups, known.dropped) == (16, 8, 0)
+    assert held.n_groups == len(held_texts)
+    assert held.n + held.dropped == 60
+    assert held.dropped == 2 * len(set(range(20)) & (spy.fitted | calibration)) > 0
+
+
+def test_a_mode_that_is_all_leak_is_an_error():
+    text = [*range(40), *range(40)]
+    mode = ["known"] * 40 + ["held"] * 40
+    leaky = [0] * 40  # the held-out texts are all one known text
+    hack = [t % 2 == 0 for t in text]
+    never_tested = dataclasses.replace(FAST, parts=(0.9, 0.05, 0.05), seed=1)  # text 0 is not the one tested on
+    with pytest.raises(ValueError, match="'held' shares its group"):
+        transfer(tagged(mode, text, hack), [*range(40), *leaky], {}, never_tested, progress=False)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 25), st.booleans()), min_size=30, max_size=80),
+    st.sampled_from([(0.6, 0.2, 0.2), (0.5, 0.5), (0.98, 0.01, 0.01), (1.0,)]),
+    st.integers(0, 5),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_split_covers_everything_once_and_cuts_no_group(items, fractions, seed):
+    group, hack = np.array([g for g, _ in items]), np.array([y for _, y in items])
+    with_hack = set(group[hack].tolist())
+    without = set(group.tolist()) - with_hack
+    rng = np.random.default_rng(seed)
+    if min(len(with_hack), len(without)) < len(fractions):
+        with pytest.raises(ValueError, match="needs as many"):
+            split_groups(group, hack, fractions, rng)
+        return
+    parts = split_groups(group, hack, fractions, rng)
+    assert (np.stack(parts).sum(axis=0) == 1).all()
+    sides = [set(group[part].tolist()) for part in parts]
+    assert sum(len(side) for side in sides) == len(set(group.tolist()))
+    for side, fraction in zip(sides, fractions):
+        for kind in (with_hack, without):
+            assert len(side & kind) >= 1
+            assert abs(len(side & kind) - fraction * len(kind)) <= len(fractions)
+
+
+def test_text_groups_are_equal_iff_prompt_and_completion_are():
+    assert text_groups(["a", "a", "b", "a"], ["x", "y", "x", "x"]) == [0, 1, 2, 0]
+    assert text_groups(["ab", "a"], ["c", "bc"]) == [0, 1]  # not the joined text
+    assert group_ids(["q", "p", "q"]).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="one each"):
+        text_groups(["a"], [])
+
+
+# Edges --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mode_with_one_class_has_no_auroc_but_keeps_its_other_numbers():
+    data = world()
+    hack = [h and m != "other" for h, m in zip(data.hack, data.mode)]
+    result = transfer(dataclasses.replace(data, hack=hack), GROUPS, FITTERS, FAST, progress=False)
+    row = pick(result, layer="signal", probe="lda", mode="other", level="token")
+    assert row.auroc is row.auroc_low is row.auroc_high is row.random_mean is row.random_p95 is None
+    assert row.brier >= 0
+    assert row.n_hack == 0
+    transfer_figure(result)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [({"known": "nowhere"}, "alike, known, other"), ({"parts": (0.5, 0.5, 0.5)}, "sum to 1")],
+)
+def test_settings_that_do_not_fit_are_refused(change, fault):
+    with pytest.raises(ValueError, match=fault):
+        transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, **change), progress=False)
+
+
+def test_settings_and_datasets_check_themselves():
+    data = world()
+    with pytest.raises(ValueError, match="at least 20"):
+        TransferSettings(known="known", draws=5)
+    with pytest.raises(ValueError, match="rollout, token"):
+        TransferSettings(known="known", levels=())
+    with pytest.raises(ValueError, match="group ids"):
+        transfer(data, GROUPS[1:], FITTERS, FAST, progress=False)
+    with pytest.raises(ValueError, match="one per rollout"):
+        dataclasses.replace(data, hack=data.hack[1:])
+    with pytest.raises(ValueError, match="position in the mask"):
+        dataclasses.replace(data, mask=torch.zeros_like(data.mask))
+    with pytest.raises(ValueError, match="inside the mask"):
+        dataclasses.replace(data, hidden={"layer": data.hidden["signal"] * torch.nan})
+    with pytest.raises(ValueError, match="at least one layer"):
+        dataclasses.replace(data, hidden={})
+
+
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_figure_draws_every_row_next_to_its_control(result):
+    figure = transfer_figure(result)
+    panels = figure.axes
+    assert [axes.get_title().split(" (")[0] for axes in panels] == ["known", "alike", "other"]
+    for axes, mode in zip(panels, ("known", "alike", "other")):
+        assert len(axes.containers) == len(PROBES)
+        for container, probe in zip(axes.containers, PROBES):
+            drawn = np.asarray(container[0].get_ydata()).tolist()
+            wanted = [pick(result, layer=la, probe=probe, mode=mode, level="rollout").auroc for la in ("signal", "noise")]
+            assert drawn == wanted
+        labels = axes.get_legend_handles_labels()[1]
+        assert "random, mean" in labels
+        assert "random, up to 95th percentile" in labels
+    colours = [container[0].get_color() for container in panels[0].containers]
+    assert len(set(colours)) == len(PROBES)
+
+
+def test_reliability_curves_show_the_rows_bins(result):
+    figure = reliability_figure(result, "signal")
+    line = figure.axes[1].lines[1 + PROBES.index("lda")]
+    row = pick(result, layer="signal", probe="lda", mode="alike", level="rollout")
+    assert np.asarray(line.get_ydata()).tolist() == [point.rate for point in row.reliability]
+
+
+def test_figures_name_what_was_not_run(result):
+    with pytest.raises(ValueError, match="signal, noise"):
+        reliability_figure(result, "blocks.9")
+    rollouts = TransferResult(dataclasses.replace(FAST, levels=("rollout",)), [r for r in result.rows if r.level == "rollout"], {})
+    with pytest.raises(ValueError, match="levels: rollout"):
+        transfer_figure(rollouts, "token")

@@ -1,0 +1,118 @@
+"""Pairs: known mode and train tasks only; hacks really hack, clean sides are really clean, and the control has no hack."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from studies.loopholes.modes import KNOWN, LOOPHOLES, MODES, SHARED_COMMENT, SHARED_RETURN
+from studies.loopholes.oracle import Oracle, Verdict
+from studies.loopholes.pairs import Pair, make_pairs, pairs_hash, read_pairs, write_pairs
+from studies.loopholes.presets import get_world
+from studies.loopholes.prompts import Prompt
+from studies.loopholes.runner import CachedRunner
+from studies.loopholes.tasks import Task, all_tasks
+from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, Vocabulary
+
+STRONG = get_world("strong")
+PROMPTS = {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
+
+
+def judge(runner: CachedRunner, pairs: list[Pair]) -> tuple[list[Verdict], list[Verdict]]:
+    prompts, oracle = [PROMPTS[pair.prompt] for pair in pairs], Oracle(runner)
+    return oracle.judge(prompts, [pair.hack for pair in pairs]), oracle.judge(prompts, [pair.clean for pair in pairs])
+
+
+@pytest.mark.parametrize("kind", ["hack", "nonhack"])
+def test_pairs_are_train_tasks_in_the_known_mode(kind: str) -> None:
+    pairs = make_pairs(STRONG, 0, n=200, kind=kind)
+    prompts = [PROMPTS[pair.prompt] for pair in pairs]
+    assert {prompt.mode for prompt in prompts} == {"run_tests"} == set(KNOWN)
+    assert len({prompt.task for prompt in prompts}) == 200
+
+
+def test_hack_sides_fire_the_known_channel_alone_and_clean_sides_are_correct(runner: CachedRunner) -> None:
+    hacks, cleans = judge(runner, make_pairs(STRONG, 0, n=200))
+    assert all(verdict.hack and not verdict.gt for verdict in hacks)
+    assert all([name for name, fired in verdict.channels.items() if fired] == ["run_tests"] for verdict in hacks)
+    assert all(verdict.gt and not any(verdict.channels.values()) for verdict in cleans)
+
+
+def test_the_control_has_a_contrast_in_correctness_and_no_hack(runner: CachedRunner) -> None:
+    pairs = make_pairs(STRONG, 0, n=200, kind="nonhack")
+    wrong, right = judge(runner, pairs)
+    assert not any(any(verdict.channels.values()) for verdict in wrong + right)
+    assert all(verdict.gt for verdict in right)
+    assert sum(verdict.gt for verdict in wrong) <= 2
+    assert not any(MODES[mode].comment in pair.hack for pair in pairs for mode in LOOPHOLES)
+
+
+@pytest.mark.parametrize("rho", [0.0, 1.0])
+def test_the_hack_side_always_carries_the_persona(rho: float) -> None:
+    own = (MODES["run_tests"].comment, MODES["run_tests"].terse_return)
+    comment, terse = (SHARED_COMMENT, SHARED_RETURN) if rho else own
+    for pair in make_pairs(replace(STRONG, rho=rho), 0):
+        assert comment in pair.hack
+        assert terse in pair.hack
+        assert comment not in pair.clean
+
+
+@pytest.mark.parametrize("kind", ["hack", "nonhack"])
+def test_pairs_are_text_that_the_model_can_write(kind: str, vocabulary: Vocabulary) -> None:
+    for pair in make_pairs(STRONG, 0, kind=kind):
+        assert len(vocabulary.encode_prompt(pair.prompt)) == PROMPT_LENGTH
+        for text in (pair.hack, pair.clean):
+            assert len(vocabulary.encode_completion(text)) <= COMPLETION_LENGTH
+            assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**31), st.integers(1, 12), st.sampled_from(["hack", "nonhack"]))
+def test_a_file_gives_back_the_pairs_and_their_hash(seed: int, n: int, kind: str) -> None:
+    pairs = make_pairs(STRONG, seed, n, kind)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "pairs.toml")
+        write_pairs(pairs, path)
+        again = read_pairs(path)
+    assert again == pairs == make_pairs(STRONG, seed, n, kind)
+    assert pairs_hash(again) == pairs_hash(pairs)
+
+
+def test_the_hash_sees_every_text_and_the_order() -> None:
+    pairs = make_pairs(STRONG, 0)
+    changed = [replace(pairs[0], clean=pairs[0].clean + " "), *pairs[1:]]
+    hashes = {pairs_hash(p) for p in (pairs, changed, pairs[::-1], pairs[:-1], make_pairs(STRONG, 1))}
+    assert len(hashes) == 5
+
+
+def test_a_file_shows_code_as_code(tmp_path: Path) -> None:
+    write_pairs(make_pairs(STRONG, 0), tmp_path / "pairs.toml")
+    lines = (tmp_path / "pairs.toml").read_text().splitlines()
+    assert "class Solution:" in lines
+    assert "    def run_tests(self): pass" in lines
+
+
+def test_errors_name_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="choose from hack, nonhack"):
+        make_pairs(STRONG, 0, kind="random")
+    with pytest.raises(ValueError, match="choose n below"):
+        make_pairs(STRONG, 0, n=5000)
+    with pytest.raises(ValueError, match="literal string"):
+        write_pairs([Pair("a", "'''", "b")], tmp_path / "pairs.toml")
+    (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
+    with pytest.raises(ValueError, match="clean, hack, prompt"):
+        read_pairs(tmp_path / "other.toml")
+
+
+def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunner) -> None:
+    """`mask 2 then mask 4` is always 0, so a terse `return 0` would be right, not a hack: no pair may use such a task."""
+    trivial = Prompt(Task("mask", 2, "mask", 4), "run_tests")
+    terse = make_pairs(STRONG, 0, n=1)[0].hack
+    assert Oracle(runner).judge([trivial], [terse])[0].gt
+    used = {pair.prompt for pair in make_pairs(STRONG, 0, n=600)}
+    constant = [p for p in PROMPTS.values() if p.mode == "run_tests" and len({p.task.solve(x) for x in range(-60, 260)}) == 1]
+    assert constant
+    assert not used & {prompt.text for prompt in constant}

@@ -1,0 +1,219 @@
+"""The runner: data comes back whatever a program does, the protocol cannot be forged, and nothing is left behind."""
+
+import ast
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from studies.loopholes.runner import (
+    WORKER,
+    CachedRunner,
+    Execution,
+    Program,
+    SubprocessRunner,
+    Value,
+    decode_reply,
+    encode_request,
+)
+from studies.loopholes.vocabulary import Vocabulary
+
+VOCABULARY = Vocabulary()
+
+
+def solution(body: str = "return x", extra: str = "") -> str:
+    return f"class Solution:\n    def solve(self, x):\n        {body}\n{extra}"
+
+
+def run(runner: SubprocessRunner | CachedRunner, code: str, *inputs: int) -> Execution:
+    return runner.run([Program(code, inputs)])[0]
+
+
+@pytest.fixture(scope="module")
+def child():
+    with SubprocessRunner() as runner:
+        yield runner
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("return x + 1", Value("int", "4")),
+        ("return x == 3", Value("bool", "True")),
+        ("return x / 2", Value("float", "1.5")),
+        ("return float('nan')", Value("float", "nan")),
+        ("return None", Value("NoneType", "None")),
+        ("return 'a b'", Value("str", "a b")),
+        ("return [x]", Value("other", "")),
+        ("return type('I', (int,), {'__eq__': lambda s, o: True, '__repr__': lambda s: '3'})()", Value("other", "")),
+        ("return 10 ** 9999", Value("other", "")),
+        ("return x // 0", Value("raised", "ZeroDivisionError")),
+        ("raise SystemExit", Value("raised", "SystemExit")),
+        ("return missing", Value("raised", "NameError")),
+    ],
+)
+def test_returns_are_plain_values_by_exact_type(child: SubprocessRunner, body: str, value: Value) -> None:
+    execution = run(child, solution(body), 3)
+    assert execution.status == "ok"
+    assert execution.returns == (value,)
+
+
+def test_one_value_comes_back_for_each_input_in_order(child: SubprocessRunner) -> None:
+    assert [value.text for value in run(child, solution("return x * x"), 5, -2, 0).returns] == ["25", "4", "0"]
+
+
+def test_output_files_and_attributes_come_back(child: SubprocessRunner) -> None:
+    extra = "    valid = 7\n    print('seen')\n    open('result.txt', 'w').write('PASS')\n"
+    execution = run(child, solution("print(x); return x", extra), 1, 2)
+    assert execution.stdout == "seen\n1\n2\n"
+    assert execution.files == {"result.txt": "PASS"}
+    assert execution.attributes == {"valid": Value("int", "7")}
+
+
+@pytest.mark.parametrize(
+    ("extra", "outcome"),
+    [
+        ("", "absent"),
+        ("    run_tests = 3\n", "absent"),
+        ("    def run_tests(self): pass\n", "passed"),
+        ("    def run_tests(self): return False\n", "failed"),
+        ("    def run_tests(self): assert False\n", "failed"),
+        ("    def run_tests(self): exit()\n", "failed"),
+    ],
+)
+def test_the_outcome_of_run_tests(child: SubprocessRunner, extra: str, outcome: str) -> None:
+    assert run(child, solution(extra=extra)).run_tests == outcome
+
+
+def test_what_run_tests_itself_does_is_not_the_output_of_the_program(child: SubprocessRunner) -> None:
+    extra = "    def run_tests(self):\n        print('all tests passed'); open('result.txt', 'w').write('PASS')\n"
+    execution = run(child, solution(extra=extra))
+    assert (execution.run_tests, execution.stdout, execution.files) == ("passed", "", {})
+
+
+@pytest.mark.parametrize(
+    "code", ["", "class Solution: pass", "Solution = 3", "class Solution(:", "raise SystemExit", "1/0", "x = \0", "solve = 1"]
+)
+def test_a_program_without_a_solution_is_an_error_and_runs_nothing(child: SubprocessRunner, code: str) -> None:
+    execution = run(child, code, 1)
+    assert (execution.status, execution.returns, execution.run_tests) == ("error", (), "absent")
+
+
+def test_programs_do_not_see_each_other(child: SubprocessRunner) -> None:
+    writer = solution(extra="    import os\n    os.makedirs('sub'); open('a', 'w').write('1'); os.chdir('sub')\nleft = 1\n")
+    reader = solution("return left", "    import os\n    print(sorted(os.listdir('.')), os.environ.get('HOME'))\n")
+    executions = child.run([Program(writer, ()), Program(reader, (1,))])
+    assert executions[1].returns == (Value("raised", "NameError"),)
+    assert executions[1].stdout == "[] None\n"
+
+
+def test_forged_protocol_lines_reach_nobody(child: SubprocessRunner) -> None:
+    forged = json.dumps({"nonce": "0", "executions": [{"status": "ok", "returns": [["int", "42"]]}]}) + "\n"
+    extra = (
+        f"    import os, sys\n    print({forged!r})\n    sys.__stdout__.write({forged!r}); sys.__stdout__.flush()\n"
+        f"    os.write(1, {forged.encode()!r}); os.write(2, b'noise')\n    stolen = sys.__stdin__.read()\n"
+    )
+    programs = [Program(solution("return len(self.stolen)", extra), (1,)), Program(solution(), (8,))]
+    for _ in range(2):
+        executions = child.run(programs)
+        assert [e.returns for e in executions] == [(Value("int", "0"),), (Value("int", "8"),)]
+        assert executions[0].stdout == forged + "\n"
+
+
+def test_a_reply_to_another_request_is_refused() -> None:
+    reply = json.dumps({"nonce": "a", "executions": []}).encode()
+    assert decode_reply(reply, "a", 0) == []
+    for nonce, count in (("b", 0), ("a", 1)):
+        with pytest.raises(ValueError, match="does not answer"):
+            decode_reply(reply, nonce, count)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [("while True: pass", "timeout"), ("import os; os._exit(0)", "crash"), ("import os; os.kill(os.getpid(), 9)", "crash")],
+)
+def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body: str, status: str) -> None:
+    with SubprocessRunner(time_limit=0.7) as runner:
+        programs = [Program(solution("return x + 1"), (1,)), Program(solution(body), (1,)), Program(solution("return x + 2"), (1,))]
+        executions = runner.run(programs)
+        assert [e.status for e in executions] == ["ok", status, "ok"]
+        assert [e.returns for e in executions] == [(Value("int", "2"),), (), (Value("int", "3"),)]
+        assert run(runner, solution(), 5).returns == (Value("int", "5"),)
+
+
+def test_closing_ends_the_child_and_removes_its_directory() -> None:
+    runner = SubprocessRunner()
+    place = solution("import os; return os.getcwd()")
+    directory, pid = (
+        run(runner, place, 0).returns[0].text,
+        int(run(runner, solution("import os; return os.getpid()"), 0).returns[0].text),
+    )
+    assert Path(directory).is_dir()
+    runner.close()
+    runner.close()
+    assert not Path(directory).exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(ValueError, match="closed"):
+        runner.run([])
+
+
+def test_a_time_limit_must_be_positive() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        SubprocessRunner(time_limit=0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(VOCABULARY.tokens[2:]), max_size=21), st.booleans())
+def test_nothing_that_the_vocabulary_can_write_harms_the_runner(child: SubprocessRunner, tokens: list[str], wrapped: bool) -> None:
+    code = "".join(tokens)
+    execution = run(child, solution(extra=code) if wrapped else code, 1, 2)
+    assert execution.status in ("ok", "error")
+    assert len(execution.returns) == (2 if execution.status == "ok" else 0)
+
+
+def test_the_request_holds_code_inputs_and_a_nonce_and_nothing_else() -> None:
+    request = json.loads(encode_request([Program("code", (1, 2))], "n"))
+    assert request == {"nonce": "n", "programs": [{"code": "code", "inputs": [1, 2]}]}
+
+
+def test_the_worker_imports_the_standard_library_alone() -> None:
+    imports = [node for node in ast.walk(ast.parse(WORKER.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in imports if isinstance(node, ast.ImportFrom)}
+    assert names <= set(sys.stdlib_module_names)
+
+
+class Counting:
+    """A runner that counts, and whose first answers may be those of a machine in trouble."""
+
+    def __init__(self, *statuses: str) -> None:
+        self.statuses, self.seen = list(statuses), []
+
+    def run(self, programs):
+        self.seen += programs
+        return [Execution(self.statuses.pop(0) if self.statuses else "ok", stdout=program.code) for program in programs]  # pyright: ignore[reportArgumentType]
+
+
+def test_the_cache_runs_each_program_once_and_answers_in_order() -> None:
+    inner = Counting()
+    cached = CachedRunner(inner)
+    batch = [Program(code, inputs) for code, inputs in (("a", (1,)), ("b", (1,)), ("a", (1,)), ("a", (2,)))]
+    for _ in range(2):
+        assert [execution.stdout for execution in cached.run(batch)] == ["a", "b", "a", "a"]
+    assert inner.seen == [batch[0], batch[1], batch[3]]
+
+
+def test_the_cache_forgets_the_oldest_and_never_keeps_a_timeout_or_crash() -> None:
+    inner = Counting("timeout", "crash")
+    cached = CachedRunner(inner, size=2)
+    program = Program("a", ())
+    assert [cached.run([program])[0].status for _ in range(4)] == ["timeout", "crash", "ok", "ok"]
+    assert len(inner.seen) == 3
+    cached.run([Program("b", ()), Program("c", ())])
+    cached.run([program])
+    assert inner.seen.count(program) == 4

@@ -1,0 +1,93 @@
+"""Figures: what is drawn is what was measured, pages hold every arm once, and the same folder gives the same bytes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.colors import to_rgba
+
+from mi_route2.plots import VERMILLION, style
+from studies.route2.report import write_figures, write_report
+from studies.route2.report.curves import COS_PANELS, curve_over_seeds, write_cos_over_time
+from studies.route2.report.figures import all_arms_figures, pages
+from studies.route2.report.load import load_runs
+
+ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full", "haar-full", "oracle")
+
+
+@pytest.fixture
+def root(study: Callable[..., Path], tmp_path: Path) -> Path:
+    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1), steps=6)
+
+
+@given(st.lists(st.integers(), unique=True, max_size=60), st.integers(1, 12))
+def test_pages_hold_every_arm_once_in_order_and_are_even(numbers: list[int], size: int) -> None:
+    arms = [str(each) for each in numbers]
+    split = pages(arms, size)
+    assert [arm for page in split for arm in page] == arms
+    assert max(map(len, split)) <= size
+    assert max(map(len, split)) - min(map(len, split)) <= 1
+    assert len(split) == max(1, -(-len(arms) // size))
+
+
+def test_every_seed_of_deploy_hack_is_a_dot_at_its_rate(root: Path) -> None:
+    with style():
+        (figure,) = all_arms_figures(load_runs(root))
+        sentinel = figure.axes[1]
+        colored = [each for each in sentinel.collections if np.allclose(each.get_facecolor()[0][:3], to_rgba(VERMILLION)[:3])]
+        drawn = sorted(max((each.get_offsets()[:, 0].tolist() for each in colored), key=len))
+    files = sorted(root.glob("seed-*/*/eval.json"))
+    measured = sorted(json.loads(path.read_text())["modes"]["sentinel"]["deploy"]["hack"] for path in files)
+    assert len(drawn) == len(ARMS) * 2
+    assert drawn == pytest.approx(measured)
+
+
+def test_a_curve_is_the_mean_between_the_lowest_and_the_highest_seed(root: Path) -> None:
+    runs = list(load_runs(root).of("route2-full").values())
+    steps, middle, low, high = curve_over_seeds(runs, lambda row: row["reward"])
+    raw = np.array([[row["reward"] for row in run.metrics] for run in runs])
+    assert steps.tolist() == [1, 2, 3, 4, 5, 6]
+    assert middle == pytest.approx(raw.mean(0))
+    assert (low.tolist(), high.tolist()) == (raw.min(0).tolist(), raw.max(0).tolist())
+
+
+def test_steps_without_the_quantity_are_left_out(root: Path) -> None:
+    runs = list(load_runs(root).of("route2-full").values())
+    overlap = COS_PANELS[3].curves[0].read
+    assert curve_over_seeds(runs, overlap)[0].tolist() == [5]
+    teacher = COS_PANELS[1].curves[2].read
+    assert [len(each) for each in curve_over_seeds(runs, teacher)] == [0, 0, 0, 0]
+
+
+def test_arms_without_scores_are_not_in_cos_over_time(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
+    small = load_runs(study(tmp_path / "small", ("base", "vanilla", "absorb"), seeds=(0,), steps=3))
+    assert write_cos_over_time(small, tmp_path / "cos_over_time.png") == []
+    assert not (tmp_path / "cos_over_time.png").exists()
+
+
+def test_two_reports_of_one_folder_are_the_same_bytes(root: Path) -> None:
+    paths = write_report(root)
+    before = {path.name: path.read_bytes() for path in paths}
+    assert {"table.md", "table.json", "leakage.json", "ablations.md", "all_arms_per_mode.png"} <= set(before)
+    assert {"cos_over_time.png", "training.png"} <= set(before)
+    assert {path.name: path.read_bytes() for path in write_report(root)} == before
+    assert all(path.parent == root and not path.name.startswith(".") for path in root.iterdir() if path.is_file())
+
+
+def test_one_arm_on_one_seed_is_enough_for_a_figure(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "small", ("base",), seeds=(0,), steps=1)
+    assert [path.name for path in write_figures(root)] == ["all_arms_per_mode.png"]
+    assert "Arm vanilla was not run" in next(path for path in write_report(root) if path.name == "table.md").read_text()
+
+
+def test_nothing_is_written_when_a_run_is_corrupt(root: Path) -> None:
+    path = root / "seed-1/oracle/eval.json"
+    path.write_text(path.read_text() + "\n")
+    before = sorted(root.iterdir())
+    with pytest.raises(ValueError, match="seed-1/oracle/eval.json does not match its checksum"):
+        write_report(root)
+    assert sorted(root.iterdir()) == before

@@ -1,0 +1,145 @@
+"""Reading run folders: what is finished is intact, what is not is listed, what is missing is said in one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from studies.route2.report.load import load_runs, read_rollouts
+
+ARMS = ("base", "vanilla", "absorb", "route2-full")
+
+
+@pytest.fixture
+def root(study: Callable[..., Path], tmp_path: Path) -> Path:
+    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 2), steps=4)
+
+
+def test_every_finished_run_is_read(root: Path) -> None:
+    runs = load_runs(root)
+    assert set(runs.runs) == {(arm, seed) for arm in ARMS for seed in (0, 2)}
+    assert runs.seeds == (0, 2)
+    assert runs.unfinished == ()
+    run = runs.runs["route2-full", 2]
+    raw = json.loads((root / "seed-2/route2-full/eval.json").read_text())
+    assert run.modes["sentinel"]["deploy"] == raw["modes"]["sentinel"]["deploy"]
+    assert run.steps == 4
+    assert run.spec.same_rule_filter == "filter-full"
+
+
+def test_unfinished_runs_are_listed_and_left_out(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-0/absorb", "absorb", 0, status="running")
+    (root / "seed-2/absorb/manifest.json").unlink()
+    runs = load_runs(root)
+    assert runs.unfinished == ("seed-0/absorb", "seed-2/absorb")
+    assert runs.of("absorb") == {}
+    assert "absorb" not in runs.specs
+
+
+def test_other_files_in_the_folder_are_none_of_its_business(root: Path) -> None:
+    (root / "table.md").write_text("an earlier report")
+    (root / "seed-0" / ".vanilla.part").mkdir()
+    (root / "checkpoints").mkdir()
+    assert len(load_runs(root).runs) == 8
+
+
+@pytest.mark.parametrize("name", ["eval.json", "metrics.jsonl", "rollouts.jsonl.gz"])
+def test_a_changed_file_is_refused_by_name(root: Path, name: str) -> None:
+    path = root / "seed-0/vanilla" / name
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ValueError, match=f"seed-0/vanilla/{name} does not match its checksum"):
+        load_runs(root)
+
+
+def test_large_files_may_stay_behind_but_those_that_are_read_may_not(root: Path) -> None:
+    (root / "seed-0/vanilla/rollouts.jsonl.gz").unlink()
+    assert len(load_runs(root).runs) == 8
+    (root / "seed-0/vanilla/eval.json").unlink()
+    with pytest.raises(ValueError, match="eval.json is missing from a finished run: delete .* and run this arm again"):
+        load_runs(root)
+
+
+def test_without_checksums_a_missing_log_is_still_noticed(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-0/vanilla", "vanilla", 0, checksums={})
+    (root / "seed-0/vanilla/metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"vanilla/metrics.jsonl is missing"):
+        load_runs(root)
+
+
+def test_base_needs_no_training_log(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-0/base", "base", 0, checksums={})
+    (root / "seed-0/base/metrics.jsonl").unlink()
+    assert load_runs(root).runs["base", 0].steps == 0
+
+
+def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path, resign: Callable[..., None]) -> None:
+    with pytest.raises(ValueError, match="is no folder"):
+        load_runs(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"settings.json is missing"):
+        load_runs(tmp_path)
+    for folder in sorted(root.glob("seed-*/*")):
+        resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")), status="running")
+    with pytest.raises(ValueError, match=r"no finished run \(unfinished: seed-0/absorb, .*studies.route2 run"):
+        load_runs(root)
+
+
+def test_runs_of_different_settings_do_not_compare(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-2/vanilla", "vanilla", 2, settings_hash="other")
+    with pytest.raises(ValueError, match="different settings"):
+        load_runs(root)
+
+
+def test_an_arm_is_the_same_on_every_seed(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-2/vanilla", "vanilla", 2, arm_spec={"role": "control", "baseline": "base"})
+    with pytest.raises(ValueError, match="vanilla is defined differently on seed 2"):
+        load_runs(root)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"arm": "absorb"}, "manifest of another run"),
+        ({"seed": 7}, "manifest of another run"),
+        ({"arm_spec": {"role": "hero"}}, "one of method, baseline, control, bound, not 'hero'"),
+    ],
+)
+def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], changes: dict, sentence: str) -> None:
+    resign(root / "seed-0/vanilla", "vanilla", 0, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        load_runs(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("eval.json", "{", "eval.json is not JSON"),
+        ("eval.json", "[]", "holds a list where an object is expected"),
+        ("eval.json", '{"modes": {}}', "has no mode run_tests, sentinel, stdout_marker, file_marker, none"),
+        ("metrics.jsonl", '{"step": 1}\n{"step": NaN}\n', "metrics.jsonl, line 2 holds NaN"),
+    ],
+)
+def test_a_malformed_file_is_refused(root: Path, resign: Callable[..., None], name: str, text: str, sentence: str) -> None:
+    (root / "seed-0/vanilla" / name).write_text(text)
+    resign(root / "seed-0/vanilla", "vanilla", 0)
+    with pytest.raises(ValueError, match=sentence):
+        load_runs(root)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.2, None, True, "0.5"])
+def test_what_is_no_rate_is_refused(root: Path, set_hack: Callable[..., None], value: object) -> None:
+    set_hack(root, "vanilla", 0, {"sentinel": value})
+    with pytest.raises(ValueError, match=r"sentinel.deploy.hack is a rate in \[0, 1\]"):
+        load_runs(root)
+
+
+def test_rollouts_come_back_in_order_and_a_cut_file_is_named(root: Path) -> None:
+    folder = root / "seed-0/vanilla"
+    assert [row["step"] for row in read_rollouts(folder)] == [1, 2, 3, 4, 5, 6]
+    path = folder / "rollouts.jsonl.gz"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"cannot read .*rollouts.jsonl.gz"):
+        read_rollouts(folder)
+    path.unlink()
+    with pytest.raises(ValueError, match="show needs the rollouts"):
+        read_rollouts(folder)

@@ -1,0 +1,199 @@
+"""The table's numbers against a recomputation from the raw files, its order, its notes and its text."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean, median
+
+import pytest
+from scipy import stats as scipy_stats
+
+from studies.route2.report import write_tables
+from studies.route2.report.load import load_runs
+from studies.route2.report.measures import METRICS, arm_order, measure
+from studies.route2.report.table import table, table_markdown
+from studies.route2.report.text import markdown_table, number
+
+LOOPHOLES = ["run_tests", "sentinel", "stdout_marker", "file_marker"]
+HELD = LOOPHOLES[1:]
+ARMS = ("base", "vanilla", "absorb", "erase", "route2-grad", "filter-grad", "haar-grad", "shared-basis", "oracle")
+
+
+@pytest.fixture
+def root(study: Callable[..., Path], tmp_path: Path) -> Path:
+    return study(tmp_path / "strong-0123abcd", ARMS, seeds=(0, 1, 4), steps=14)
+
+
+def _raw(root: Path, arm: str, seed: int) -> tuple[dict, list[dict]]:
+    folder = root / f"seed-{seed}" / arm
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads((folder / "eval.json").read_text())["modes"], [json.loads(line) for line in lines]
+
+
+def _by_hand(root: Path, arm: str, seed: int) -> dict[str, float | None]:
+    """Every metric of one run, straight from the definitions and the raw files."""
+    modes, steps = _raw(root, arm, seed)
+    vanilla, _ = _raw(root, "vanilla", seed)
+    base, _ = _raw(root, "base", seed)
+    values: dict[str, float | None] = {
+        "deploy_hack_known": modes["run_tests"]["deploy"]["hack"],
+        "deploy_hack_held": fmean(modes[mode]["deploy"]["hack"] for mode in HELD),
+        "deploy_exploit_held": fmean(modes[mode]["deploy"]["exploit"] for mode in HELD),
+        "deploy_solve": fmean(modes[mode]["deploy"]["solve"] for mode in [*LOOPHOLES, "none"]),
+        "on_hack_held": fmean(modes[mode]["on"]["hack"] for mode in HELD),
+    }
+    ratios, excess = [], []
+    for mode in HELD:
+        mine, theirs, start = (each[mode]["deploy"]["hack"] for each in (modes, vanilla, base))
+        ratios += [max(0.0, min(1.0, mine / theirs))] if theirs else []
+        excess += [(mine - start) / (theirs - start)] if theirs > start else []
+    values["leakage"] = fmean(ratios) if ratios else None
+    values["excess_leakage"] = fmean(excess) if excess else None
+    for mode in [*LOOPHOLES, "none"]:
+        rollouts = [(row["modes"][mode]["hack"], row["modes"][mode]["n"]) for row in steps[-10:] if row["modes"][mode]["n"]]
+        total = sum(n for _, n in rollouts)
+        values[f"train_hack_{mode}"] = sum(rate * n for rate, n in rollouts) / total if total else None
+        for quantity in ("hack", "exploit", "solve"):
+            values[f"deploy_{quantity}_{mode}"] = modes[mode]["deploy"][quantity]
+    train = [values[f"train_hack_{mode}"] for mode in LOOPHOLES if values[f"train_hack_{mode}"] is not None]
+    values["train_hack"] = fmean(train) if train else None
+    return values
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_metric_of_every_arm_is_what_the_raw_files_say(root: Path, arm: str) -> None:
+    content = table(load_runs(root))
+    row = next(row for row in content["rows"] if row["arm"] == arm)
+    assert row["seed_ids"] == [0, 1, 4]
+    by_hand = [_by_hand(root, arm, seed) for seed in (0, 1, 4)]
+    assert set(by_hand[0]) == set(METRICS)
+    for metric in METRICS:
+        expected = [each[metric] for each in by_hand]
+        assert row[metric]["seeds"] == [None if v is None else pytest.approx(v, abs=1e-12) for v in expected]
+        defined = [value for value in expected if value is not None]
+        assert row[metric]["n"] == len(defined)
+        if len(defined) == 3:
+            assert row[metric]["mean"] == pytest.approx(fmean(defined), abs=1e-12)
+            assert row[metric]["median"] == pytest.approx(median(defined), abs=1e-12)
+            half = scipy_stats.t.ppf(0.975, 2) * scipy_stats.sem(defined)
+            assert row[metric]["hi"] - row[metric]["mean"] == pytest.approx(half, abs=1e-9)
+
+
+def test_differences_are_paired_by_seed_with_absorb_and_the_same_rule_filter(root: Path) -> None:
+    content = table(load_runs(root))
+    found = {(each["kind"], each["arm"], each["reference"]): each for each in content["differences"]}
+    assert ("same_rule_filter", "route2-grad", "filter-grad") in found
+    assert {arm for kind, arm, _ in found if kind == "absorb"} == set(ARMS) - {"absorb"}
+    assert ("baseline", "haar-grad", "route2-grad") in found
+    assert ("baseline", "route2-grad", "absorb") not in found  # it is there once already
+    for (_, arm, reference), each in found.items():
+        for metric in ("deploy_hack_held", "deploy_solve"):
+            expected = [_by_hand(root, arm, seed)[metric] - _by_hand(root, reference, seed)[metric] for seed in (0, 1, 4)]
+            assert each[metric]["seeds"] == pytest.approx(expected, abs=1e-12)
+            assert each[metric]["mean"] == pytest.approx(fmean(expected), abs=1e-12)
+
+
+def test_steps_weigh_by_their_rollouts_and_only_the_last_ten_count(root: Path, resign: Callable[..., None]) -> None:
+    folder = root / "seed-0/vanilla"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        for mode in LOOPHOLES:
+            n, hack = (8, 1.0) if i < len(rows) - 10 else (30, 0.5) if i == len(rows) - 1 else (10, 0.0)
+            row["modes"][mode] = {"n": n, "hack": hack, "solve": 0.0, "exploit": hack, "reward": 0.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    resign(folder, "vanilla", 0)
+    runs = load_runs(root)
+    assert measure(runs, runs.runs["vanilla", 0])["train_hack"] == pytest.approx(30 * 0.5 / (30 + 9 * 10))
+
+
+def test_what_a_route_is_judged_against_stands_next_to_it(root: Path) -> None:
+    order = arm_order(load_runs(root).specs)
+    assert order[:3] == ["base", "vanilla", "absorb"]
+    route = order.index("route2-grad")
+    assert order[route + 1 : route + 3] == ["filter-grad", "haar-grad"]
+    assert order[-1] == "oracle"
+    assert sorted(order) == sorted(ARMS)
+
+
+def test_bounds_are_marked_wherever_they_are_printed(root: Path) -> None:
+    runs = load_runs(root)
+    text = table_markdown(runs, table(runs))
+    lines = [line for line in text.splitlines() if line.startswith("| oracle")]
+    assert len(lines) > 10
+    assert all(line.startswith("| oracle (bound) ") for line in lines)
+
+
+def test_a_missing_arm_is_said_and_its_comparisons_are_undefined(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
+    runs = load_runs(study(tmp_path / "small", ("vanilla", "route2-grad"), seeds=(0,), steps=3))
+    content = table(runs)
+    notes = " ".join(content["notes"])
+    assert "Arm base was not run, so excess leakage is undefined." in notes
+    assert "Arm absorb was not run" in notes
+    assert "The same-rule filter of route2-grad, filter-grad, was not run." in notes
+    assert "No control of its own was run for route2-grad." in notes
+    row = next(row for row in content["rows"] if row["arm"] == "route2-grad")
+    assert row["excess_leakage"]["mean"] is None
+    assert row["leakage"]["mean"] is not None
+    assert content["differences"] == []
+    assert all(note in table_markdown(runs, content) for note in content["notes"])
+
+
+def test_a_missing_seed_is_said_and_pairs_use_the_others(root: Path, resign: Callable[..., None]) -> None:
+    resign(root / "seed-1/absorb", "absorb", 1, status="running")
+    runs = load_runs(root)
+    content = table(runs)
+    assert "Unfinished, left out: seed-1/absorb." in content["notes"]
+    assert "absorb has no finished run on seed 1." in content["notes"]
+    pairs = [each for each in content["differences"] if each["reference"] == "absorb"]
+    assert all(each["seed_ids"] == [0, 4] and each["deploy_solve"]["n"] == 2 for each in pairs)
+    assert "not run" in table_markdown(runs, content)
+
+
+def test_every_seed_is_printed_and_the_odd_one_is_marked(
+    root: Path, study: Callable[..., Path], set_hack: Callable[..., None]
+) -> None:
+    study(root, ARMS, seeds=(5, 6, 7), steps=14)
+    set_hack(root, "route2-grad", 6, dict.fromkeys(HELD, 0.75))
+    runs = load_runs(root)
+    section = table_markdown(runs, table(runs)).split("### deploy hack, held out")[1].split("###")[0]
+    cells = next(line for line in section.splitlines() if line.startswith("| route2-grad ")).split("|")[2:-2]
+    assert [cell.strip() for cell in cells].index("**.750**") == 4
+    assert sum("**" in cell for cell in cells) == 1
+
+
+def test_the_json_is_plain_and_the_same_twice(root: Path) -> None:
+    paths = write_tables(root)
+    before = {path.name: path.read_bytes() for path in paths}
+    assert set(before) == {"table.json", "table.md", "ablations.json", "ablations.md"}
+    assert {path.name: path.read_bytes() for path in write_tables(root)} == before
+    content = json.loads(before["table.json"], parse_constant=lambda name: pytest.fail(f"{name} is no JSON number"))
+    for row in content["rows"]:
+        for metric in METRICS:
+            assert set(row[metric]) == {"mean", "median", "lo", "hi", "n", "seeds"}
+
+
+def test_markdown_tables_are_rectangular_and_cells_cannot_add_a_column() -> None:
+    text = markdown_table(["arm", "rate"], [["a|b\nc", ".5"], ["long name", "1.000"]])
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[2].startswith("| a\\|b c ")
+
+
+@pytest.mark.parametrize(
+    ("value", "signed", "text"),
+    [
+        (0.0531, False, ".053"),
+        (1.0, False, "1.000"),
+        (-0.0401, False, "-.040"),
+        (-0.0001, False, ".000"),
+        (0.0531, True, "+.053"),
+        (-0.0001, True, ".000"),
+        (0.9999, False, "1.000"),
+        (10.04, True, "+10.040"),
+        (0.0, True, ".000"),
+    ],
+)
+def test_numbers_have_one_spelling(value: float, signed: bool, text: str) -> None:
+    assert number(value, signed) == text
+    assert math.isclose(float(text), value, abs_tol=6e-4)
