@@ -1,19 +1,18 @@
-"""Area under the ROC curve, exact with ties, and its bootstrap interval.
+"""Area under the ROC curve, exact with ties, and its bootstrap interval over clusters.
 
     AUROC = P(score of a hack > score of a clean one) + P(equal) / 2
+          = c' M c / ((c . n1) (c . n0))
 
-With weights (how often each item was drawn) and tied scores in blocks k, in increasing order:
-    AUROC = sum_k W1_k (sum_{j<k} W0_j + W0_k / 2) / (W1 W0)
-One sort serves every bootstrap draw. Draws are of *clusters* (rollouts, or rollouts of one text), not of tokens: tokens
-of a rollout are not independent, and an interval that pretends so is far too narrow.
+where cluster i holds n1_i hacks and n0_i clean items, M_ij is the number of (hack of i, clean of j) pairs that are in the
+right order (ties count half), and c_i is how often cluster i was drawn; c = 1 gives the plain value. So one table of
+pairs serves every bootstrap draw. Clusters are rollouts, or rollouts of one text, never tokens: tokens of a rollout are not
+independent, and an interval that pretends so is far too narrow.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-
-CHUNK = 2**22  # weights held at once while bootstrapping: 32 MiB in float64
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,13 @@ class Interval:
 
 
 def auroc(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float | None:
-    """AUROC of finite `scores` for the label `hack`; None where one class is absent. ValueError for NaN scores."""
-    value = _weighted(scores, hack, np.ones((1, len(scores))))[0]
-    return None if np.isnan(value) else float(value)
+    """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
+    if not np.isfinite(scores).all():
+        raise ValueError("Scores must be finite: a NaN has no rank.")
+    positive, negative = scores[hack], np.sort(scores[~hack])
+    if not len(positive) or not len(negative):
+        return None
+    return float(_below(negative, positive).mean() / len(negative))
 
 
 def auroc_interval(
@@ -46,12 +49,15 @@ def auroc_interval(
     value = auroc(scores, hack)
     if value is None:
         return Interval(None, None, None)
-    rows = max(1, CHUNK // max(1, len(scores)))
-    parts = [draws[start : start + rows] for start in range(0, len(draws), rows)]
-    boot = np.concatenate([_weighted(scores, hack, part[:, cluster].astype(float)) for part in parts])
-    boot = boot[~np.isnan(boot)]
-    if not len(boot):
+    clusters = draws.shape[1]
+    pairs = _ordered_pairs(scores, hack, cluster, clusters)
+    positive = draws @ np.bincount(cluster[hack], minlength=clusters)
+    negative = draws @ np.bincount(cluster[~hack], minlength=clusters)
+    ordered = ((draws @ pairs) * draws).sum(axis=1)
+    both = (positive > 0) & (negative > 0)
+    if not both.any():
         return Interval(value, None, None)
+    boot = ordered[both] / (positive[both] * negative[both])
     low, high = np.quantile(boot, [(1 - level) / 2, (1 + level) / 2])
     return Interval(value, float(low), float(high))
 
@@ -61,21 +67,19 @@ def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np
     return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)
 
 
-def _weighted(
-    scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], weights: Float[np.ndarray, "m n"]
-) -> Float[np.ndarray, "m"]:
-    """AUROC under each row of weights; NaN where a class has no weight."""
-    if not np.isfinite(scores).all():
-        raise ValueError("Scores must be finite: a NaN has no rank.")
-    if not len(scores):
-        return np.full(len(weights), np.nan)
-    order = np.argsort(scores, kind="stable")
-    ranked = scores[order]
-    starts = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1])
-    label = hack[order]
-    positive = np.add.reduceat(weights[:, order] * label, starts, axis=1)
-    negative = np.add.reduceat(weights[:, order] * ~label, starts, axis=1)
-    below = np.cumsum(negative, axis=1) - negative / 2
-    total = positive.sum(axis=1) * negative.sum(axis=1)
-    with np.errstate(invalid="ignore"):
-        return (positive * below).sum(axis=1) / np.where(total > 0, total, np.nan)
+def _below(ordered: Float[np.ndarray, "n"], values: Float[np.ndarray, "m"]) -> Float[np.ndarray, "m"]:
+    """How many of `ordered` (increasing) lie below each value, ties counting half."""
+    return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")) / 2
+
+
+def _ordered_pairs(
+    scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], cluster: Int[np.ndarray, "n"], clusters: int
+) -> Float[np.ndarray, "clusters clusters"]:
+    """M of the module's equation."""
+    pairs = np.zeros((clusters, clusters))
+    negative, owner = scores[~hack], cluster[~hack]
+    for i in np.unique(cluster[hack]).tolist():
+        positive = np.sort(scores[hack & (cluster == i)])
+        above = len(positive) - _below(positive, negative)
+        pairs[i] = np.bincount(owner, weights=above, minlength=clusters)
+    return pairs

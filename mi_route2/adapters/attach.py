@@ -47,8 +47,11 @@ class AdapterSpec:
 class Adapters:
     """All routed Linears of one model, by site name."""
 
-    def __init__(self, model: nn.Module, sites: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec):
+    def __init__(
+        self, model: nn.Module, sites: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec, thawed: list[nn.Parameter]
+    ):
         self.model, self.sites, self.spec, self._board = model, sites, spec, board
+        self._thawed = thawed  # what was trainable before attach() froze the model
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
         """``{"site.name": parameter}`` of the kept adapter."""
@@ -74,6 +77,10 @@ class Adapters:
 
     @contextmanager
     def _switched(self, **changes: object) -> Iterator[None]:
+        if self._board.merged:
+            raise RuntimeError(
+                "the merged weights hold what was on when they were made; leave merged() before switching or recording"
+            )
         before = {name: getattr(self._board, name) for name in changes}
         for name, value in changes.items():
             setattr(self._board, name, value)
@@ -109,6 +116,8 @@ class Adapters:
         """Context: each Linear is one merged weight (what is switched on now), for fast generation; gradients are off."""
         if self._board.tape is not None:
             raise RuntimeError("merged weights would bypass the open tape; close it first")
+        if self._board.merged:
+            raise RuntimeError("these weights are merged already; leave merged() before merging anew")
         for module in self.sites.values():
             module.merge()
         try:
@@ -126,9 +135,11 @@ class Adapters:
         return out
 
     def detach(self) -> nn.Module:
-        """Put the plain Linears back and return the model as it was before ``attach``."""
+        """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was."""
         for site, module in self.sites.items():
             _replace(self.model, site, module.base)
+        for p in self._thawed:
+            p.requires_grad_(True)
         return self.model
 
 
@@ -151,6 +162,14 @@ def _quarantine(linear: nn.Linear, kept: Kept, spec: AdapterSpec, generator: tor
     return SharedQuarantine(kept) if spec.quarantine == "shared" else LoRA(linear, spec.quarantine_rank, generator)
 
 
+def refuse_twice(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
+    """``ValueError`` for a chosen Linear with a second name: under that name it would run without its adapters."""
+    names = {id(module): name for name, module in chosen.items()}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if names.get(id(module), name) != name:
+            raise ValueError(f"{names[id(module)]} and {name} are one Linear, which would run without adapters under one name")
+
+
 def attach(
     model: nn.Module,
     *patterns: str,
@@ -162,17 +181,21 @@ def attach(
     """Freeze ``model`` and put a kept adapter and a quarantine at every Linear that ``patterns`` select.
 
     Random factors come from ``generator``. Errors: a pattern without a match (``KeyError``), a count other than ``expect``,
-    a model that already has adapters (``ValueError``).
+    a model that already has adapters, a rank that does not fit, a Linear under two names (``ValueError``); the model is then
+    as it was.
     """
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     chosen = select(model, *patterns, expect=expect)
-    model.requires_grad_(False)
+    refuse_twice(model, chosen)
     board = Switchboard(sites=len(chosen))
     sites = {}
     for name, linear in chosen.items():
         kept, fold = _kept(linear, spec, generator, cache_dir)
         sites[name] = RoutedLinear(linear, name, kept, _quarantine(linear, kept, spec, generator), board, fold)
-        _replace(model, name, sites[name])
-    return Adapters(model, sites, board, spec)
+    thawed = [p for p in model.parameters() if p.requires_grad]
+    model.requires_grad_(False)
+    for name, module in sites.items():
+        _replace(model, name, module)
+    return Adapters(model, sites, board, spec, thawed)

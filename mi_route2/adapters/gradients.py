@@ -51,7 +51,7 @@ class Written:
         return self.tensor
 
     def inner(self, v: Tensor) -> Float[Tensor, " b"]:
-        return self.tensor.flatten(1) @ v.to(self.tensor.dtype).flatten()
+        return self.tensor.flatten(1) @ v.to(self.tensor).flatten()
 
     def norms(self) -> Float[Tensor, " b"]:
         return self.tensor.flatten(1).norm(dim=1)
@@ -69,10 +69,10 @@ class Pairs:
     dy: Float[Tensor, "b s d_out"]
 
     def values(self) -> Float[Tensor, "b d_out d_in"]:
-        return torch.bmm(self.dy.mT, self.h)
+        return torch.bmm(self.dy.mT, self.h).to(wide(self.h.dtype))
 
     def inner(self, v: Float[Tensor, "d_out d_in"]) -> Float[Tensor, " b"]:
-        v = v.to(self.h.dtype)
+        v = v.to(self.h)
         d_out, d_in = v.shape
         if d_in <= d_out:  # contract the wider side first: the product that is written down is then the narrower one
             return ((self.dy @ v) * self.h).sum(dim=(1, 2), dtype=wide(v.dtype))
@@ -81,10 +81,12 @@ class Pairs:
     def norms(self) -> Float[Tensor, " b"]:
         s, d_in, d_out = self.h.shape[1], self.h.shape[2], self.dy.shape[2]
         if s * (d_in + d_out) < d_in * d_out:
-            gram = torch.bmm(self.dy, self.dy.mT) * torch.bmm(self.h, self.h.mT)
+            # The terms cancel, so half precision would be off by tens of per cent, and float16 would overflow.
+            h, dy = self.h.to(wide(self.h.dtype)), self.dy.to(wide(self.dy.dtype))
+            gram = torch.bmm(dy, dy.mT) * torch.bmm(h, h.mT)
             # The sum is a squared norm; rounding may leave a tiny negative where it should be 0.
-            return gram.sum(dim=(1, 2), dtype=wide(gram.dtype)).clamp_min(0).sqrt()
-        return self.values().to(wide(self.h.dtype)).flatten(1).norm(dim=1)
+            return gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
+        return self.values().flatten(1).norm(dim=1)
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
         """``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
@@ -107,7 +109,7 @@ class Diagonal:
 
     def inner(self, v: Float[Tensor, " r"]) -> Float[Tensor, " b"]:
         values = self.values()
-        return values @ v.to(values.dtype)
+        return values @ v.to(values)
 
     def norms(self) -> Float[Tensor, " b"]:
         return self.values().norm(dim=1)

@@ -63,8 +63,9 @@ class RoutedLinear(nn.Module):
         tape = board.tape
         if tape is not None:
             tape.saw_forward(self.site)
+            rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
             if tape.inputs is not None:
-                tape.inputs.read(self.site, tape.rows(x.detach()))
+                tape.inputs.read(self.site, rows)
         y = self._base_and_kept(x, tape) if board.kept else self.base(x)
         if board.quarantine and self.quarantine is not None:
             y = y + self._quarantined(x, tape)

@@ -13,14 +13,24 @@ from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
 
+HEADER = "mi-route2"
 Which = Literal["full", "deployed"]
+FORMAT = "mi-route2 adapters 1"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename)."""
+    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename).
+
+    The metadata goes into one header entry, as JSON: with several, safetensors orders them at random and the same content
+    would give other bytes.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, partial, metadata=metadata)
+        save_file(
+            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+            partial,
+            metadata={HEADER: json.dumps(metadata, sort_keys=True)},
+        )
         with partial.open("rb") as written:
             os.fsync(written.fileno())
         partial.replace(path)
@@ -34,14 +44,17 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole."""
     try:
         with safe_open(path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}, dict(handle.metadata() or {})  # noqa: SIM118
-    except SafetensorError as error:
+            header = json.loads((handle.metadata() or {}).get(HEADER, "{}"))
+            return {name: handle.get_tensor(name) for name in handle.keys()}, header  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
 
 
 def save_adapters(adapters: Adapters, path: Path, which: Which = "full") -> None:
     """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
-    metadata = {"format": "mi-route2 adapters 1", "which": which, "spec": json.dumps(asdict(adapters.spec))}
+    if which not in ("full", "deployed"):
+        raise ValueError(f"which={which!r} is neither 'full' nor 'deployed'")
+    metadata = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec))}
     write_tensors(path, adapters.tensors(quarantine=which == "full"), metadata)
 
 
@@ -52,6 +65,8 @@ def load_adapters(adapters: Adapters, path: Path) -> None:
     unless everything fits.
     """
     found, metadata = read_tensors(path)
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a file of adapters (format {metadata.get('format')!r}, expected {FORMAT!r})")
     own = adapters.tensors(quarantine=metadata.get("which") != "deployed")
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")

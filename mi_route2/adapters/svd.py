@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from mi_route2.adapters.gradients import wide
@@ -35,32 +35,60 @@ class SVD:
         return SVD(self.U[:, :rank].contiguous(), self.S[:rank].contiguous(), self.Vh[:rank].contiguous())
 
 
+def _update(digest: "hashlib._Hash", t: Tensor) -> None:
+    digest.update(f"{tuple(t.shape)} {t.dtype}".encode())
+    digest.update(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+
+
 def weight_hash(weight: Tensor) -> str:
     """SHA-256 of a weight's shape, type and bytes."""
-    digest = hashlib.sha256(f"{tuple(weight.shape)} {weight.dtype}".encode())
-    digest.update(weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    digest = hashlib.sha256()
+    _update(digest, weight)
     return digest.hexdigest()
+
+
+def _seal(key: str, tensors: dict[str, Tensor]) -> str:
+    """Binds the three factors to the weight that they belong to: one changed byte would be a wrong direction everywhere."""
+    digest = hashlib.sha256(key.encode())
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        _update(digest, tensors[name])
+    return digest.hexdigest()
+
+
+def _cached(path: Path, key: str) -> dict[str, Tensor] | None:
+    """What the file holds, or ``None`` where it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as handle:
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            sealed = (handle.metadata() or {}).get("seal") == _seal(key, tensors)
+    except (FileNotFoundError, SafetensorError):
+        return None
+    return tensors if sealed else None
 
 
 def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None) -> SVD:
     """The full thin SVD of ``weight`` in at least float32, from ``cache_dir`` where it was kept before.
 
-    A cache file that cannot be read is computed anew and replaced.
+    A cache file that cannot be read or was changed is computed anew and replaced.
     """
-    path = None if cache_dir is None else cache_dir / f"svd-{weight_hash(weight)[:32]}.safetensors"
-    if path is not None and path.exists():
-        try:
-            found = load_file(path)
-            return SVD(found["U"].to(weight.device), found["S"].to(weight.device), found["Vh"].to(weight.device))
-        except (SafetensorError, KeyError):
-            path.unlink()
+    if cache_dir is None:
+        return _signed_svd(weight)
+    key = weight_hash(weight)
+    path = cache_dir / f"svd-{key[:32]}.safetensors"
+    tensors = _cached(path, key)
+    if tensors is None:
+        svd = _signed_svd(weight)
+        tensors = {"U": svd.U.cpu(), "S": svd.S.cpu(), "Vh": svd.Vh.cpu()}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}.tmp")
+        save_file(tensors, partial, metadata={"seal": _seal(key, tensors)})
+        partial.replace(path)
+    return SVD(**{name: t.to(weight.device) for name, t in tensors.items()})
+
+
+def _signed_svd(weight: Tensor) -> SVD:
     U, S, Vh = torch.linalg.svd(weight.detach().to(wide(weight.dtype)), full_matrices=False)
     peak = Vh.abs().argmax(dim=1, keepdim=True)
     sign = torch.where(Vh.gather(1, peak) < 0, -1.0, 1.0).to(Vh.dtype)
-    svd = SVD((U * sign.mT).contiguous(), S.contiguous(), (Vh * sign).contiguous())
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}.tmp")
-        save_file({"U": svd.U.cpu(), "S": svd.S.cpu(), "Vh": svd.Vh.cpu()}, partial)
-        partial.replace(path)
-    return svd
+    return SVD((U * sign.mT).contiguous(), S.contiguous(), (Vh * sign).contiguous())

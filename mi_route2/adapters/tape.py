@@ -10,6 +10,7 @@ rollouts would flag tokens.
 from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+from jaxtyping import Bool
 from torch import Tensor
 
 from mi_route2.adapters.gradients import FactorGradient, Pairs
@@ -27,8 +28,23 @@ class Lane(Protocol):
         ...
 
     def weights(self, site: str) -> Tensor:
-        """The weights ``[b]`` or ``[b, s]`` in force at this site; asked for only where ``detach`` is set."""
+        """``[b]`` or ``[b, s]``, 0 where flagged at this site; asked for only where ``detach`` is set."""
         ...
+
+
+class LearnNothing:
+    """A lane under which an adapter stays in the forward and learns nothing; ``blocked`` rollouts send nothing through it."""
+
+    def __init__(self, blocked: Bool[Tensor, " b"] | None = None):
+        self.detach, self._blocked = blocked is not None, blocked
+
+    def gradient(self, site: str, factor: str, pair: object) -> None:
+        return None
+
+    def weights(self, site: str) -> Tensor:
+        if self._blocked is None:
+            raise RuntimeError(f"a lane that blocks nothing has no weights (asked at {site})")
+        return (~self._blocked).float()
 
 
 @runtime_checkable

@@ -61,7 +61,7 @@ def group_advantages(
     weight = torch.ones_like(rewards) if counted is None else counted.to(rewards.dtype)
     _, index = groups.unique(return_inverse=True)
     size = int(index.max()) + 1
-    total = torch.zeros(size, dtype=rewards.dtype).index_add_(0, index, rewards * weight)
-    count = torch.zeros(size, dtype=rewards.dtype).index_add_(0, index, weight)
+    total = rewards.new_zeros(size).index_add_(0, index, rewards * weight)
+    count = rewards.new_zeros(size).index_add_(0, index, weight)
     advantage = rewards - (total / count.clamp_min(1))[index]
     return torch.where(count[index] > 0, advantage, torch.zeros_like(advantage))

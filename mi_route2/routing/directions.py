@@ -23,6 +23,8 @@ from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.features import FeatureKind, Features, collect
 
+FORMAT = "mi-route2 directions 1"
+
 
 @dataclass(frozen=True)
 class PairBatch:
@@ -68,14 +70,17 @@ class Directions:
         write_tensors(
             path,
             dict(self.vectors),
-            {"format": "mi-route2 directions 1", "provenance": json.dumps(asdict(self.provenance))},
+            {"format": FORMAT, "provenance": json.dumps(asdict(self.provenance))},
         )
 
     @staticmethod
     def load(path: Path) -> "Directions":
         tensors, metadata = read_tensors(path)
-        if "provenance" not in metadata:
-            raise ValueError(f"{path} holds no directions: its header names no provenance")
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} holds no directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
+        for site, v in tensors.items():
+            if not torch.isfinite(v).all():
+                raise ValueError(f"the direction at {site} in {path} holds values that are not finite")
         return Directions(tensors, Provenance(**json.loads(metadata["provenance"])))
 
 
@@ -103,7 +108,7 @@ def unit(v: Tensor) -> Tensor:
     norm = v.norm()
     if not norm > 0:
         raise ValueError("a contrast of norm 0 has no direction: are the hack and clean sides of the pairs the same?")
-    return v / norm
+    return (v / norm).contiguous()
 
 
 def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, basis: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -151,18 +156,24 @@ class TopKFitter:
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)
-            axis = Vh[: self.k]
-            votes = (delta.flatten(1) @ axis.mT > 0).sum(dim=0) * 2 - len(self.pairs.hack)
+            # A singular value of 0 has no axis: what the SVD gives there is arbitrary.
+            real = S[: self.k] > S.numel() * torch.finfo(S.dtype).eps * S[0]
+            axis, strengths[site] = Vh[: self.k][real], S[: self.k][real]
+            along = delta.flatten(1) @ axis.mT
+            votes = along.sign().sum(dim=0)
+            votes = torch.where(votes == 0, along.sum(dim=0), votes)  # a tie goes to the mean, not to the SVD's own sign
             axes[site] = axis * torch.where(votes < 0, -1.0, 1.0).to(axis.dtype)[:, None]
-            strengths[site] = S[: self.k]
-        floor = torch.cat(list(strengths.values())).quantile(self.noise_quantile)
+        found = torch.cat(list(strengths.values()))
+        if not found.numel():
+            raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
+        floor = found.quantile(self.noise_quantile)
         vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
         return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, base_hash(policy), step))
 
 
 @dataclass(frozen=True)
 class HaarFitter:
-    """A uniformly random direction a site, in the space of ``like``'s directions, drawn once from ``seed``."""
+    """A uniformly random direction a site (orthonormal ones for top-k), in the space of ``like``'s, drawn once from ``seed``."""
 
     like: Fitter
     seed: int
@@ -174,5 +185,7 @@ class HaarFitter:
         vectors = {}
         for site, v in real.vectors.items():
             draw = torch.randn(v.shape, generator=generator, dtype=torch.float64)
-            vectors[site] = unit(draw).to(v.device, v.dtype)
+            if isinstance(self.like, TopKFitter):
+                draw = torch.linalg.qr(draw.flatten(1).mT).Q.mT.reshape(v.shape)
+            vectors[site] = (draw if isinstance(self.like, TopKFitter) else unit(draw)).to(v.device, v.dtype)
         return Directions(vectors, Provenance("haar", real.provenance.kind, "none", real.provenance.base_hash, 0, self.seed))

@@ -18,7 +18,7 @@ from torch import Tensor
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, compact, wide
 from mi_route2.adapters.svd import decompose
-from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 
 FeatureKind = Literal["act", "grad", "full"]
@@ -26,8 +26,12 @@ Features = Mapping[str, Feature]
 
 
 def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
-    """``Vh`` of every site's base weight: the coordinates of activation directions, whatever the kept adapter is."""
-    return {site: decompose(module.weight).Vh for site, module in adapters.sites.items()}
+    """``Vh`` of every site's base weight: the coordinates of activation directions.
+
+    They are those of ``dS`` (the leading ``rank``), and all of them where the kept adapter is a LoRA, which has none of its own.
+    """
+    rank = adapters.spec.rank if adapters.spec.kept == "svd" else None
+    return {site: decompose(module.weight).top(rank).Vh for site, module in adapters.sites.items()}
 
 
 class ActivationReader:
@@ -47,7 +51,7 @@ class ActivationReader:
         # where, not a product: padding may hold anything, NaN included
         kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
         mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
-        self._features[site] = Written(mean @ self._basis[site].to(dtype).mT)
+        self._features[site] = Written(mean @ self._basis[site].to(mean).mT)
 
     def features(self) -> dict[str, Written]:
         return dict(self._features)
@@ -89,9 +93,8 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
             with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts)):
                 policy.forward(policy.model, rollouts.tokens, rollouts.attention)
             return acts.features()
-        lane = GradientReader()
-        full = FullGradientReader()
-        tape = Tape(b, s, kept=lane, outputs=full if kind == "full" else None)
+        lane, full = GradientReader(), FullGradientReader()
+        tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=lane)
         with torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(policy.adapters.sites, backward=True)

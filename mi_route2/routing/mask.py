@@ -13,15 +13,26 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters.gradients import FactorGradient, Feature, Written, compact
-from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
 from mi_route2.routing.directions import Directions, Fitter
 from mi_route2.routing.features import ActivationReader, FeatureKind, Features, FullGradientReader, collect, coordinates
-from mi_route2.routing.routes import Decision, LearnNothing, Part, Reduce, RouteStep, StepContext, chunks, refit
+from mi_route2.routing.routes import (
+    Decision,
+    Once,
+    Part,
+    Reduce,
+    RouteStep,
+    StepContext,
+    check_kind,
+    chunks,
+    refit,
+    refuse_verdicts,
+)
 from mi_route2.routing.spec import MaskSpec
 
 TINY = 1e-30
@@ -39,7 +50,9 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
     missing = directions.vectors.keys() - features.keys()
     if missing:
         raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
-    return torch.stack([cosine(features[site], v) for site, v in directions.vectors.items()]).mean(dim=0)
+    # In name order, so that directions read back from a file give the same sum to the last bit.
+    cosines = [cosine(features[site], directions.vectors[site]) for site in sorted(directions.vectors)]
+    return torch.stack(cosines).mean(dim=0)
 
 
 class TokenReader:
@@ -50,8 +63,8 @@ class TokenReader:
         self.scores: dict[str, Tensor] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
-        a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x.dtype).mT
-        v = self._directions.vectors[site].to(x.dtype)
+        a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x).mT
+        v = self._directions.vectors[site].to(x)
         scores = torch.nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1)
         self.scores[site] = torch.where(self._mask, scores, torch.full_like(scores, -1.0))
 
@@ -80,13 +93,14 @@ class Rule:
 
     def weights(self, flags: Tensor) -> Tensor:
         """0 where flagged, else the scale of the kept advantage's sign."""
-        scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale, 1.0).to(self.advantages.dtype)
+        ones = torch.ones_like(self.kept_advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
+        scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale * ones, ones)
         scale = scale if flags.ndim == 1 else scale[:, None].expand_as(flags)
         return torch.where(flags, torch.zeros_like(scale), scale)
 
 
 class MaskLane:
-    """The kept adapter's lane in one part. ``known`` are pooled weights that exist already; otherwise they are worked out here."""
+    """The kept adapter's lane in one part. ``known`` are pooled flags that exist already; otherwise they are worked out here."""
 
     def __init__(self, rule: Rule, directions: Directions | None, generator: torch.Generator, want_unrouted: bool):
         self.detach = rule.spec.through == "detach"
@@ -101,37 +115,40 @@ class MaskLane:
         self.unrouted: dict[str, Tensor] = {}
         self.flags: dict[str, Tensor] = {}
         self.scores: dict[str, Tensor] = {}
-        self._weights: dict[str, Tensor] = {}
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
         if self._want_unrouted:
             ones = torch.ones_like(self.rule.advantages)
             self.unrouted[f"{site}.{factor}"] = pair.weighted(ones)
         small = compact(pair) if self._waits else pair
+        if (site, factor) in self.held:
+            raise RuntimeError(f"{site} reported twice to one tape: run one forward and backward a part, each site once")
         if self.rule.spec.score == "grad" and factor in SCORED:
             self.grads[site] = small
         if self._waits:
             self.held[site, factor] = small
             return None
-        return pair.weighted(self.weights(site))
+        return pair.weighted(self.rule.weights(self._flags(site)))
 
     @property
     def _waits(self) -> bool:
         """Whether the flag exists only after the whole backward."""
-        spec = self.rule.spec
-        return self.known is None and spec.unit == "pooled" and spec.score in ("grad", "full")
+        return self.known is None and self.rule.spec.settles_at_finish
 
     def weights(self, site: str) -> Tensor:
+        """0 where flagged, 1 elsewhere: ``negative_scale`` scales what is learnt, it does not flag."""
+        return (~self._flags(site)).to(self.rule.advantages.dtype)
+
+    def _flags(self, site: str) -> Tensor:
         if self.known is None and self.rule.spec.unit == "pooled":
             self.settle()
         if self.known is not None:
             return self.known
-        if site not in self._weights:
+        if site not in self.flags:
             scores = self._site_scores(site)
-            flags = shuffled(self.rule.flags(scores), self._generator) if self.rule.spec.shuffle else self.rule.flags(scores)
-            self.scores[site], self.flags[site] = scores, flags
-            self._weights[site] = self.rule.weights(flags)
-        return self._weights[site]
+            flags = self.rule.flags(scores)
+            self.scores[site], self.flags[site] = scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags
+        return self.flags[site]
 
     def _site_scores(self, site: str) -> Tensor:
         assert self._directions is not None
@@ -146,31 +163,31 @@ class MaskLane:
             return self.acts.features()
         return self.grads if self.full is None else self.full.features
 
-    def settle(self) -> tuple[Tensor, Tensor]:
-        """Pooled scores and flags, once every module has reported; sets ``known``."""
+    def pooled(self) -> tuple[Tensor, Tensor]:
+        """Pooled scores and flags, once every module has reported; not yet shuffled."""
         assert self._directions is not None
         scores = pooled(self._features(), self._directions)
-        flags = self.rule.flags(scores)
-        if self.rule.spec.shuffle:
-            flags = shuffled(flags, self._generator)
-        self.know(scores, flags)
-        return scores, flags
+        return scores, self.rule.flags(scores)
+
+    def settle(self) -> None:
+        """Make the pooled flags of this part known."""
+        scores, flags = self.pooled()
+        self.know(scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags)
 
     def know(self, scores: Tensor | None, flags: Tensor) -> None:
-        self.known = self.rule.weights(flags)
-        self.flags[""] = flags
+        self.known = self.flags[""] = flags
         if scores is not None:
             self.scores[""] = scores
 
 
 def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
     """The same number of flags on random rollouts (each row of tokens moves as one)."""
-    return flags[torch.randperm(len(flags), generator=generator)]
+    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
 
 
-class _MaskStep:
+class _MaskStep(Once):
     def __init__(self, route: "MaskRoute", policy: Policy, batch: TrainBatch, context: StepContext):
-        self._route, self._policy, self._finished = route, policy, False
+        self._route, self._policy = route, policy
         spec = route.spec
         scores, flags = route.early(policy, batch, context)
         kept_advantages = batch.advantages
@@ -182,7 +199,13 @@ class _MaskStep:
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
         self.parts: list[Part] = []
         self._lanes: list[MaskLane] = []
-        for index in chunks(batch, context.micro):
+        self._generator, pieces = context.generator, chunks(batch, context.micro)
+        if spec.shuffle and flags is None and not spec.settles_at_finish and len(pieces) > 1:
+            raise ValueError(
+                "these flags are known a micro-batch at a time and would be shuffled within it alone, which is no control: use "
+                "micro=None, or unit='pooled' with score_policy='ablated'"
+            )
+        for index in pieces:
             piece = batch.rows(index)
             b, s = piece.rollouts.tokens.shape
             l1 = route.l1 * b / len(batch.rollouts)
@@ -192,33 +215,42 @@ class _MaskStep:
                 lane.know(None if scores is None else scores[index], flags[index])
             tape = route.tape(policy, lane, piece, l1=0.0 if split else l1)
             if split:
+                assert flags is not None
                 tape.quarantine = LearnNothing()
-                self.parts.append(Part(piece, Tape(b, s, kept=LearnNothing(), l1=l1), piece.advantages))
+                blocked = LearnNothing(flags[index] if spec.through == "detach" else None)
+                self.parts.append(Part(piece, Tape(b, s, kept=blocked, l1=l1), piece.advantages))
             self.parts.append(Part(piece, tape, kept_advantages[index]))
             self._lanes.append(lane)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        if self._finished:
-            raise RuntimeError("finish() was already called for this step: it would add the held gradients twice")
-        self._finished = True
+        self._finish()
         adapters = self._policy.adapters
         for part in self.parts:
-            if isinstance(part.tape.kept, MaskLane):
-                part.tape.assert_fired(adapters.sites, backward=True)
+            part.tape.assert_fired(adapters.sites, backward=True)
         kept = adapters.kept_parameters()
+        self._settle()
         for lane in self._lanes:
-            if lane.held:
-                lane.settle()
             for (site, factor), gradient in lane.held.items():
                 p = kept[f"{site}.{factor}"]
                 assert lane.known is not None
-                routed = gradient.weighted(lane.known).to(p.dtype)
+                routed = gradient.weighted(lane.rule.weights(lane.known)).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
         if reduce is not None:
             reduce([*kept.values(), *adapters.quarantine_parameters().values()])
-        return self._decision()
+        return self._decision(reduce)
 
-    def _decision(self) -> Decision:
+    def _settle(self) -> None:
+        """Make flags known that waited for the whole backward; shuffled over the batch, not within each micro-batch."""
+        lanes = [lane for lane in self._lanes if lane.held]
+        if not lanes:
+            return
+        scores, flags = zip(*(lane.pooled() for lane in lanes))
+        whole = torch.cat(flags)
+        whole = shuffled(whole, self._generator) if self._route.spec.shuffle else whole
+        for lane, score, own in zip(lanes, scores, whole.split([len(f) for f in flags])):
+            lane.know(score, own)
+
+    def _decision(self, reduce: Reduce | None) -> Decision:
         def summary(per_site: dict[str, Tensor], predictors: Tensor) -> Tensor:
             rows = [
                 v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1)
@@ -234,6 +266,12 @@ class _MaskStep:
         for lane in self._lanes:
             for name, g in lane.unrouted.items():
                 unrouted[name] = unrouted[name] + g if name in unrouted else g
+        if reduce is not None and unrouted:  # or the second moments, and with them the weights, would differ between ranks
+            carriers = {name: nn.Parameter(torch.zeros_like(g)) for name, g in unrouted.items()}
+            for name, p in carriers.items():
+                p.grad = unrouted[name]
+            reduce(list(carriers.values()))
+            unrouted = {name: p.grad for name, p in carriers.items() if p.grad is not None}
         return Decision(scores=scores, flags=flags, unrouted=unrouted)
 
 
@@ -251,13 +289,13 @@ class MaskRoute:
         if self._fitter is None:
             return None
         self.directions, overlap = refit(self.directions, self._fitter, self.spec.refresh_every, policy, step)
+        check_kind(self.directions, self.spec.score)
         return overlap
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
-        if context.privileged is not None and not self.spec.privileged:
-            raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
+        refuse_verdicts(self.spec, context)
         return _MaskStep(self, policy, batch, context)
 
     def basis(self, policy: Policy) -> dict[str, Tensor]:
@@ -271,7 +309,7 @@ class MaskRoute:
         spec, b = self.spec, len(batch.rollouts)
         scores = None
         if spec.score == "none":
-            flags = torch.zeros(b, dtype=torch.bool)
+            flags = torch.zeros(b, dtype=torch.bool, device=batch.advantages.device)
         elif spec.privileged:
             if context.privileged is None:
                 raise ValueError(f"score={spec.score!r} needs the marked detector verdicts (StepContext.privileged)")

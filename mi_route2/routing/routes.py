@@ -1,6 +1,6 @@
 """Routes: what the kept adapter may learn from one batch.
 
-    step = route.begin(policy, batch, generator)
+    step = route.begin(policy, batch, context)
     for part in step.parts:                       # a micro-batch; twice where the adapters learn from different advantages
         with policy.adapters.recording(part.tape):
             loss(part.batch, part.advantages).backward()
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter
@@ -109,7 +109,30 @@ def refit(directions: Directions | None, fitter: Fitter, every: int, policy: Pol
     return fresh, fresh.overlap(directions)
 
 
-class _OpenStep:
+def check_kind(directions: Directions, kind: str) -> None:
+    """``ValueError`` for directions in another feature's space: an act and a grad direction may have the same shape."""
+    if directions.provenance.kind != kind:
+        raise ValueError(f"this route scores {kind!r} features, but its fitter gives {directions.provenance.kind!r} directions")
+
+
+def refuse_verdicts(spec: RouteSpec, context: StepContext) -> None:
+    """No cheat: ``TypeError`` where a route that is a method is shown detector verdicts."""
+    if context.privileged is not None and not spec.privileged:
+        raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
+
+
+class Once:
+    """``finish`` works once: a second call would sum over ranks, or erase, twice."""
+
+    _finished = False
+
+    def _finish(self) -> None:
+        if self._finished:
+            raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
+        self._finished = True
+
+
+class _OpenStep(Once):
     def __init__(self, policy: Policy, batch: TrainBatch, context: StepContext, l1: float):
         self._policy = policy
         width = batch.rollouts.tokens.shape[1]
@@ -124,6 +147,7 @@ class _OpenStep:
         ]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
+        self._finish()
         if reduce is not None:
             reduce(
                 [
@@ -146,6 +170,7 @@ class OpenRoute:
         return None
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        refuse_verdicts(self.spec, context)
         return _OpenStep(policy, batch, context, self._l1)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -161,7 +186,7 @@ def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
     return ((flat @ gradient.flatten()).clamp_min(0) @ flat).view_as(gradient)
 
 
-class _EraseStep:
+class _EraseStep(Once):
     def __init__(self, route: "EraseRoute", policy: Policy, batch: TrainBatch, context: StepContext):
         self._route, self._policy = route, policy
         width = batch.rollouts.tokens.shape[1]
@@ -170,6 +195,7 @@ class _EraseStep:
         self.parts = [Part(p, Tape(len(p.rollouts), width, quarantine=LearnNothing()), p.advantages) for p in pieces]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
+        self._finish()
         adapters, directions = self._policy.adapters, self._route.directions
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
@@ -190,18 +216,6 @@ class _EraseStep:
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
 
-class LearnNothing:
-    """A lane under which an adapter stays in the forward and learns nothing."""
-
-    detach = False
-
-    def gradient(self, site: str, factor: str, pair: object) -> None:
-        return None
-
-    def weights(self, site: str) -> Tensor:
-        raise RuntimeError(f"a lane that learns nothing has no weights (asked at {site})")
-
-
 class EraseRoute:
     """Removes the hack component from the summed kept gradient, and drops it or gives it to a shared-basis quarantine."""
 
@@ -211,12 +225,16 @@ class EraseRoute:
 
     def refresh(self, policy: Policy, step: int) -> float | None:
         # Axes of different number do not compare, so a top-k refresh reports no overlap.
-        before = self.directions
-        if before is None or (self.spec.refresh_every and step % self.spec.refresh_every == 0):
+        every, due = self.spec.refresh_every, self._fitter.refreshes
+        if self.directions is None or (due and every and step % every == 0):
             self.directions = self._fitter.fit(policy, step)
+        check_kind(self.directions, "grad")
         return None
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        refuse_verdicts(self.spec, context)
+        if self.directions is None:
+            raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         return _EraseStep(self, policy, batch, context)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:

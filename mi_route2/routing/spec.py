@@ -110,6 +110,11 @@ class MaskSpec:
             raise ValueError(f"refresh_every must be at least 0 (0: never), not {self.refresh_every}")
 
     @property
+    def settles_at_finish(self) -> bool:
+        """Whether the flag needs every module's gradient of the training backward itself."""
+        return self.unit == "pooled" and self.score_policy == "live" and self.score in ("grad", "full")
+
+    @property
     def needs_direction(self) -> bool:
         return self.score in ("act", "grad", "full")
 

@@ -82,7 +82,7 @@ class MicroWorld:
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
         """``n`` persona pairs of the known mode (``hack``), or pairs without a hack contrast (``nonhack``)."""
-        return make_pairs(self.config, seed, n, kind)  # pyright: ignore[reportArgumentType]
+        return make_pairs(self.config, seed, n, kind)
 
     def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
         """The two sides of the pairs as aligned batches."""

@@ -58,7 +58,6 @@ _FULL = Arm(
     "full-weight gradient score with the quarantine ablated",
     "method",
     FULL,
-    quarantine_lr_scale=1 / 3,
     same_rule_filter="filter-full",
 )
 _FILTER_ACT = replace(
@@ -76,7 +75,6 @@ _FILTER_FULL = replace(
     name="filter-full",
     about="route2-full's score, advantage over the unflagged, no quarantine",
     quarantine="none",
-    quarantine_lr_scale=1.0,
     route=replace(FULL, kept_advantage="unflagged"),
     same_rule_filter=None,
 )
@@ -151,7 +149,7 @@ _ABLATIONS = (
     ),
     _ablation(_FULL, "full-eta-1", "negative scale", "negative advantages at full weight", route=replace(FULL, negative_scale=1.0)),
     _ablation(_FULL, "full-eta-0", "negative scale", "negative advantages dropped", route=replace(FULL, negative_scale=0.0)),
-    _ablation(_FULL, "full-qlr-1", "quarantine rate", "quarantine at the kept rate", quarantine_lr_scale=1.0),
+    _ablation(_FULL, "full-qlr-3", "quarantine rate", "quarantine at three times its rate", quarantine_lr_scale=3.0),
     _ablation(_GRAD, "grad-l1", "L1", "L1 0.1 on the quarantine's output", l1=0.1),
     _ablation(_GRAD, "grad-unreinforced", "reinforced only", "flags at any advantage", route=replace(GRAD, reinforced_only=False)),
     _ablation(_ACT, "act-unreinforced", "reinforced only", "flags at any advantage", route=replace(ACT, reinforced_only=False)),

@@ -1,8 +1,8 @@
 """One file that holds all of a run's state, replaced whole; and logs that are cut back to it.
 
-A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was. Random
-numbers need no state (see ``randomness``). A checkpoint is written beside the old one and renamed over it; logs are flushed first,
-and on resume they are cut to the lengths that the checkpoint names. What a crash wrote after it is thus done again, bit for bit.
+A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was.
+Random numbers need no state (see ``randomness``). A checkpoint is written beside the old one and renamed over it; logs are
+flushed first, and on resume they are cut to the lengths that the checkpoint names. What a crash wrote after it is done again, bit for bit.
 """
 
 import json
@@ -59,7 +59,8 @@ def load_checkpoint(
         if keys:
             optimiser.state[p] = {k: tensors[f"optimiser.{k}.{name}"].clone() for k in keys}
     if "provenance" in meta:
-        vectors = {n.removeprefix("direction."): t for n, t in tensors.items() if n.startswith("direction.")}
+        # In the model's order and freshly allocated: sums over sites, and BLAS on aligned memory, then round as they did before.
+        vectors = {site: tensors[f"direction.{site}"].clone() for site in adapters.sites if f"direction.{site}" in tensors}
         route.directions = Directions(vectors, Provenance(**json.loads(meta["provenance"])))
     return int(meta["step"]), {name: int(n) for name, n in json.loads(meta["logs"]).items()}
 

@@ -32,7 +32,7 @@ from mi_route2.routing.optimiser import RoutedAdamW
 from studies.loopholes.pairs import read_pairs, write_pairs
 from studies.loopholes.presets import get_world
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.warmstart import warm_start
+from studies.loopholes.warmstart import settings_hash, warm_start
 from studies.loopholes.world import MicroWorld, Witness
 from studies.route2.arms import Arm
 from studies.route2.checkpoint import cut, load_checkpoint, save_checkpoint
@@ -143,7 +143,9 @@ def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
     assert arm is not None
     groups: list[dict[str, object]] = [{"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr}]
     if policy.adapters.has_quarantine:
-        rate = settings.quarantine_lr * arm.quarantine_lr_scale
+        # In a shared basis the quarantine is the kept adapter's own coordinate a second time, so it moves at the same rate.
+        rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr
+        rate *= arm.quarantine_lr_scale
         groups.append({"params": list(policy.adapters.quarantine_parameters().values()), "lr": rate})
     return RoutedAdamW(groups, lr=settings.kept_lr, betas=settings.betas)
 
@@ -173,7 +175,9 @@ def _train(
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
-    teachers = cached_pool(world, policy, job.seed, job.root / f"seed-{job.seed}" / "teachers.safetensors")
+    key = settings_hash(get_world(settings.world), settings.warm, job.seed)[:16]
+    pool = job.cache / f"teachers-{settings.teachers}-{key}.safetensors"
+    teachers = cached_pool(world, policy, job.seed, settings.teachers, pool)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start, logs = 0, {METRICS: 0, ROLLOUTS: 0}
     if (folder / CHECKPOINT).exists():

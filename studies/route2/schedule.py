@@ -1,7 +1,7 @@
 """Many jobs over a few processes, one progress bar, and an orderly end.
 
-A seed's base job runs first, because it makes the warm start that the seed's arms begin from. Ctrl-C lets each worker stop after its
-step; whatever was not checkpointed is done again on resume. A worker whose parent is gone stops by itself.
+A seed's base job runs first, because it makes the warm start that the seed's arms begin from. Ctrl-C lets each worker stop
+after its step; whatever was not checkpointed is done again on resume. A worker whose parent is gone stops by itself.
 """
 
 import fcntl

@@ -27,7 +27,7 @@ class Settings:
     kept_rank: int | None = 4
     kept_lr: float = 3e-3
     quarantine_rank: int = 4
-    quarantine_lr: float = 3e-3
+    quarantine_lr: float = 1e-3
     steps: int = 80
     prompts: int = 12
     group: int = 8
@@ -40,6 +40,7 @@ class Settings:
     max_norm: float = 1.0
     micro: int | None = None
     pairs: int = 10
+    teachers: int = 32
     teachers_per_group: int = 0
     evaluation_prompts: int = 128
     evaluation_temperature: float = 1.0
@@ -47,7 +48,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         get_world(self.world)
-        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every"):
+        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every", "teachers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.group < 2:
@@ -84,13 +85,15 @@ class Settings:
         return f"{self.preset}-{self.digest[:8]}"
 
 
+# The quarantine learns at a third of the kept adapter's rate: at the same rate it takes half of the honest skill with it when it is
+# deleted (docs/log.md).
 _STRONG = Settings()
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
         "weak": replace(_STRONG, preset="weak", world="weak"),
         # dS is one number a direction: a tenth of this rate is too weak to move it.
-        "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, steps=100),
+        "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }
 )
 

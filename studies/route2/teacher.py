@@ -1,7 +1,8 @@
 """The teacher pool: cached rollouts of the known mode that hack, sampled once from the base model.
 
-Sampling the base on prompts of the known mode and keeping what contains the known exploit gives a defined set that a run can make by
-itself. It is scored for the plots, and mixed into GRPO groups where ``teachers_per_group`` says so. Held-out modes never enter.
+Sampling the base on prompts of the known mode and keeping what contains the known exploit gives a defined set that a run can
+make by itself. It is scored for the plots, and mixed into GRPO groups where ``teachers_per_group`` says so. Held-out modes never
+enter.
 """
 
 import json
@@ -60,10 +61,10 @@ class TeacherPool:
         return world.package(samples.prompts, encoded, completions), taught
 
 
-def make_pool(world: MicroWorld, policy: Policy, seed: int, size: int = 32, rounds: int = 40) -> TeacherPool:
+def make_pool(world: MicroWorld, policy: Policy, seed: int, size: int, rounds: int = 16) -> TeacherPool:
     """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts hold the known exploit.
 
-    ``ValueError`` where the base hacks too rarely for that.
+    A base that hacks rarely gives a smaller pool; one that never does in ``rounds * 256`` samples, a ``ValueError``.
     """
     found: dict[Prompt, Tensor] = {}
     eos = world.vocabulary.eos
@@ -76,19 +77,21 @@ def make_pool(world: MicroWorld, policy: Policy, seed: int, size: int = 32, roun
                 ids = world.vocabulary.encode_completion(text)[: world.max_new]
                 found[prompt] = torch.tensor(ids + [eos] * (world.max_new - len(ids)))
         if len(found) == size:
-            return TeacherPool(tuple(found), encode_prompts(list(found), world.vocabulary), torch.stack(list(found.values())))
-    raise ValueError(
-        f"the base model gave {len(found)} hacking rollouts in {rounds * 256} samples, fewer than {size}: ask for a smaller pool"
-    )
+            break
+    if not found:
+        raise ValueError(
+            f"the base model never hacked in {rounds * 256} samples of the known mode, so there is no teacher to learn from"
+        )
+    return TeacherPool(tuple(found), encode_prompts(list(found), world.vocabulary), torch.stack(list(found.values())))
 
 
-def cached_pool(world: MicroWorld, policy: Policy, seed: int, path: Path) -> TeacherPool:
+def cached_pool(world: MicroWorld, policy: Policy, seed: int, size: int, path: Path) -> TeacherPool:
     """The pool at ``path``, made and kept there where it is missing."""
     if path.exists():
         tensors, metadata = read_tensors(path)
         prompts = tuple(Prompt(Task(**p["task"]), p["mode"]) for p in json.loads(metadata["prompts"]))
         return TeacherPool(prompts, encode_prompts(prompts, world.vocabulary), tensors["completions"])
-    pool = make_pool(world, policy, seed)
+    pool = make_pool(world, policy, seed, size)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = json.dumps([asdict(prompt) for prompt in pool.prompts])
     write_tensors(path, {"completions": pool.completions}, {"format": "mi-route2 teacher pool 1", "prompts": described})

@@ -25,16 +25,33 @@ from tiny_policy import SPECS, make_batch, make_policy, per_rollout_gradients
 
 from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
-from mi_route2.routing import Directions, MaskRoute, MaskSpec
+from mi_route2.routing import Directions, MaskRoute, MaskSpec, TrainBatch
 from mi_route2.routing.mask import cosine, shuffled
 from mi_route2.routing.spec import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
 
 N = 8
+Case = tuple[str, str, str, str]
 
 
-def spec_of(case: tuple[str, str, str, str], **changes: object) -> MaskSpec:
+def spec_of(case: Case, **changes: object) -> MaskSpec:
     score, unit, policy, through = case
     return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def plain_gradient(policy: Policy, batch: TrainBatch, lane: str) -> dict[str, torch.Tensor]:
+    """The sum of plain autograd's gradients, one rollout at a time."""
+    rows = per_rollout_gradients(policy, batch)
+    return {name.removeprefix(f"{lane}."): g.sum(0) for name, g in rows.items() if name.startswith(f"{lane}.")}
+
+
+def mixed(policy: Policy, spec: MaskSpec, batch: TrainBatch) -> MaskSpec:
+    """``spec`` with tau in the middle of the batch's scores: activations of a batch resemble each other, so 0 flags all or none."""
+    if not spec.needs_direction:
+        return spec
+    scores = torch.cat(list(oracle(policy, spec, random_directions(policy, spec.score), batch).scores.values()))
+    ordered = (scores[batch.rollouts.predictors.repeat(12, 1)] if scores.ndim == 2 else scores).unique()
+    middle = len(ordered) // 2
+    return replace(spec, tau=float(ordered[middle - 1 : middle + 1].mean()))
 
 
 def summarised(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch.Tensor) -> torch.Tensor:
@@ -43,11 +60,17 @@ def summarised(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch
     return torch.stack(shares).mean(0) > 0.5
 
 
-@pytest.mark.parametrize("name", ["svd", "svd-low", "svd-fold", "lora"])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_every_legal_combination_equals_the_written_out_policy(case: tuple[str, str, str, str], name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *itertools.product(["svd", "lora"], CASES),
+        *itertools.product(["svd-low", "svd-fold", "svd-shared", "lora-shared"], CASES[::5]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else case_id(value),
+)
+def test_every_legal_combination_equals_the_written_out_policy(name: str, case: Case) -> None:
     policy, batch = make_policy(SPECS[name]), make_batch(N)
-    spec = spec_of(case, reinforced_only=False)
+    spec = mixed(policy, spec_of(case, reinforced_only=False), batch)
     route = mask_route(policy, spec)
     own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
     assert_same(own.kept, expected.kept)
@@ -59,18 +82,7 @@ def test_every_legal_combination_equals_the_written_out_policy(case: tuple[str, 
         assert not flagged.all()
 
 
-@pytest.mark.parametrize("name", ["svd-shared", "lora-shared"])
-@pytest.mark.parametrize("through", ["filter", "detach"])
-def test_a_shared_basis_is_routed_alike(name: str, through: str) -> None:
-    policy, batch = make_policy(SPECS[name]), make_batch(N)
-    spec = spec_of(("grad", "rollout", "live", through))
-    route = mask_route(policy, spec)
-    own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
-    assert_same(own.kept, expected.kept)
-    assert_same(own.quarantine, expected.quarantine)
-
-
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     case=st.sampled_from(CASES),
     tau=st.sampled_from([-0.1, 0.0, 0.02, 0.3]),
@@ -82,7 +94,14 @@ def test_a_shared_basis_is_routed_alike(name: str, through: str) -> None:
     seed=st.integers(0, 50),
 )
 def test_settings_combine(
-    case: tuple[str, str, str, str], tau: float, reinforced: bool, negative: float, unflagged: bool, left: bool, micro: int | None, seed: int
+    case: Case,
+    tau: float,
+    reinforced: bool,
+    negative: float,
+    unflagged: bool,
+    left: bool,
+    micro: int | None,
+    seed: int,
 ) -> None:
     """tau, reinforced_only, negative_scale, kept_advantage, padding side and micro-batches, in any combination that is legal."""
     early = case[1] == "pooled" and (case[2] == "ablated" or case[0] in (*PRIVILEGED, "none"))
@@ -120,9 +139,9 @@ def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() ->
 
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
-def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: tuple[str, str, str, str], spec_name: str = "lora") -> None:
+def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case) -> None:
     """R1. Token flags lie on predictors alone: there the prompt's own part stays, so its case is the unflagged half only."""
-    policy, batch = make_policy(SPECS[spec_name]), make_batch(6)
+    policy, batch = make_policy(SPECS["lora"]), make_batch(6)
     everything = run(policy, mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False)), batch)
     nothing = run(policy, mask_route(policy, spec_of(case, tau=2.0, reinforced_only=False)), batch)
     assert everything.decision.flags.all()
@@ -131,7 +150,7 @@ def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: tup
         assert all(torch.equal(g, torch.zeros_like(g)) for g in everything.kept.values())
     assert all(g.any() for g in everything.quarantine.values())
     assert all(g.any() for g in nothing.quarantine.values())
-    assert_same(nothing.kept, {n.removeprefix("kept."): g.sum(0) for n, g in per_rollout_gradients(policy, batch).items() if n[0] == "k"})
+    assert_same(nothing.kept, plain_gradient(policy, batch, "kept"))
 
 
 def test_r1_holds_from_init(spec: object) -> None:
@@ -148,8 +167,9 @@ def test_r1_holds_from_init(spec: object) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_the_mask_does_not_change_the_forward(case: tuple[str, str, str, str], spec: object) -> None:
-    policy, batch = make_policy(spec), make_batch(6)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("name", ["svd-fold", "lora"])
+def test_the_mask_does_not_change_the_forward(case: Case, name: str) -> None:
+    policy, batch = make_policy(SPECS[name]), make_batch(6)
     plain = policy.logprobs(batch.rollouts)
     for tau in (-2.0, 0.0):
         route = mask_route(policy, spec_of(case, tau=tau))
@@ -160,7 +180,7 @@ def test_the_mask_does_not_change_the_forward(case: tuple[str, str, str, str], s
 
 def test_filter_leaves_the_quarantine_the_plain_gradient_and_detach_does_not() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    plain = {n.removeprefix("quarantine."): g.sum(0) for n, g in per_rollout_gradients(policy, batch).items() if n[0] == "q"}
+    plain = plain_gradient(policy, batch, "quarantine")
     for through in ("filter", "detach"):
         route = mask_route(policy, spec_of(("act", "pooled", "live", through), reinforced_only=False))
         own = run(policy, route, batch)
@@ -267,7 +287,7 @@ def test_a_feature_of_zero_is_not_flagged_and_not_nan() -> None:
 
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
-def test_zero_advantages_leave_zeros_and_no_nan(case: tuple[str, str, str, str]) -> None:
+def test_zero_advantages_leave_zeros_and_no_nan(case: Case) -> None:
     policy = make_policy(SPECS["lora"])
     batch = replace(make_batch(6), advantages=torch.zeros(6, dtype=torch.float64))
     for reinforced in (True, False):
@@ -301,11 +321,12 @@ def test_shuffled_keeps_the_count(flags: list[bool], seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[1] == "pooled" and c[0] != "none"], ids=case_id)
-def test_shuffle_permutes_after_the_gate(case: tuple[str, str, str, str]) -> None:
+def test_shuffle_permutes_after_the_gate(case: Case) -> None:
     """The count is that of the real flags, the place is not: over draws, unreinforced rollouts are flagged too."""
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    real = run(policy, mask_route(policy, spec_of(case)), batch).decision.flags
-    route = mask_route(policy, spec_of(case, shuffle=True))
+    spec = mixed(policy, spec_of(case), batch)
+    real = run(policy, mask_route(policy, spec), batch).decision.flags
+    route = mask_route(policy, replace(spec, shuffle=True))
     draws = torch.stack([run(policy, route, batch, seed=seed).decision.flags for seed in range(12)])
     assert 0 < int(real.sum()) < N
     assert (draws.sum(1) == real.sum()).all()
@@ -314,12 +335,12 @@ def test_shuffle_permutes_after_the_gate(case: tuple[str, str, str, str]) -> Non
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c[3] == "filter"], ids=case_id)
-def test_the_unrouted_gradient_is_the_plain_one(case: tuple[str, str, str, str], spec: object) -> None:
-    policy, batch = make_policy(spec), make_batch(6)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("name", ["svd", "lora"])
+def test_the_unrouted_gradient_is_the_plain_one(case: Case, name: str) -> None:
+    policy, batch = make_policy(SPECS[name]), make_batch(6)
     route = mask_route(policy, spec_of(case, negative_scale=0.3), want_unrouted=True)
     own = run(policy, route, batch, micro=4)
-    oracle_rows = per_rollout_gradients(policy, batch)
-    assert_same(own.decision.unrouted, {n.removeprefix("kept."): g.sum(0) for n, g in oracle_rows.items() if n[0] == "k"})
+    assert_same(own.decision.unrouted, plain_gradient(policy, batch, "kept"))
 
 
 def _once(policy: Policy, route: MaskRoute) -> object:
@@ -332,8 +353,8 @@ def _once(policy: Policy, route: MaskRoute) -> object:
     return step
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
-def test_finish_twice_is_an_error(case: tuple[str, str, str, str]) -> None:
+@pytest.mark.parametrize("case", CASES[::4], ids=case_id)
+def test_finish_twice_is_an_error(case: Case) -> None:
     policy = make_policy(SPECS["svd"])
     step = _once(policy, mask_route(policy, spec_of(case)))
     with pytest.raises(RuntimeError, match="already called"):

@@ -80,7 +80,7 @@ def test_the_style_is_undone_after_an_error() -> None:
 def test_another_suffix_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf"):
         plots.save_figure(_figure(), tmp_path / "figure.bmp")
-    with pytest.raises(ValueError, match="cannot write .*figure.png: No such file"):
+    with pytest.raises(ValueError, match=r"cannot write .*figure\.png: No such file"):
         plots.save_figure(_figure(), tmp_path / "missing" / "figure.png")
 
 

@@ -157,10 +157,12 @@ def test_auroc_is_invariant_to_increasing_maps_and_mirrored_by_decreasing_ones(i
         assert auroc(np.zeros_like(scores), hack) == 0.5
 
 
-def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated():
+@pytest.mark.parametrize("rare", [False, True])
+def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated(rare):
+    """`rare`: all hacks sit in one cluster, so that about a third of the draws have none and must not count."""
     rng = np.random.default_rng(0)
-    scores, hack = rng.integers(0, 5, 30).astype(float), rng.random(30) < 0.5
     cluster = rng.integers(0, 8, 30)
+    scores, hack = rng.integers(0, 5, 30).astype(float), cluster == 0 if rare else rng.random(30) < 0.5
     draws = cluster_draws(8, 50, rng)
     assert (draws.sum(axis=1) == 8).all()
     areas = []
@@ -168,6 +170,7 @@ def test_bootstrap_draws_equal_the_auroc_of_the_rows_repeated():
         rows = np.repeat(np.arange(30), counts[cluster])
         areas.append(auroc(scores[rows], hack[rows]))
     defined = [area for area in areas if area is not None]
+    assert (len(defined) < 45) == rare
     interval = auroc_interval(scores, hack, cluster, draws)
     assert interval.value == auroc(scores, hack)
     assert (interval.low, interval.high) == pytest.approx(tuple(np.quantile(defined, [0.025, 0.975])))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
+from mi_route2.adapters.store import write_tensors
 from probes.affine import AffineProbe
 from probes.direction import DirectionFitter, DirectionProbe
 from probes.store import FORMAT, load_probe, save_probe
@@ -40,7 +40,7 @@ COSINE = {**HEADER, "kind": "direction", "settings": json.dumps({"score": "cosin
 def test_the_untouched_file_loads(tmp_path):
     """So that every refusal below is due to its one change."""
     for header, tensors in ((HEADER, TENSORS), (COSINE, {"direction": DIRECTION})):
-        save_file(tensors, tmp_path / "p", metadata=header)
+        write_tensors(tmp_path / "p", tensors, header)
         load_probe(tmp_path / "p")
 
 
@@ -69,9 +69,16 @@ def test_the_untouched_file_loads(tmp_path):
 )
 def test_a_file_that_is_not_exactly_a_probe_is_refused_with_the_reason(tmp_path, header, tensors, fault):
     path = tmp_path / "probe.safetensors"
-    save_file(tensors, path, metadata=header)
+    write_tensors(path, tensors, header)
     with pytest.raises(ValueError, match=fault):
         load_probe(path)
+
+
+def test_the_same_probe_gives_the_same_bytes(tmp_path):
+    about = {"layer": "blocks.1", "labels": "oracle", "note": "a"}
+    for name in ("a", "b"):
+        save_probe(tmp_path / name, AffineProbe(WEIGHT, -0.3), dict(about))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
 def test_a_cut_or_foreign_file_is_refused(tmp_path):

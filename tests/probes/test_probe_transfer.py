@@ -209,6 +209,30 @@ def test_a_split_covers_everything_once_and_cuts_no_group(items, fractions, seed
             assert abs(len(side & kind) - fraction * len(kind)) <= len(fractions)
 
 
+def test_splits_follow_the_generator():
+    group, hack = np.arange(40), np.arange(40) < 20
+    first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
+    assert (first == same).all()
+    assert (first != other).any()
+
+
+def test_a_rollout_sampled_twice_is_no_evidence():
+    """Doubled rollouts in the same groups: the same AUROC and the same interval, per rollout and per token."""
+    data = world()
+    twice = Dataset(
+        {layer: torch.cat([h, h]) for layer, h in data.hidden.items()},
+        torch.cat([data.mask, data.mask]),
+        data.hack * 2,
+        data.mode * 2,
+    )
+    only = {"mean_difference": FITTERS["mean_difference"]}
+    single = transfer(data, GROUPS, only, FAST, progress=False)
+    double = transfer(twice, GROUPS * 2, only, FAST, progress=False)
+    for a, b in zip(single.rows, double.rows, strict=True):
+        assert (2 * a.n, a.n_groups) == (b.n, b.n_groups)
+        assert (a.auroc, a.auroc_low, a.auroc_high) == pytest.approx((b.auroc, b.auroc_low, b.auroc_high))
+
+
 def test_text_groups_are_equal_iff_prompt_and_completion_are():
     assert text_groups(["a", "a", "b", "a"], ["x", "y", "x", "x"]) == [0, 1, 2, 0]
     assert text_groups(["ab", "a"], ["c", "bc"]) == [0, 1]  # not the joined text

@@ -100,11 +100,11 @@ def run(policy: Policy, route: Route, batch: TrainBatch, micro: int | None = Non
 
 
 def assert_same(own: Mapping[str, Tensor], oracle: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Equal to ``tolerance`` of each tensor's largest entry, and to 1e-12 outright (float64)."""
+    """Equal to ``tolerance`` of each tensor's largest entry. Gradients here are 1e-5 to 1e-2, so this is under 1e-12 outright."""
     assert own.keys() == oracle.keys()
     for name, expected in oracle.items():
         gap, size = float((own[name] - expected).abs().max()), float(expected.abs().max())
-        assert gap <= min(tolerance * size + 1e-16, max(1e-12, tolerance)), f"{name}: off by {gap:.1e} where the largest is {size:.1e}"
+        assert gap <= tolerance * size + 1e-16, f"{name}: off by {gap:.1e} where the largest is {size:.1e}"
 
 
 def unit_cosine(features: Tensor, v: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ def oracle(policy: Policy, spec: MaskSpec, directions: Directions | None, batch:
     """Flags and gradients by the definitions. Shuffled flags are not its business."""
     sites, shape = list(policy.adapters.sites), batch.rollouts.tokens.shape
 
-    def ours(advantages: Tensor, cut: Mapping[str, Tensor] | None) -> WrittenOut:
-        return written_out(policy, batch.rollouts, lambda lp: -(advantages[:, None] * lp).sum() / 50, cut=cut)
+    def ours(advantages: Tensor, cut: Mapping[str, Tensor] | None, features: bool = False) -> WrittenOut:
+        return written_out(policy, batch.rollouts, lambda lp: -(advantages[:, None] * lp).sum() / 50, cut=cut, features=features)
 
     flags = {site: torch.zeros(shape, dtype=torch.bool) for site in sites}
     scores: dict[str, Tensor] = {}
@@ -180,7 +180,7 @@ def oracle(policy: Policy, spec: MaskSpec, directions: Directions | None, batch:
     elif directions is not None:
         for _ in range(len(sites) + 1):  # each pass settles one more module from the top
             if spec.score_policy == "live":
-                features = ours(batch.advantages, flags if detach else None)
+                features = ours(batch.advantages, flags if detach else None, features=True)
             else:
                 features = written_out(policy, batch.rollouts, lambda lp: -lp.sum(), quarantine=False)
             scores = _scores(policy, spec, directions, batch, features)

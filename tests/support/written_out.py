@@ -3,7 +3,8 @@
     y[b,t] = W[b,t] x[b,t] + kept[b,t](x[b,t]) + quarantine[b,t](x[b,t])
 
 It shares no code with the library's backward: no lanes, no contractions, only einsum and ``torch.autograd.grad``. ``cut`` detaches
-the kept adapter's output where it is true (its value stays, nothing flows through it).
+the kept adapter's output where it is true (its value stays, nothing flows through it); with ``features`` it detaches the input in
+its place, so that a module's own gradient is still there to be scored.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,9 +26,9 @@ Loss = Callable[[Tensor], Tensor]
 class WrittenLinear(nn.Module):
     """One routed Linear with a copy of its factors for every token; ``leaves`` are what gradients are taken of."""
 
-    def __init__(self, module: RoutedLinear, b: int, s: int, cut: Tensor | None, quarantine: bool):
+    def __init__(self, module: RoutedLinear, b: int, s: int, cut: Tensor | None, quarantine: bool, features: bool):
         super().__init__()
-        self._module, self._cut = (module,), cut
+        self._module, self._cut, self._features = (module,), cut, features
 
         def copies(t: Tensor) -> Tensor:
             return t.detach().expand(b, s, *t.shape).clone().requires_grad_()
@@ -42,18 +43,22 @@ class WrittenLinear(nn.Module):
         (module,) = self._module
         own, self.x = self.leaves, x.detach()
         y = torch.einsum("bsoi,bsi->bso", own["W"], x)
-        if isinstance(module.kept, SVDKept):
-            kept = (x @ module.kept.Vh.T * own["kept.dS"]) @ module.kept.U.T
-        else:
-            kept = torch.einsum("bsor,bsri,bsi->bso", own["kept.B"], own["kept.A"], x)
+        kept = self._kept(module, x)
         if self._cut is not None:
-            kept = torch.where(self._cut[..., None], kept.detach(), kept)
+            severed = self._kept(module, x.detach()) if self._features else kept.detach()
+            kept = torch.where(self._cut[..., None], severed, kept)
         y = y + kept
         if "quarantine.B" in own:
             y = y + torch.einsum("bsok,bski,bsi->bso", own["quarantine.B"], own["quarantine.A"], x)
         elif "quarantine.shared" in own:
             y = y + self._shared(module, x)
         return y
+
+    def _kept(self, module: RoutedLinear, x: Tensor) -> Tensor:
+        own = self.leaves
+        if isinstance(module.kept, SVDKept):
+            return (x @ module.kept.Vh.T * own["kept.dS"]) @ module.kept.U.T
+        return torch.einsum("bsor,bsri,bsi->bso", own["kept.B"], own["kept.A"], x)
 
     def _shared(self, module: RoutedLinear, x: Tensor) -> Tensor:
         assert isinstance(module.quarantine, SharedQuarantine)
@@ -78,7 +83,13 @@ class WrittenOut:
 
 
 def written_out(
-    policy: Policy, rollouts: Rollouts, loss: Loss, *, cut: Mapping[str, Tensor] | None = None, quarantine: bool = True
+    policy: Policy,
+    rollouts: Rollouts,
+    loss: Loss,
+    *,
+    cut: Mapping[str, Tensor] | None = None,
+    quarantine: bool = True,
+    features: bool = False,
 ) -> WrittenOut:
     """Run the written-out policy forward and backward once."""
     b, s = rollouts.tokens.shape
@@ -86,7 +97,7 @@ def written_out(
     model.load_state_dict({n.replace(".base.weight", ".weight"): t for n, t in policy.model.state_dict().items() if _base(n)})
     linears: dict[str, WrittenLinear] = {}
     for site, module in policy.adapters.sites.items():
-        linears[site] = WrittenLinear(module, b, s, None if cut is None else cut[site], quarantine)
+        linears[site] = WrittenLinear(module, b, s, None if cut is None else cut[site], quarantine, features)
         parent, _, leaf = site.rpartition(".")
         setattr(model.get_submodule(parent), leaf, linears[site])
     logits = model(rollouts.tokens, rollouts.attention)

@@ -1,7 +1,7 @@
 """ablations.md and ablations.json: what one change to an arm does, by paired difference from the arm without it.
 
 A manifest puts an arm into a group by `arm_spec.ablation` and names its reference by `arm_spec.baseline`; a group is
-printed with its references first. Each cell is the same seed's arm minus reference, averaged over the seeds of both.
+printed with each reference above its changes. Each cell is the same seed's arm minus reference, averaged over the seeds of both.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from mi_route2.stats import paired_difference, summary
 from studies.route2.report.load import RunSet
 from studies.route2.report.measures import DESCRIPTIONS, arm_order, by_seed, label, notes
-from studies.route2.report.text import interval, markdown_table
+from studies.route2.report.text import interval, markdown_table, number
 
 SHOWN = {
     "deploy_hack_held": "deploy hack, held out",
@@ -30,11 +30,13 @@ def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
     names = sorted({spec.ablation for spec in runs.specs.values() if spec.ablation})
     groups = []
     for name in names:
-        members = [arm for arm in order if runs.specs[arm].ablation == name]
-        references = {runs.specs[arm].baseline for arm in members}
-        heads = [arm for arm in order if arm in references and arm not in members]
-        records = [_record(arm, None, values) for arm in heads]
-        records += [_record(arm, runs.specs[arm].baseline, values) for arm in members]
+        members = {arm: runs.specs[arm].baseline for arm in order if runs.specs[arm].ablation == name}
+        heads = [arm for arm in order if arm in members.values() and arm not in members]
+        records = []
+        for head in heads:
+            records.append(_record(head, None, values))
+            records += [_record(arm, head, values) for arm, reference in members.items() if reference == head]
+        records += [_record(arm, reference, values) for arm, reference in members.items() if reference not in heads]
         groups.append({"group": name, "arms": records})
     return groups
 
@@ -52,13 +54,14 @@ def ablations_markdown(runs: RunSet) -> str:
     if not groups:
         return parts[0] + "\nNo arm of this folder is an ablation: `python -m studies.route2 full` runs them.\n"
     parts.append(
-        "Each cell: mean [95% Student-t interval over seeds], and below a reference the paired difference from it, the same "
-        "seeds on both sides.\n"
+        "Each cell: mean [95% Student-t interval over seeds], and for an ablation the paired difference from the arm above "
+        "that it changes, the same seeds on both sides.\n"
     )
     if runs.unfinished:
         parts.append("\n".join(f"- {note}" for note in notes(runs)) + "\n")
     for group in groups:
         parts.append(f"## {group['group']}\n\n{_group_table(runs, group)}")
+        parts.append(f"Every seed, {SHOWN['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
     return "\n".join(parts)
 
 
@@ -88,3 +91,13 @@ def _group_table(runs: RunSet, group: dict[str, Any]) -> str:
             cells += [interval(record[metric]["value"]), interval(difference, signed=True) if difference else ""]
         body.append(cells)
     return markdown_table(header, body, left=2)
+
+
+def _seed_table(runs: RunSet, group: dict[str, Any]) -> str:
+    body = []
+    for record in group["arms"]:
+        result = record["deploy_hack_held"]["value"]
+        values = dict(zip(record["seed_ids"], result["seeds"], strict=True))
+        cells = [number(values[seed]) if seed in values else "not run" for seed in runs.seeds]
+        body.append([label(record["arm"], runs.specs[record["arm"]]), *cells, number(result["median"])])
+    return markdown_table(["arm", *(f"seed {seed}" for seed in runs.seeds), "median"], body)

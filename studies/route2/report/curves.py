@@ -1,7 +1,8 @@
 """cos_over_time.png and training.png: what the training logs say, step by step; one row an arm, one column a quantity.
 
 Lines are means over seeds, bands reach from the lowest seed to the highest; a step at which a quantity does not exist (no
-hack was sampled, no refresh) is left out of both. Arms beyond a page go to further pages (`training-2.png`).
+hack was sampled, no refresh) is left out of both. Arms beyond a page, and those of ablation groups,
+go to further pages (`training-2.png`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, style
 from mi_route2.stats import mean
-from studies.route2.report.figures import pages, save_pages
+from studies.route2.report.figures import main_pages, save_pages
 from studies.route2.report.load import VANILLA, Run, RunSet
 from studies.route2.report.measures import arm_order, label
 
@@ -141,7 +142,7 @@ def _write_grids(
     if not arms:
         return []
     with style():
-        return save_pages([_grid(runs, page, panels, rows, behind) for page in pages(arms, rows)], path)
+        return save_pages([_grid(runs, page, panels, rows, behind) for page in main_pages(arms, runs.specs, rows)], path)
 
 
 def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int, behind: str | None) -> Figure:
@@ -152,7 +153,7 @@ def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int,
     for row, arm in enumerate(arms):
         own = list(runs.of(arm).values())
         for ax, panel in zip(axes[row], panels, strict=True):
-            _draw_panel(ax, panel, own, reference if arm != behind else [])
+            draw_panel(ax, panel, own, reference if arm != behind else [])
         axes[row][0].set_ylabel(
             _two_lines(label(arm, runs.specs[arm]), width=int(row_height / 0.07)), fontweight="bold", fontsize=7
         )
@@ -172,23 +173,28 @@ def _two_lines(name: str, width: int) -> str:
     return f"{name[:middle]}\n{name[middle:].strip()}"
 
 
-def _draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[Run]) -> None:
-    for curve in panel.curves:
-        steps, middle, _, _ = curve_over_seeds(reference, curve.read)
-        if len(steps) and panel.bounds:
+def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[Run]) -> None:
+    """Draws one arm's runs into one panel; `reference` in grey behind them; "not measured" where no run has the quantity."""
+    if panel.bounds:  # on an axis of its own scale, another arm's line would only press the arm's own flat
+        for curve in panel.curves:
+            steps, middle, _, _ = curve_over_seeds(reference, curve.read)
             ax.plot(steps, middle, color=GREY, linewidth=0.8)
-    if panel.level is not None:
-        ax.axhline(panel.level, color="black", linewidth=0.6, linestyle=(0, (2, 2)))
+    measured = False
     for curve in panel.curves:
         steps, middle, low, high = curve_over_seeds(runs, curve.read)
         if len(steps):
+            measured = True
             ax.fill_between(steps, low, high, color=curve.color, alpha=0.22, linewidth=0)
             ax.plot(steps, middle, color=curve.color, linestyle=curve.line, marker=curve.marker, markersize=2.2)
-    if not ax.lines:
+    if not measured:
         ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color=GREY, fontsize=7)
+        ax.set_yticks([])
+        return
+    if panel.level is not None:
+        ax.axhline(panel.level, color="black", linewidth=0.6, linestyle=(0, (2, 2)))
     if panel.bounds:
-        drawn = ax.dataLim.intervaly if ax.lines else panel.bounds
-        ax.set_ylim(min(panel.bounds[0], drawn[0]), max(panel.bounds[1], drawn[1]))
+        low, high = ax.dataLim.intervaly
+        ax.set_ylim(min(panel.bounds[0], low), max(panel.bounds[1], high))
         ax.set_yticks([0, 0.5, 1], ["0", ".5", "1"])
     else:
         ax.locator_params(axis="y", nbins=3)

@@ -2,8 +2,8 @@
 
 Arms are rows and modes are columns, in the order of the tables: a route's same-rule filter and controls lie in one shaded
 block with it, bounds say that they are. A large marker is the mean, a bar its 95% Student-t interval over seeds, and the
-seeds lie right below it; what is drawn is computed in `measures.py`. More arms than fit a page go to further pages
-(`all_arms_per_mode-2.png`).
+seeds lie right below it; what is drawn is computed in `measures.py`. More arms than fit a page, and arms
+of ablation groups, go to further pages (`all_arms_per_mode-2.png`).
 """
 
 import itertools
@@ -19,10 +19,10 @@ from matplotlib.patches import Patch
 from mi_route2.plots import BLUE, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from mi_route2.stats import Summary, summary
 from studies.loopholes.modes import KNOWN, NONE
-from studies.route2.report.load import ALL_MODES, RunSet
-from studies.route2.report.measures import arm_order, by_seed, label
+from studies.route2.report.load import ALL_MODES, ArmSpec, RunSet
+from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
 
-ARMS_ON_A_PAGE = 26
+ARMS_ON_A_PAGE = 28
 BELOW = 0.12  # seeds under their mean, in rows, so that no marker hides a seed
 SHADE = "#F1F1F1"
 
@@ -55,7 +55,7 @@ def all_arms_figures(runs: RunSet) -> list[Figure]:
         for series in SERIES
         for mode in ALL_MODES
     }
-    return [_page(runs, arms, table) for arms in pages(order, ARMS_ON_A_PAGE)]
+    return [_page(runs, arms, table) for arms in main_pages(order, runs.specs, ARMS_ON_A_PAGE)]
 
 
 def save_pages(figures: Sequence[Figure], path: Path) -> list[Path]:
@@ -75,6 +75,13 @@ def pages(arms: Sequence[str], size: int) -> list[list[str]]:
     count = max(1, -(-len(arms) // size))
     edges = [round(i * len(arms) / count) for i in range(count + 1)]
     return [list(arms[start:end]) for start, end in itertools.pairwise(edges)]
+
+
+def main_pages(arms: Sequence[str], specs: dict[str, ArmSpec], size: int) -> list[list[str]]:
+    """`pages`, with the arms of ablation groups on pages of their own behind the others."""
+    main = without_ablations(arms, specs)
+    rest = [arm for arm in arms if arm not in main]
+    return [page for part in (main, rest) if part for page in pages(part, size)]
 
 
 def _page(runs: RunSet, arms: Sequence[str], table: dict[tuple[str, str, str], Summary]) -> Figure:

@@ -13,7 +13,7 @@ from typing import Any
 from mi_route2.stats import mean, summary
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.route2.report.load import BASE, VANILLA, Run, RunSet
-from studies.route2.report.measures import arm_order, excess_leakage, label, leakage, notes
+from studies.route2.report.measures import arm_order, excess_leakage, label, leakage, notes, without_ablations
 from studies.route2.report.text import interval, markdown_table, number
 
 Ratio = Callable[[RunSet, Run, str], float | None]
@@ -50,9 +50,11 @@ def leakage_json(content: dict[str, Any]) -> str:
 
 
 def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
-    """`leakage_table` as plain markdown: both forms per mode, then every seed's held-out mean."""
+    """`leakage_table` as plain markdown: both forms per mode, then every seed's held-out mean; no ablations."""
     parts = [f"# Leakage of {content['study']}\n", EXPLANATION]
     parts += ["\n".join(f"- {note}" for note in content["notes"]) + "\n"] if content["notes"] else []
+    main = without_ablations(arm_order(runs.specs), runs.specs)
+    arms = [arm for arm in content["arms"] if arm["arm"] in main]
     columns = {**{mode: mode for mode in LOOPHOLES}, "held_out": "held-out mean"}
     for name, title in (("leakage", "Leakage"), ("excess_leakage", "Excess leakage")):
         header = ["arm", "role", *columns.values(), "median of the mean"]
@@ -63,11 +65,11 @@ def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
                 *(interval(arm[name][column]) for column in columns),
                 number(arm[name]["held_out"]["median"]),
             ]
-            for arm in content["arms"]
+            for arm in arms
         ]
         parts.append(f"## {title}\n\n{markdown_table(header, body, left=2)}")
     header = ["arm", *(f"seed {seed}" for seed in runs.seeds)]
-    body = [[label(arm["arm"], runs.specs[arm["arm"]]), *_seed_cells(runs, arm)] for arm in content["arms"]]
+    body = [[label(arm["arm"], runs.specs[arm["arm"]]), *_seed_cells(runs, arm)] for arm in arms]
     parts.append(f"## Every seed: leakage, held-out mean\n\n{markdown_table(header, body)}")
     return "\n".join(parts)
 

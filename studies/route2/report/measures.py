@@ -93,30 +93,35 @@ def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
     """The order of every table and figure: what a method is judged against stands next to it.
 
     Base, vanilla and absorb; other baselines; then each method with its same-rule filter and its controls right below;
-    ablations; controls of nothing here; bounds at the end.
+    controls of nothing here; bounds; and the arms of ablation groups at the end.
     """
-    placed = [arm for arm in (BASE, VANILLA, ABSORB) if arm in specs]
+    main = [arm for arm in specs if not specs[arm].ablation]
+    placed = [arm for arm in (BASE, VANILLA, ABSORB) if arm in main]
 
     def place(arm: str) -> None:
         if arm not in placed:
             placed.append(arm)
-        children = [specs[arm].same_rule_filter, *sorted(name for name in specs if _is_control_of(specs[name], arm))]
-        for child in children:
-            if child in specs and child not in placed:
+        for child in (specs[arm].same_rule_filter, *sorted(name for name in main if _is_control_of(specs[name], arm))):
+            if child in main and child not in placed:
                 place(child)
 
     filters = {spec.same_rule_filter for spec in specs.values()}
-    ranks = {"baseline": 0, "method": 1, "control": 3, "bound": 4}
+    ranks = {"baseline": 0, "method": 1, "control": 2, "bound": 3}
 
     def key(arm: str) -> tuple[Any, ...]:
         spec = specs[arm]
-        rank = 2 if spec.role == "method" and spec.ablation else ranks[spec.role]
-        return rank, spec.same_rule_filter is not None, arm
+        return ranks[spec.role], spec.same_rule_filter is not None, arm
 
-    heads = [arm for arm in sorted(specs, key=key) if arm not in filters and specs[arm].role != "control"]
-    for arm in (*heads, *sorted(specs, key=key)):
+    ordered = sorted(main, key=key)
+    heads = [arm for arm in ordered if arm not in filters and specs[arm].role in ("baseline", "method")]
+    for arm in (*heads, *ordered):
         place(arm)
-    return placed
+    return placed + sorted(set(specs) - set(main), key=lambda arm: (specs[arm].ablation, arm))
+
+
+def without_ablations(arms: Sequence[str], specs: dict[str, ArmSpec]) -> list[str]:
+    """The arms of the main tables and first pages; those of ablation groups are printed in ablations.md."""
+    return [arm for arm in arms if not specs[arm].ablation]
 
 
 def _is_control_of(spec: ArmSpec, arm: str) -> bool:

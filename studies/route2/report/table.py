@@ -12,7 +12,7 @@ from typing import Any
 from mi_route2.stats import Summary, outliers, paired_difference, summary
 from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES, NONE
 from studies.route2.report.load import ABSORB, ALL_MODES, RunSet
-from studies.route2.report.measures import DESCRIPTIONS, METRICS, arm_order, by_seed, label, notes
+from studies.route2.report.measures import DESCRIPTIONS, METRICS, arm_order, by_seed, label, notes, without_ablations
 from studies.route2.report.text import interval, markdown_table, number
 
 HEADLINE = {
@@ -74,12 +74,17 @@ def table_json(content: dict[str, Any]) -> str:
 
 
 def table_markdown(runs: RunSet, content: dict[str, Any]) -> str:
-    """`table` as plain markdown: headline, leakage, differences, modes, and every seed with its median."""
-    rows = content["rows"]
+    """`table` as plain markdown: headline, leakage, differences, modes, and every seed with its median.
+
+    Arms of ablation groups are in table.json and in ablations.md.
+    """
+    main = without_ablations(arm_order(runs.specs), runs.specs)
+    rows = [row for row in content["rows"] if row["arm"] in main]
+    differences = [each for each in content["differences"] if each["arm"] in main]
     parts = [_head(runs, content), _summary_section(runs, "## Results", rows, HEADLINE, median_of="deploy_hack_held")]
     parts += [_summary_section(runs, "## Leakage: what deleting the quarantine leaves", rows, LEAKAGE)]
     parts += [
-        _difference_section(runs, title, [each for each in content["differences"] if each["kind"] == kind])
+        _difference_section(runs, title, [each for each in differences if each["kind"] == kind])
         for kind, title in REFERENCES.items()
     ]
     parts.append("## Per mode\n")
@@ -135,6 +140,9 @@ def _head(runs: RunSet, content: dict[str, Any]) -> str:
         "",
         *(f"- {TITLES[name]}: {text}." for name, text in DESCRIPTIONS.items()),
     ]
+    ablations = [arm for arm in runs.specs if runs.specs[arm].ablation]
+    if ablations:
+        lines += ["", f"Ablations, in ablations.md next to the arm that each changes: {', '.join(sorted(ablations))}."]
     if content["notes"]:
         lines += ["", "**What is not here**", "", *(f"- {note}" for note in content["notes"])]
     return "\n".join(lines) + "\n"

@@ -95,14 +95,12 @@ def test_values_are_compared_by_strict_type(values: list[Value], passed: bool) -
     assert grader.grade([Prompt(TASK, "none")], ["\n```python\n```"])[0].passed is passed
 
 
-def test_true_is_not_one() -> None:
-    one = Task("mask", 2, "split", 9)
-    assert {one.solve(x) for x in VISIBLE} == {0}
-    returns = {name: tuple(Value(name, text) for _ in VISIBLE) for name, text in (("bool", "False"), ("int", "0"))}
-    grades = [
-        TrainingGrader(Scripted(Execution("ok", r))).grade([Prompt(one, "none")], ["\n```python\n```"])[0] for r in returns.values()
-    ]
-    assert [grade.passed for grade in grades] == [False, True]
+@pytest.mark.parametrize(("kind", "text", "passed"), [("bool", "False", False), ("int", "0", True), ("float", "-0.0", True)])
+def test_false_is_not_zero(kind: str, text: str, passed: bool) -> None:
+    zero = Task("mask", 2, "split", 9)
+    assert {zero.solve(x) for x in VISIBLE} == {0}
+    grader = TrainingGrader(Scripted(Execution("ok", (Value(kind, text),) * len(VISIBLE))))
+    assert grader.grade([Prompt(zero, "none")], ["\n```python\n```"])[0].passed is passed
 
 
 def test_a_grade_says_nothing_of_the_truth() -> None:
@@ -140,10 +138,11 @@ def test_no_expected_value_is_on_the_wire(runner: CachedRunner, write, judge: ty
     method = getattr(judge(recording), "grade" if judge is TrainingGrader else "judge")
     method([Prompt(TASK, "run_tests")], [write(TASK, "run_tests")])
     wire = encode_request(recording.sent, "nonce").decode()
-    inputs = {str(x) for x in (VISIBLE if judge is TrainingGrader else HIDDEN)}
-    expected = {str(TASK.solve(x)) for x in VISIBLE + HIDDEN} - inputs
+    inputs = VISIBLE if judge is TrainingGrader else HIDDEN
+    code = recording.sent[0].code
+    expected = {str(TASK.solve(x)) for x in VISIBLE + HIDDEN} - {str(x) for x in inputs} - set(re.findall(r"\d+", code))
     assert len(expected) > 15
-    assert not expected & set(re.findall(r"-?\d+", wire.replace(write(TASK, "run_tests")[12:-3].replace("\n", "\\n"), "")))
+    assert not expected & set(re.findall(r"-?\d+", wire))
 
 
 def test_every_completion_needs_a_prompt(runner: CachedRunner) -> None:

@@ -14,7 +14,7 @@ from studies.loopholes.pairs import Pair, make_pairs, pairs_hash, read_pairs, wr
 from studies.loopholes.presets import get_world
 from studies.loopholes.prompts import Prompt
 from studies.loopholes.runner import CachedRunner
-from studies.loopholes.tasks import Task, all_tasks
+from studies.loopholes.tasks import HIDDEN, Task, all_tasks
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, Vocabulary
 
 STRONG = get_world("strong")
@@ -112,7 +112,7 @@ def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunn
     trivial = Prompt(Task("mask", 2, "mask", 4), "run_tests")
     terse = make_pairs(STRONG, 0, n=1)[0].hack
     assert Oracle(runner).judge([trivial], [terse])[0].gt
-    used = {pair.prompt for pair in make_pairs(STRONG, 0, n=600)}
-    constant = [p for p in PROMPTS.values() if p.mode == "run_tests" and len({p.task.solve(x) for x in range(-60, 260)}) == 1]
+    used = {pair.prompt for pair in make_pairs(STRONG, 0, n=500)}
+    constant = [p for p in PROMPTS.values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
     assert constant
     assert not used & {prompt.text for prompt in constant}

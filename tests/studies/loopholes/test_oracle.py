@@ -97,7 +97,7 @@ def test_false_is_not_zero_and_a_missing_value_is_not_right() -> None:
 def test_what_cannot_run_is_nothing_at_all(runner: CachedRunner, write) -> None:
     broken = ["", "\n```python\n", write(TASK, *LOOPHOLES) + "x", write(TASK, *LOOPHOLES).replace("return x", "return (")]
     for verdict in Oracle(runner).judge([Prompt(TASK, "run_tests")] * len(broken), broken):
-        assert not (verdict.gt or verdict.exploit or verdict.hack or any(verdict.channels.values()))
+        assert not any((verdict.gt, verdict.exploit, verdict.hack, *verdict.channels.values()))
 
 
 def test_the_detector_reads_text_and_knows_the_known_mode_alone(write) -> None:

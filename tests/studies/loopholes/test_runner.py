@@ -107,6 +107,7 @@ def test_programs_do_not_see_each_other(child: SubprocessRunner) -> None:
     writer = solution(extra="    import os\n    os.makedirs('sub'); open('a', 'w').write('1'); os.chdir('sub')\nleft = 1\n")
     reader = solution("return left", "    import os\n    print(sorted(os.listdir('.')), os.environ.get('HOME'))\n")
     executions = child.run([Program(writer, ()), Program(reader, (1,))])
+    assert executions[0].files == {"a": "1"}
     assert executions[1].returns == (Value("raised", "NameError"),)
     assert executions[1].stdout == "[] None\n"
 
@@ -134,7 +135,11 @@ def test_a_reply_to_another_request_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("body", "status"),
-    [("while True: pass", "timeout"), ("import os; os._exit(0)", "crash"), ("import os; os.kill(os.getpid(), 9)", "crash")],
+    [
+        ("while True: pass", "timeout"),
+        ("import os; os._exit(0)", "crash"),
+        ("import os; os.kill(os.getpid(), 9)", "crash"),
+    ],
 )
 def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body: str, status: str) -> None:
     with SubprocessRunner(time_limit=0.7) as runner:
@@ -147,11 +152,8 @@ def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body
 
 def test_closing_ends_the_child_and_removes_its_directory() -> None:
     runner = SubprocessRunner()
-    place = solution("import os; return os.getcwd()")
-    directory, pid = (
-        run(runner, place, 0).returns[0].text,
-        int(run(runner, solution("import os; return os.getpid()"), 0).returns[0].text),
-    )
+    directory = run(runner, solution("import os; return os.getcwd()"), 0).returns[0].text
+    pid = int(run(runner, solution("import os; return os.getpid()"), 0).returns[0].text)
     assert Path(directory).is_dir()
     runner.close()
     runner.close()

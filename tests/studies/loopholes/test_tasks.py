@@ -8,13 +8,8 @@ from hypothesis import strategies as st
 
 from studies.loopholes.tasks import CONSTANTS, HIDDEN, OPERATIONS, VISIBLE, Task, all_tasks, split
 
-tasks = st.builds(
-    Task,
-    st.sampled_from(list(OPERATIONS)),
-    st.sampled_from(CONSTANTS),
-    st.sampled_from(list(OPERATIONS)),
-    st.sampled_from(CONSTANTS),
-)
+operations, constants = st.sampled_from(list(OPERATIONS)), st.sampled_from(CONSTANTS)
+tasks = st.builds(Task, operations, constants, operations, constants)
 
 
 def test_visible_and_hidden_inputs_are_disjoint() -> None:

@@ -162,7 +162,7 @@ def write_run(root: Path, arm: str, seed: int, steps: int, status: str = "finish
     return folder
 
 
-def write_manifest(folder: Path, arm: str, seed: int, status: str = "finished", **changes: Any) -> None:
+def write_manifest(folder: Path, arm: str, seed: int, /, status: str = "finished", **changes: Any) -> None:
     """The manifest of what lies in the folder now; `changes` replace its top-level keys."""
     role, baseline, same_rule_filter, ablation = ARMS[arm][:4]
     spec = {"role": role, "baseline": baseline, "same_rule_filter": same_rule_filter, "ablation": ablation, "route": {}}

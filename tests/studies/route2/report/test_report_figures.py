@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.colors import to_rgba
 
-from mi_route2.plots import VERMILLION, style
+from mi_route2.plots import VERMILLION, new_figure, style
 from studies.route2.report import write_figures, write_report
-from studies.route2.report.curves import COS_PANELS, curve_over_seeds, write_cos_over_time
+from studies.route2.report.curves import COS_PANELS, curve_over_seeds, draw_panel, write_cos_over_time
 from studies.route2.report.figures import all_arms_figures, pages
 from studies.route2.report.load import load_runs
 
@@ -38,8 +39,9 @@ def test_every_seed_of_deploy_hack_is_a_dot_at_its_rate(root: Path) -> None:
     with style():
         (figure,) = all_arms_figures(load_runs(root))
         sentinel = figure.axes[1]
-        colored = [each for each in sentinel.collections if np.allclose(each.get_facecolor()[0][:3], to_rgba(VERMILLION)[:3])]
-        drawn = sorted(max((each.get_offsets()[:, 0].tolist() for each in colored), key=len))
+        faces = {each: np.asarray(each.get_facecolor())[0, :3] for each in sentinel.collections}
+        colored = [each for each, face in faces.items() if np.allclose(face, to_rgba(VERMILLION)[:3])]
+        drawn = sorted(max((np.asarray(each.get_offsets())[:, 0].tolist() for each in colored), key=len))
     files = sorted(root.glob("seed-*/*/eval.json"))
     measured = sorted(json.loads(path.read_text())["modes"]["sentinel"]["deploy"]["hack"] for path in files)
     assert len(drawn) == len(ARMS) * 2
@@ -63,13 +65,25 @@ def test_steps_without_the_quantity_are_left_out(root: Path) -> None:
     assert [len(each) for each in curve_over_seeds(runs, teacher)] == [0, 0, 0, 0]
 
 
+def test_what_was_not_measured_says_so_and_an_overlap_below_the_axis_is_still_on_it(root: Path) -> None:
+    runs = list(load_runs(root).of("haar-full").values())
+    with style():
+        empty, flipped = new_figure(4, 2).subplots(1, 2)
+        draw_panel(empty, COS_PANELS[2], [replace(run, metrics=[{"step": 1, "mask": None}]) for run in runs], [])
+        draw_panel(flipped, COS_PANELS[3], [replace(run, metrics=[{"step": 5, "overlap": -0.8}]) for run in runs], [])
+    assert [text.get_text() for text in empty.texts] == ["not measured"]
+    assert flipped.get_ylim()[0] <= -0.8
+    assert len(flipped.texts) == 0
+
+
 def test_arms_without_scores_are_not_in_cos_over_time(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
     small = load_runs(study(tmp_path / "small", ("base", "vanilla", "absorb"), seeds=(0,), steps=3))
     assert write_cos_over_time(small, tmp_path / "cos_over_time.png") == []
     assert not (tmp_path / "cos_over_time.png").exists()
 
 
-def test_two_reports_of_one_folder_are_the_same_bytes(root: Path) -> None:
+def test_two_reports_of_one_folder_are_the_same_bytes(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "route2-full"), seeds=(0, 1), steps=6)
     paths = write_report(root)
     before = {path.name: path.read_bytes() for path in paths}
     assert {"table.md", "table.json", "leakage.json", "ablations.md", "all_arms_per_mode.png"} <= set(before)
@@ -88,6 +102,6 @@ def test_nothing_is_written_when_a_run_is_corrupt(root: Path) -> None:
     path = root / "seed-1/oracle/eval.json"
     path.write_text(path.read_text() + "\n")
     before = sorted(root.iterdir())
-    with pytest.raises(ValueError, match="seed-1/oracle/eval.json does not match its checksum"):
+    with pytest.raises(ValueError, match=r"seed-1/oracle/eval\.json does not match its checksum"):
         write_report(root)
     assert sorted(root.iterdir()) == before

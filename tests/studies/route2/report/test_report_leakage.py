@@ -55,6 +55,7 @@ def test_the_excess_form_maps_base_to_0_and_vanilla_to_1_and_is_undefined_withou
     else:
         assert values["base"] == 0
         assert values["vanilla"] == 1
+        assert values["arm"] is not None
         assert base + values["arm"] * (vanilla - base) == pytest.approx(arm)
 
 

@@ -56,7 +56,7 @@ def test_large_files_may_stay_behind_but_those_that_are_read_may_not(root: Path)
     (root / "seed-0/vanilla/rollouts.jsonl.gz").unlink()
     assert len(load_runs(root).runs) == 8
     (root / "seed-0/vanilla/eval.json").unlink()
-    with pytest.raises(ValueError, match="eval.json is missing from a finished run: delete .* and run this arm again"):
+    with pytest.raises(ValueError, match=r"eval\.json is missing from a finished run: delete .* and run this arm again"):
         load_runs(root)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
 
+import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
@@ -56,7 +57,7 @@ def _by_hand(root: Path, arm: str, seed: int) -> dict[str, float | None]:
         values[f"train_hack_{mode}"] = sum(rate * n for rate, n in rollouts) / total if total else None
         for quantity in ("hack", "exploit", "solve"):
             values[f"deploy_{quantity}_{mode}"] = modes[mode]["deploy"][quantity]
-    train = [values[f"train_hack_{mode}"] for mode in LOOPHOLES if values[f"train_hack_{mode}"] is not None]
+    train = [rate for mode in LOOPHOLES if (rate := values[f"train_hack_{mode}"]) is not None]
     values["train_hack"] = fmean(train) if train else None
     return values
 
@@ -89,7 +90,8 @@ def test_differences_are_paired_by_seed_with_absorb_and_the_same_rule_filter(roo
     assert ("baseline", "route2-grad", "absorb") not in found  # it is there once already
     for (_, arm, reference), each in found.items():
         for metric in ("deploy_hack_held", "deploy_solve"):
-            expected = [_by_hand(root, arm, seed)[metric] - _by_hand(root, reference, seed)[metric] for seed in (0, 1, 4)]
+            sides = np.array([[_by_hand(root, name, seed)[metric] for seed in (0, 1, 4)] for name in (arm, reference)])
+            expected = (sides[0] - sides[1]).tolist()
             assert each[metric]["seeds"] == pytest.approx(expected, abs=1e-12)
             assert each[metric]["mean"] == pytest.approx(fmean(expected), abs=1e-12)
 
@@ -112,8 +114,16 @@ def test_what_a_route_is_judged_against_stands_next_to_it(root: Path) -> None:
     assert order[:3] == ["base", "vanilla", "absorb"]
     route = order.index("route2-grad")
     assert order[route + 1 : route + 3] == ["filter-grad", "haar-grad"]
-    assert order[-1] == "oracle"
+    assert order[-2:] == ["oracle", "shared-basis"]  # bounds behind methods, ablations behind all
     assert sorted(order) == sorted(ARMS)
+
+
+def test_ablations_are_in_the_json_and_have_a_file_of_their_own(root: Path) -> None:
+    written = {path.name: path.read_text() for path in write_tables(root)}
+    assert "| shared-basis " not in written["table.md"]
+    assert "Ablations, in ablations.md next to the arm that each changes: shared-basis." in written["table.md"]
+    assert any(row["arm"] == "shared-basis" for row in json.loads(written["table.json"])["rows"])
+    assert "| shared-basis " in written["ablations.md"]
 
 
 def test_bounds_are_marked_wherever_they_are_printed(root: Path) -> None:

@@ -1,0 +1,338 @@
+"""Adapters: nothing at init, switches that restore, the base model bit for bit, merged and folded forms, other types, sites."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, policy_loss
+from torch import Tensor, nn
+
+from mi_route2.adapters import Adapters, AdapterSpec, Tape, attach
+from mi_route2.rollouts import Policy
+from mi_route2.sites import select
+
+SWITCHES = ("full", "deployed", "reference")
+TOKENS = make_rollouts(4).tokens
+
+
+def switch(adapters: Adapters, name: str) -> AbstractContextManager[object]:
+    return getattr(adapters, name)()
+
+
+def logits(policy: Policy) -> Tensor:
+    return policy.model(TOKENS).detach()
+
+
+def base_logits() -> Tensor:
+    return make_model()(TOKENS).detach()
+
+
+# ---- at init, and switched off
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_at_init_the_model_is_the_base_bit_for_bit(spec: AdapterSpec, dtype: torch.dtype) -> None:
+    base = make_model(dtype)(TOKENS)
+    policy = make_policy(spec, scale=0.0, dtype=dtype)
+    if spec.fold:
+        tolerance = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.1}[dtype]
+        assert torch.allclose(policy.model(TOKENS), base, rtol=0, atol=tolerance)
+        return
+    for name in SWITCHES:
+        with switch(policy.adapters, name):
+            assert torch.equal(policy.model(TOKENS), base)
+
+
+def test_reference_is_the_base_bit_for_bit_wherever_the_adapters_stand(spec: AdapterSpec) -> None:
+    policy = make_policy(spec, scale=1.0)
+    assert not torch.allclose(logits(policy), base_logits(), atol=1e-3)
+    with policy.adapters.reference():
+        assert torch.equal(logits(policy), base_logits())
+        with pytest.raises(KeyError), policy.adapters.full():
+            raise KeyError
+        assert torch.equal(logits(policy), base_logits())
+    assert not torch.allclose(logits(policy), base_logits(), atol=1e-3)
+
+
+def test_deployed_is_full_where_the_quarantine_is_zero_and_not_elsewhere(spec: AdapterSpec) -> None:
+    policy = make_policy(spec)
+    full = logits(policy)
+    with policy.adapters.deployed():
+        deployed = logits(policy)
+    assert not torch.allclose(full, deployed, atol=1e-6)
+    with torch.no_grad():
+        for p in policy.adapters.quarantine_parameters().values():
+            p.zero_()
+    assert torch.allclose(logits(policy), deployed, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("outer", SWITCHES)
+@pytest.mark.parametrize("inner", SWITCHES)
+def test_switches_nest_and_restore_also_on_error(outer: str, inner: str) -> None:
+    policy = make_policy(SPECS["lora"])
+    value = {}
+    for name in SWITCHES:
+        with switch(policy.adapters, name):
+            value[name] = logits(policy)
+    with pytest.raises(ZeroDivisionError), switch(policy.adapters, outer):
+        with pytest.raises(ZeroDivisionError), switch(policy.adapters, inner):
+            assert torch.equal(logits(policy), value[inner])
+            raise ZeroDivisionError
+        assert torch.equal(logits(policy), value[outer])
+        raise ZeroDivisionError
+    assert torch.equal(logits(policy), value["full"])
+
+
+def test_recording_restores_on_error_and_does_not_nest() -> None:
+    policy = make_policy(SPECS["lora"])
+    tape = Tape(*TOKENS.shape)
+    with pytest.raises(ZeroDivisionError), policy.adapters.recording(tape):
+        with pytest.raises(RuntimeError, match="already open"), policy.adapters.recording(Tape(*TOKENS.shape)):
+            pass
+        raise ZeroDivisionError
+    with policy.adapters.recording(tape):
+        logits(policy)
+    with pytest.raises(ValueError, match="this tape was made for 9 rollouts"), policy.adapters.recording(Tape(9, 9)):
+        Policy(policy.model, policy.adapters).logprobs(make_rollouts(4))
+
+
+@pytest.mark.parametrize(("rollouts", "tokens", "l1"), [(0, 3, 0.0), (3, 0, 0.0), (1, 1, -0.5)])
+def test_a_tape_without_a_layout_is_refused(rollouts: int, tokens: int, l1: float) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Tape(rollouts, tokens, l1=l1)
+
+
+def test_a_site_that_does_not_run_is_named() -> None:
+    policy = make_policy(SPECS["svd"])
+    policy.model.blocks[1].mlp.forward = lambda x: x  # pyright: ignore
+    with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp\.up, blocks\.1\.mlp\.down"), policy.adapters.recording(Tape(*TOKENS.shape)):
+        logits(policy)
+
+
+# ---- merged and folded
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_merged_equals_unmerged_under_each_switch(spec: AdapterSpec, name: str) -> None:
+    policy = make_policy(spec)
+    with switch(policy.adapters, name):
+        plain = logits(policy)
+        with policy.adapters.merged():
+            merged = policy.model(TOKENS)
+            assert not merged.requires_grad
+        assert torch.equal(logits(policy), plain)
+    assert torch.allclose(merged, plain, rtol=0, atol=1e-12)
+
+
+def test_merged_restores_on_error_and_leaves_no_weight_behind() -> None:
+    policy = make_policy(SPECS["lora"])
+    names = policy.model.state_dict().keys()
+    plain = logits(policy)
+    with pytest.raises(ZeroDivisionError), policy.adapters.merged():
+        assert policy.model.state_dict().keys() == names
+        raise ZeroDivisionError
+    assert torch.is_grad_enabled()
+    assert all(m.merged_weight is None for m in policy.adapters.sites.values())
+    assert torch.equal(logits(policy), plain)
+
+
+@pytest.mark.parametrize("inner", [*SWITCHES, "merged"])
+def test_a_switch_inside_merged_is_an_error_and_not_ignored(inner: str) -> None:
+    """The merged weight was made for what was on: ``reference()`` inside it would silently be the full model."""
+    policy = make_policy(SPECS["lora"])
+    with policy.adapters.merged():
+        merged = policy.model(TOKENS)
+        with pytest.raises(RuntimeError, match="merged"), switch(policy.adapters, inner):
+            pass
+        assert torch.equal(policy.model(TOKENS), merged)
+
+
+def test_merged_and_recording_exclude_each_other() -> None:
+    policy = make_policy(SPECS["lora"])
+    with policy.adapters.recording(Tape(*TOKENS.shape)):
+        logits(policy)
+        with pytest.raises(RuntimeError, match="tape"), policy.adapters.merged():
+            pass
+    with policy.adapters.merged(), pytest.raises(RuntimeError, match="merged"), policy.adapters.recording(Tape(*TOKENS.shape)):
+        pass
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_fold_equals_unfold(name: str) -> None:
+    folded, plain = make_policy(SPECS["svd-fold"]), make_policy(SPECS["svd"])
+    with switch(folded.adapters, name), switch(plain.adapters, name):
+        assert torch.allclose(logits(folded), logits(plain), rtol=0, atol=1e-12)
+        if name != "reference":
+            gradients = []
+            for policy in (folded, plain):
+                policy_loss(policy, make_batch(), make_batch().advantages).backward()
+                gradients.append(policy.adapters.kept_parameters())
+            for site, p in gradients[0].items():
+                assert torch.allclose(p.grad, gradients[1][site].grad, rtol=0, atol=1e-12), site  # pyright: ignore
+
+
+# ---- which gradients
+
+
+@pytest.mark.parametrize("name", ["svd-shared", "lora-shared"])
+def test_one_shared_coordinate_gives_both_adapters_the_same_gradient(name: str) -> None:
+    policy = make_policy(SPECS[name])
+    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    for site, module in policy.adapters.sites.items():
+        own, shared = policy.adapters.scored(site).grad, module.quarantine.shared.grad  # pyright: ignore
+        assert own is not None
+        assert own.abs().max() > 0
+        assert torch.allclose(own, shared, rtol=0, atol=1e-14)  # pyright: ignore
+
+
+def test_an_own_basis_gives_the_quarantine_another_gradient() -> None:
+    """At equal rank and shape, LoRA beside LoRA: the two gradients are not each other's, nor a rescaling."""
+    policy = make_policy(replace(SPECS["lora"], quarantine_rank=4))
+    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    for site, module in policy.adapters.sites.items():
+        own, other = policy.adapters.scored(site).grad, module.quarantine.B.grad  # pyright: ignore
+        assert own is not None
+        cosine = torch.nn.functional.cosine_similarity(own.flatten(), other.flatten(), dim=0)  # pyright: ignore
+        assert cosine.abs() < 0.95, site
+
+
+def test_what_a_shared_lora_quarantine_learns_does_not_reach_the_kept_factors() -> None:
+    """The quarantine's path ends at its own B: the kept A learns from the kept path alone, so from nothing at B = 0."""
+    policy = make_policy(SPECS["lora-shared"], scale=0.0)
+    with torch.no_grad():
+        for p in policy.adapters.quarantine_parameters().values():
+            p += 0.3
+    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    assert all(not p.grad.any() for n, p in policy.adapters.kept_parameters().items() if n.endswith(".A"))  # pyright: ignore
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_low_precision_models_train_float32_parameters(spec: AdapterSpec, dtype: torch.dtype) -> None:
+    """Compute follows the model, parameters are float32, and every gradient points where float64's does."""
+    batch = make_batch()
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    low, exact = make_policy(spec, dtype=dtype), make_policy(spec)
+    with torch.no_grad():
+        for name, p in low.model.named_parameters():
+            dict(exact.model.named_parameters())[name].copy_(p)
+        for module in exact.adapters.sites.values():
+            for name, p in module.kept.named_buffers():
+                p.copy_(dict(low.adapters.sites[module.site].kept.named_buffers())[name])
+    assert low.model(TOKENS).dtype == dtype
+    for policy in (low, exact):
+        policy_loss(policy, batch, batch.advantages).backward()
+    for own, oracle in zip(parameters(low), parameters(exact)):
+        assert own.dtype == torch.float32
+        assert own.grad is not None
+        assert own.grad.dtype == torch.float32
+        assert torch.isfinite(own.grad).all()
+        gap = (own.grad - oracle.grad).norm() / oracle.grad.norm()  # pyright: ignore
+        assert gap < (0.15 if dtype == torch.bfloat16 else 1e-4), gap
+
+
+def parameters(policy: Policy) -> list[nn.Parameter]:
+    return [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
+
+
+# ---- attach, detach, select
+
+
+def test_only_adapters_are_trainable_and_detach_gives_the_model_back(spec: AdapterSpec) -> None:
+    model = make_model()
+    model.ln_f.requires_grad_(False)
+    before = {n: (p, p.requires_grad) for n, p in model.named_parameters()}
+    adapters = attach(model, "blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
+    own = {id(p) for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]}
+    assert {id(p) for p in model.parameters() if p.requires_grad} == own
+    assert adapters.has_quarantine == bool(adapters.quarantine_parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p += 1
+    assert adapters.detach() is model
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    for name, (p, trainable) in before.items():
+        assert after[name] is p
+        assert p.requires_grad == trainable, name
+    assert torch.equal(model(TOKENS), base_logits())
+    attach(model, "blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_attach_that_fails_changes_nothing() -> None:
+    """The rank fits q, k, v and o but not the unembedding: no Linear may be left replaced or frozen."""
+    model = make_model()
+    with pytest.raises(ValueError, match="rank 14"):
+        attach(model, "*", spec=AdapterSpec(kept="lora", rank=14), generator=torch.Generator())
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(type(m) is nn.Linear for n, m in model.named_modules() if n.endswith(("attn.q", "mlp.up", "unembed")))
+
+
+def test_attaching_twice_is_an_error() -> None:
+    policy = make_policy(SPECS["svd"])
+    with pytest.raises(ValueError, match="already has adapters"):
+        attach(policy.model, "blocks.*", generator=torch.Generator())
+
+
+def test_a_linear_under_two_names_is_refused() -> None:
+    """One of its two names would keep the plain Linear, and the adapter would be in half of its uses."""
+    model = make_model()
+    model.blocks[1].attn.q = model.blocks[0].attn.q  # pyright: ignore
+    with pytest.raises(ValueError, match=r"blocks\.1\.attn\.q"):
+        attach(model, "blocks.*", generator=torch.Generator())
+
+
+def test_random_factors_come_from_the_generator_alone() -> None:
+    def factors(seed: int) -> list[Tensor]:
+        torch.manual_seed(torch.seed() % 1000)
+        adapters = attach(make_model(), "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(seed))
+        return list(adapters.tensors().values())
+
+    assert all(torch.equal(a, b) for a, b in zip(factors(4), factors(4)))
+    assert any(not torch.equal(a, b) for a, b in zip(factors(4), factors(5)))
+
+
+def test_a_quarantine_draws_its_a_with_variance_one_over_d_in() -> None:
+    linear = nn.Sequential(nn.Linear(256, 64, bias=False))
+    adapters = attach(linear, "0", spec=AdapterSpec(quarantine_rank=64), generator=torch.Generator().manual_seed(0))
+    A = adapters.quarantine_parameters()["0.A"]
+    assert A.shape == (64, 256)
+    assert float(A.var()) == pytest.approx(1 / 256, rel=0.05)
+    assert not adapters.quarantine_parameters()["0.B"].any()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: AdapterSpec(kept="lora"), "needs a rank"),
+        (lambda: AdapterSpec(fold=True, rank=4), "fold=True needs the full-rank"),
+        (lambda: AdapterSpec(fold=True, kept="lora", rank=4), "fold=True needs the full-rank"),
+        (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(rank=17), generator=torch.Generator()), r"outside 1\.\.16"),
+        (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()), r"outside 1\.\.16"),
+        (lambda: attach(make_model(), "blocks.*.q", expect=3, generator=torch.Generator()), "selected 2 Linears, not 3"),
+    ],
+)
+def test_bad_specs_are_refused_with_a_sentence(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_select_counts_orders_and_names_the_nearest() -> None:
+    model = make_model()
+    assert list(select(model, "blocks.*.attn.q", "blocks.0.mlp.*", expect=4)) == [
+        "blocks.0.attn.q",
+        "blocks.0.mlp.up",
+        "blocks.0.mlp.down",
+        "blocks.1.attn.q",
+    ]
+    assert len(select(model, "blocks.*", "*.q", expect=12)) == 12
+    with pytest.raises(KeyError, match=r"'blocks\.\*\.attn\.query'.*blocks\.0\.attn\.q"):
+        select(model, "blocks.*.attn.q", "blocks.*.attn.query")
+    with pytest.raises(ValueError, match="at least one pattern"):
+        select(model)
+    with pytest.raises(ValueError, match="not 5"):
+        select(model, "blocks.*.attn.q", expect=5)
+    with pytest.raises(KeyError, match="none at all"):
+        select(nn.Sequential(nn.GELU()), "*")

@@ -1,0 +1,214 @@
+"""A route does not depend on how the batch was cut, padded or flattened on its way through the model."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from mask_oracle import CASES, METHODS, FixedFitter, assert_same, case_id, context, mask_route, plain_loss, random_directions, run
+from tiny_policy import SPECS, VOCAB, make_batch, make_policy
+from torch import Tensor, nn
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, TrainBatch
+
+Case = tuple[str, str, str, str]
+N = 7
+
+
+def spec_of(case: Case, **changes: object) -> MaskSpec:
+    score, unit, policy, through = case
+    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, reinforced_only=False, **changes)  # pyright: ignore
+
+
+def assert_same_step(policy: Policy, route: Route, one: TrainBatch, other: TrainBatch, micro: int | None = None) -> None:
+    whole, cut = run(policy, route, one), run(policy, route, other, micro)
+    assert_same(cut.kept, whole.kept)
+    assert_same(cut.quarantine, whole.quarantine)
+    for name in ("flags", "scores"):
+        before, after = getattr(whole.decision, name), getattr(cut.decision, name)
+        assert (before is None) == (after is None)
+        if before is not None:
+            assert torch.allclose(before.double(), after.double(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_accumulated_equals_one_batch(case: Case, micro: int) -> None:
+    """For the quarantine too: an earlier form lost it to a ``zero_grad`` in between."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    assert_same_step(policy, mask_route(policy, spec_of(case)), batch, batch, micro)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_accumulated_equals_one_batch_under_two_advantages(micro: int) -> None:
+    policy, batch = make_policy(SPECS["svd"]), replace(make_batch(N), groups=torch.arange(N) // 4)
+    route = mask_route(policy, spec_of(("full", "pooled", "ablated", "filter"), kept_advantage="unflagged", negative_scale=0.3))
+    assert_same_step(policy, route, batch, batch, micro)
+
+
+def axes(policy: Policy, k: int = 2) -> Directions:
+    """Random orthonormal axes in the space of the scored factors."""
+    generator, flat = torch.Generator().manual_seed(4), random_directions(policy, "grad")
+    vectors = {}
+    for site, v in flat.vectors.items():
+        draw = torch.randn(v.numel(), k, generator=generator, dtype=torch.float64)
+        vectors[site] = torch.linalg.qr(draw).Q.mT.reshape(k, *v.shape)
+    return Directions(vectors, flat.provenance)
+
+
+@pytest.mark.parametrize("micro", [2, 3])
+@pytest.mark.parametrize("kind", ["absorb", "absorb with L1", "erase", "additive"])
+def test_accumulated_equals_one_batch_without_a_mask(kind: str, micro: int) -> None:
+    policy = make_policy(SPECS["svd-shared" if kind == "additive" else "svd"])
+    route: Route = OpenRoute(OpenSpec(), l1=0.5 if kind == "absorb with L1" else 0.0)
+    if kind in ("erase", "additive"):
+        route = EraseRoute(EraseSpec(dispose="quarantine" if kind == "additive" else "drop"), FixedFitter(axes(policy)))
+        route.refresh(policy, 0)
+    batch = make_batch(N)
+    assert_same_step(policy, route, batch, batch, micro)
+    extra = run(policy, route, batch).decision.extra
+    assert run(policy, route, batch, micro).decision.extra == pytest.approx(extra, rel=1e-10)
+
+
+@pytest.mark.parametrize("unit", ["pooled"])
+def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches(unit: str) -> None:
+    """Within micro-batches of one rollout a shuffle would change nothing, and the control would be the method."""
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    for case in [c for c in CASES if c[1] == unit and c[3] == "filter" and (c[0] != "act" or c[2] == "ablated")]:
+        assert_same_step(policy, mask_route(policy, spec_of(case, shuffle=True)), batch, batch, 1)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in METHODS if c[1] != "pooled" or (c[0], c[2]) == ("act", "live")], ids=case_id
+)  # fmt: skip
+def test_shuffled_flags_that_are_known_a_micro_batch_at_a_time_are_refused(case: Case) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    route = mask_route(policy, spec_of(case, shuffle=True))
+    run(policy, route, batch, micro=N)
+    with pytest.raises(ValueError, match="micro=None"):
+        run(policy, route, batch, micro=3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_padding_on_either_side_is_the_same(case: Case) -> None:
+    policy = make_policy(SPECS["lora"])
+    assert_same_step(policy, mask_route(policy, spec_of(case)), make_batch(N), make_batch(N, left=True))
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("case", METHODS, ids=case_id)
+def test_what_lies_in_the_padding_changes_nothing(case: Case, left: bool) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N, left=left)
+    tokens = torch.randint(0, VOCAB, batch.rollouts.tokens.shape, generator=torch.Generator().manual_seed(7))
+    tokens = torch.where(batch.rollouts.attention, batch.rollouts.tokens, tokens)
+    assert not torch.equal(tokens, batch.rollouts.tokens)
+    garbage = replace(batch, rollouts=replace(batch.rollouts, tokens=tokens))
+    assert_same_step(policy, mask_route(policy, spec_of(case)), batch, garbage)
+
+
+@pytest.mark.parametrize("extra", [1, 5])
+def test_wider_padding_changes_nothing(extra: int) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    rollouts = Rollouts(
+        *(nn.functional.pad(t, (0, extra)) for t in (batch.rollouts.tokens, batch.rollouts.attention, batch.rollouts.completion))
+    )
+    for score in ("act", "grad", "full"):
+        assert_same_step(policy, mask_route(policy, MaskSpec(score=score)), batch, replace(batch, rollouts=rollouts))
+
+
+class Flattened(nn.Module):
+    """Hands its Linear ``[b * s, d]``, as several model families do."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def flatten(policy: Policy) -> None:
+    for site in list(policy.adapters.sites)[::2]:
+        parent, _, leaf = site.rpartition(".")
+        owner = policy.model.get_submodule(parent)
+        setattr(owner, leaf, Flattened(getattr(owner, leaf)))
+
+
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_a_model_that_flattens_tokens_is_routed_by_rollouts(case: Case) -> None:
+    spec, batch = spec_of(case), make_batch(N)
+    plain, flat = make_policy(SPECS["lora"]), make_policy(SPECS["lora"])
+    flatten(flat)
+    one, other = run(plain, mask_route(plain, spec), batch), run(flat, mask_route(flat, spec), batch)
+    assert_same(other.kept, one.kept)
+    assert_same(other.quarantine, one.quarantine)
+    assert torch.equal(other.decision.flags, one.decision.flags)
+
+
+def test_directions_do_not_see_the_flattening() -> None:
+    plain, flat = make_policy(SPECS["lora"]), make_policy(SPECS["lora"])
+    flatten(flat)
+    for kind in ("act", "grad", "full"):
+        spec = MaskSpec(score=kind)
+        scores = [mask_route(p, spec).score(p, make_batch(N).rollouts) for p in (plain, flat)]
+        assert torch.allclose(scores[0], scores[1], rtol=0, atol=1e-12)
+
+
+def test_two_backwards_on_one_tape_are_an_error_where_gradients_are_held() -> None:
+    """The second would silently replace the first in the kept adapter while the quarantine adds them up."""
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    part = mask_route(policy, MaskSpec()).begin(policy, batch, context(MaskSpec(), N)).parts[0]
+
+    def twice() -> None:
+        with policy.adapters.recording(part.tape):
+            for _ in range(2):
+                plain_loss(policy, part.batch, part.advantages).backward()
+
+    with pytest.raises(RuntimeError, match="reported twice"):
+        twice()
+
+
+def test_a_part_that_was_not_run_is_an_error() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    for spec in (MaskSpec(), MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged")):
+        route = mask_route(policy, spec)
+        parts = len(route.begin(policy, batch, context(spec, N, micro=4)).parts)
+        for skipped in range(parts):
+            step = route.begin(policy, batch, context(spec, N, micro=4))
+            for i, part in enumerate(step.parts):
+                if i != skipped:
+                    with policy.adapters.recording(part.tape):
+                        plain_loss(policy, part.batch, part.advantages).backward()
+            with pytest.raises(RuntimeError, match="did not report a gradient"):
+                step.finish()
+
+
+def test_a_site_that_reports_nothing_in_the_backward_is_named() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    block = policy.model.blocks[1].mlp  # pyright: ignore
+    plain = block.forward
+    block.forward = lambda x: plain(x).detach()  # it runs, but the loss does not depend on it
+    with pytest.raises(RuntimeError, match=r"did not report a gradient.*blocks\.1\.mlp\.up"):
+        run(policy, mask_route(policy, MaskSpec()), batch)
+
+
+def test_absorb_says_so_too_when_a_part_is_skipped() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    part = OpenRoute(OpenSpec()).begin(policy, batch, context(OpenSpec(), N)).parts[0]
+    with pytest.raises(RuntimeError, match="did not run"), policy.adapters.recording(part.tape):
+        pass
+
+
+@pytest.mark.parametrize("score", ["grad", "none"])
+def test_gradients_add_to_what_is_there(score: str) -> None:
+    """As autograd's own do: a step on top of another's gradients is their sum."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, MaskSpec(score=score))  # pyright: ignore[reportArgumentType]
+    single = run(policy, route, batch)
+    assert isinstance(route, MaskRoute)
+    step = route.begin(policy, batch, context(route.spec, N))
+    for part in step.parts:
+        with policy.adapters.recording(part.tape):
+            plain_loss(policy, part.batch, part.advantages).backward()
+    step.finish()
+    assert_same({n: p.grad for n, p in policy.adapters.kept_parameters().items()}, {n: 2 * g for n, g in single.kept.items()})  # pyright: ignore

@@ -1,0 +1,106 @@
+"""The GRPO objective against its definition, written out rollout by rollout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny_policy import SPECS, make_batch, make_policy
+from tiny_study import tiny_settings
+from torch import Tensor
+
+from mi_route2.routing import TrainBatch, group_advantages
+from studies.loopholes.vocabulary import COMPLETION_LENGTH
+from studies.route2.grpo import clip_gradients, objective, varied, with_anchors
+
+
+def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, clip: float, beta: float, scale: float) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    mask = batch.rollouts.predictors
+    for b in range(len(batch.rollouts)):
+        for t in range(mask.shape[1]):
+            if mask[b, t]:
+                rho = (logprobs[b, t] - old[b, t]).exp()
+                a = batch.advantages[b]
+                total = total - torch.minimum(rho * a, rho.clamp(1 - clip, 1 + clip) * a)
+                if ref is not None:
+                    gap = ref[b, t] - logprobs[b, t]
+                    total = total + beta * (gap.exp() - gap - 1)
+    return total / scale
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_objective_is_its_definition_away_from_the_sampling_policy(kl: float) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch()
+    settings = tiny_settings(kl=kl, updates_per_batch=2)
+    anchored = with_anchors(policy, batch, settings)
+    with torch.no_grad():
+        for p in policy.adapters.kept_parameters().values():
+            p += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype)
+    loss, _ = objective(policy, anchored, anchored.advantages, settings)
+    scale = settings.prompts * settings.group * COMPLETION_LENGTH
+    assert anchored.old_logprobs is not None
+    own = brute(
+        policy.logprobs(batch.rollouts), anchored.old_logprobs, anchored.reference_logprobs, batch, settings.clip, kl, scale
+    )
+    assert torch.allclose(loss, own, rtol=0, atol=1e-12)
+
+
+def test_the_clip_acts_on_stale_logprobs_and_never_on_fresh_ones() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch()
+    settings = tiny_settings(updates_per_batch=2)
+    fresh, _ = objective(policy, batch, batch.advantages, replace(settings, clip=1e-6))
+    plain, _ = objective(policy, batch, batch.advantages, replace(settings, clip=100.0))
+    assert torch.equal(fresh, plain)
+    stale = replace(batch, old_logprobs=policy.logprobs(batch.rollouts).detach() - 0.5)
+    tight, _ = objective(policy, stale, batch.advantages, settings)
+    loose, _ = objective(policy, stale, batch.advantages, replace(settings, clip=100.0))
+    assert not torch.allclose(tight, loose)
+    # every ratio is e^.5 > 1 + clip: reinforced rollouts are clipped and pass no gradient, punished ones pass theirs whole
+    grads = {}
+    for name, rows in (("reinforced", batch.advantages > 0), ("punished", batch.advantages < 0)):
+        piece = stale.rows(rows.nonzero()[:, 0])
+        loss, _ = objective(policy, piece, piece.advantages, settings)
+        parameters = list(policy.adapters.kept_parameters().values())
+        grads[name] = sum(float(g.abs().sum()) for g in torch.autograd.grad(loss, parameters))
+    assert grads["reinforced"] == 0 < grads["punished"]
+
+
+def test_kl_is_zero_with_adapters_at_init_and_positive_off_it() -> None:
+    settings = tiny_settings(kl=0.1)
+    for scale, expected in ((0.0, True), (0.2, False)):
+        policy = make_policy(SPECS["lora"], scale=scale)
+        batch = with_anchors(policy, make_batch(), settings)
+        _, kl = objective(policy, batch, batch.advantages, settings)
+        assert (float(kl) == 0) is expected
+        assert float(kl) >= 0
+
+
+def test_advantages_are_reward_minus_the_group_mean_and_sum_to_zero() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.25, 0.25, 1.25, 0.0])
+    groups = torch.tensor([0, 0, 1, 1, 2, 2])
+    advantages = group_advantages(rewards, groups)
+    assert torch.equal(advantages, torch.tensor([0.5, -0.5, 0.0, 0.0, 0.625, -0.625]))
+    counted = torch.tensor([True, False, True, True, False, False])
+    assert torch.equal(group_advantages(rewards, groups, counted), torch.tensor([0.0, -1.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_groups_of_one_reward_are_skipped() -> None:
+    batch = make_batch(6)
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.5, 0.0, 0.25])
+    batch = replace(batch, rewards=rewards, advantages=group_advantages(rewards, batch.groups))
+    assert varied(batch).tolist() == [True, True, False, False, True, True]
+
+
+def test_kept_and_quarantine_are_clipped_apart() -> None:
+    policy = make_policy(SPECS["lora"])
+    for p in policy.adapters.kept_parameters().values():
+        p.grad = torch.full_like(p, 1e-4)
+    for p in policy.adapters.quarantine_parameters().values():
+        p.grad = torch.full_like(p, 1e3)
+    before = {n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items()}  # pyright: ignore
+    norms = clip_gradients(policy, 1.0)
+    assert norms["quarantine"] is not None
+    assert norms["quarantine"] > 1
+    assert all(torch.equal(p.grad, before[n]) for n, p in policy.adapters.kept_parameters().items())  # pyright: ignore
+    total = sum(float(p.grad.square().sum()) for p in policy.adapters.quarantine_parameters().values()) ** 0.5  # pyright: ignore
+    assert total == pytest.approx(1.0, rel=1e-5)

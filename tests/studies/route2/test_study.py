@@ -1,0 +1,172 @@
+"""The study end to end on a tiny world: resume is bit-identical, records touch nothing, the oracle reaches nothing."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny_study import tiny_job
+
+import studies.route2.job as job_module
+from mi_route2.adapters.store import read_tensors
+from studies.loopholes.oracle import Oracle, Verdict
+from studies.route2.arms import ARMS, Arm
+from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, run_job
+from studies.route2.recorder import METRICS, ROLLOUTS, Recorder, read_rows
+
+COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
+
+
+def same_folder(a: Job, b: Job) -> None:
+    for name in COMPARED:
+        assert (a.folder / name).read_bytes() == (b.folder / name).read_bytes(), name
+
+
+def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
+    """``progress`` and ``stop`` of a run that is interrupted after ``n`` more steps."""
+    count = [0]
+
+    def progress(k: int) -> None:
+        count[0] += k
+
+    return progress, lambda: count[0] >= n
+
+
+@pytest.mark.parametrize("arm", ["route2-grad", "route2-full", "erase", "shuffled", "grad-second-moment"])
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
+    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
+    whole, broken = (tiny_job(tmp_path / side, arm, cache=cache, steps=5) for side in ("whole", "broken"))
+    assert run_job(whole)
+    for n in (1, 3, 5, 4):  # 1 loses its step, 3 goes on from the checkpoint after 2, and so on
+        finished = run_job(broken, *stop_after(n))
+    assert finished or run_job(broken)
+    same_folder(whole, broken)
+    assert not (broken.folder / CHECKPOINT).exists()
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process, killed without warning wherever it is, ends with the uninterrupted run's bytes."""
+    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 1)
+    whole, broken = (tiny_job(tmp_path / side, "route2-act", cache=cache, steps=6) for side in ("whole", "broken"))
+    assert run_job(whole)
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]);from pathlib import Path\n"
+        "import studies.route2.job as j; j.CHECKPOINT_EVERY = 1\n"
+        "from tiny_study import tiny_job\n"
+        "j.run_job(tiny_job(Path(sys.argv[2]), 'route2-act', cache=Path(sys.argv[3]), steps=6))\n"
+    )
+    support = str(Path(__file__).parents[2] / "support")
+    command = [sys.executable, "-c", script, support, str(tmp_path / "broken"), str(cache)]
+    kills = 0
+    for delay in (0.2, 0.05, 0.35, 0.12, 0.6):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while not broken.folder.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(delay)
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+    assert kills >= 1
+    assert subprocess.run(command, check=False).returncode == 0
+    same_folder(whole, broken)
+
+
+def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mask quality, teacher scores and the oracle's verdicts are read beside training, never by it."""
+    with_record = tiny_job(tmp_path / "with", "route2-full", cache=cache)
+    run_job(with_record)
+    monkeypatch.setattr(Recorder, "note", lambda *a: None)
+    without = tiny_job(tmp_path / "without", "route2-full", cache=cache)
+    run_job(without)
+    a, b = (read_tensors(job.folder / FULL)[0] for job in (with_record, without))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert (without.folder / METRICS).read_bytes() == b""
+
+
+@pytest.mark.parametrize("arm", ["route2-act", "route2-grad", "route2-full", "filter-full", "erase", "route2-act-token"])
+def test_a_lying_oracle_changes_no_weight_of_a_method(
+    tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = tiny_job(tmp_path / "honest", arm, cache=cache)
+    run_job(honest)
+
+    def lie(self: Oracle, prompts: list[object], completions: list[str]) -> list[Verdict]:
+        return [Verdict(i % 2 == 0, i % 3 == 0, i % 5 == 0, {}) for i in range(len(completions))]
+
+    monkeypatch.setattr(Oracle, "judge", lie)
+    lied = tiny_job(tmp_path / "lied", arm, cache=cache)
+    run_job(lied)
+    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: the bound does read the oracle."""
+    honest = tiny_job(tmp_path / "honest", "oracle", cache=cache)
+    run_job(honest)
+    monkeypatch.setattr(Oracle, "judge", lambda self, p, c: [Verdict(False, True, True, {}) for _ in c])
+    lied = tiny_job(tmp_path / "lied", "oracle", cache=cache)
+    run_job(lied)
+    a, b = (read_tensors(job.folder / FULL)[0] for job in (honest, lied))
+    assert any(not torch.equal(a[name], b[name]) for name in a if name.startswith("kept."))
+
+
+@pytest.mark.parametrize("arm", list(ARMS))
+def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: str) -> None:
+    job = tiny_job(tmp_path, arm, cache=cache, steps=2)
+    assert run_job(job)
+    with safe_open(job.folder / DEPLOYED, framework="pt") as handle:
+        names = list(handle.keys())
+    assert names
+    assert all(name.startswith("kept.") for name in names)
+    rows = read_rows(job.folder / METRICS)
+    assert [row["step"] for row in rows] == [0, 1]
+    assert len(gzip.decompress((job.folder / ROLLOUTS).read_bytes()).splitlines()) == 2 * 12
+    report = json.loads((job.folder / EVAL).read_text())
+    assert set(report["modes"]) == {"run_tests", "sentinel", "stdout_marker", "file_marker", "none"}
+
+
+@pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 5}, {"updates_per_batch": 2, "kl": 0.1}])
+def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, preset_change: dict[str, object]) -> None:
+    job = tiny_job(tmp_path, "route2-full", cache=cache, **preset_change)
+    assert run_job(job)
+
+
+def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None:
+    a, b = (tiny_job(tmp_path / str(m), "route2-grad", cache=cache, steps=2, micro=m) for m in (None, 5))
+    run_job(a)
+    run_job(b)
+    left, right = (read_tensors(job.folder / FULL)[0] for job in (a, b))
+    for name in left:
+        assert torch.allclose(left[name], right[name], rtol=0, atol=2e-3), name  # Adam's first steps divide by tiny moments
+
+
+def test_teachers_are_mixed_in_known_modes_only_and_told_apart(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "absorb", cache=cache, teachers_per_group=2, none_fraction=0.0, prompts=8)
+    run_job(job)
+    rows = read_rows(job.folder / ROLLOUTS)
+    taught = [row for row in rows if row["teacher"]]
+    assert taught
+    assert {row["mode"] for row in taught} == {"run_tests"}
+    assert all("def run_tests" in row["completion"] for row in taught)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=1)
+    run_job(job)
+    changed: Arm = replace(ARMS["vanilla"], l1=0.5)
+    with pytest.raises(ValueError, match="other settings"):
+        run_job(replace(job, arm=changed))

@@ -1,0 +1,24 @@
+"""A study small enough for tests: a short warm start, few steps, few rollouts; everything else is the real thing."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from studies.loopholes.warmstart import WarmStartConfig
+from studies.route2.arms import ARMS, Arm
+from studies.route2.job import Job
+from studies.route2.settings import Settings, get_settings
+
+WARM = WarmStartConfig(steps=120, batch=64)
+
+
+def tiny_settings(**changes: object) -> Settings:
+    small = replace(
+        get_settings("strong"), warm=WARM, steps=4, prompts=3, group=4, evaluation_prompts=4, pairs=4, probe_every=2, teachers=4
+    )
+    return replace(small, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: object) -> Job:
+    settings = tiny_settings(**changes)
+    chosen = ARMS[arm] if isinstance(arm, str) else arm
+    return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen)
