@@ -37,5 +37,8 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.routing
 
+soak: $(STAMP)  ## kill a run 100 times at random moments; each resume must end with the same bytes
+	$(PY) -m studies.route2.soak --kills 100
+
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv site

@@ -38,6 +38,9 @@ class AdapterSpec:
     fold: bool = False
 
     def __post_init__(self) -> None:
+        for name, valid in (("kept", ("svd", "lora")), ("quarantine", ("lora", "shared", "none"))):
+            if getattr(self, name) not in valid:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a kind of adapter: choose from {', '.join(valid)}")
         if self.kept == "lora" and self.rank is None:
             raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
         if self.fold and (self.kept != "svd" or self.rank is not None):

@@ -223,10 +223,8 @@ class _MaskStep(Once):
             self._lanes.append(lane)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish()
         adapters = self._policy.adapters
-        for part in self.parts:
-            part.tape.assert_fired(adapters.sites, backward=True)
+        self._finish(self.parts, adapters.sites)
         kept = adapters.kept_parameters()
         self._settle()
         for lane in self._lanes:

@@ -9,7 +9,7 @@
 State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -79,7 +79,9 @@ class RouteStep(Protocol):
 class Route(Protocol):
     """Decides, per token or rollout, what the kept adapter may learn."""
 
-    spec: RouteSpec
+    @property
+    def spec(self) -> RouteSpec: ...
+
     directions: Directions | None
 
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -126,10 +128,12 @@ class Once:
 
     _finished = False
 
-    def _finish(self) -> None:
+    def _finish(self, parts: Sequence[Part], sites: Iterable[str]) -> None:
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
         self._finished = True
+        for part in parts:  # a lane notes the backward; without one the forward has to do
+            part.tape.assert_fired(sites, backward=part.tape.kept is not None)
 
 
 class _OpenStep(Once):
@@ -147,7 +151,7 @@ class _OpenStep(Once):
         ]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish()
+        self._finish(self.parts, self._policy.adapters.sites)
         if reduce is not None:
             reduce(
                 [
@@ -195,8 +199,8 @@ class _EraseStep(Once):
         self.parts = [Part(p, Tape(len(p.rollouts), width, quarantine=LearnNothing()), p.advantages) for p in pieces]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish()
         adapters, directions = self._policy.adapters, self._route.directions
+        self._finish(self.parts, adapters.sites)
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
             reduce(list(adapters.kept_parameters().values()))

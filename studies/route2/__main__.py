@@ -6,7 +6,7 @@ Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the s
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -163,18 +163,21 @@ def read_seeds(text: str) -> list[int]:
 
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """``settings`` with ``name=value`` changes; ``ValueError`` names the valid settings."""
-    known = {f.name: type(getattr(settings, f.name)) for f in fields(settings) if f.name not in ("preset", "warm", "betas")}
-    parsed: dict[str, Any] = {}
+    """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
+    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("preset", "warm", "betas")}
+    warm = {f"warm.{f.name}": getattr(settings.warm, f.name) for f in fields(settings.warm) if f.name not in ("model", "betas")}
+    known, parsed = own | warm, {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or name not in known:
             raise ValueError(f"{change!r} is not a setting: give name=value with a name among {', '.join(known)}")
+        kind = int if known[name] is None else type(known[name])
         try:
-            parsed[name] = None if value == "none" else (int if known[name] is type(None) else known[name])(value)
+            parsed[name] = None if value == "none" else kind(value)
         except ValueError as error:
-            raise ValueError(f"{name} takes a {known[name].__name__}, not {value!r}") from error
-    return replace(settings, **parsed)
+            raise ValueError(f"{name} takes a {kind.__name__}, not {value!r}") from error
+    warmed = replace(settings.warm, **{name.removeprefix("warm."): v for name, v in parsed.items() if name in warm})
+    return replace(settings, warm=warmed, **{name: v for name, v in parsed.items() if name in own})
 
 
 def show_paths(paths: list[Path]) -> None:

@@ -2,7 +2,8 @@
 
 A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was.
 Random numbers need no state (see ``randomness``). A checkpoint is written beside the old one and renamed over it; logs are
-flushed first, and on resume they are cut to the lengths that the checkpoint names. What a crash wrote after it is done again, bit for bit.
+flushed first, and on resume they are cut to the lengths that the checkpoint names. What a crash wrote after it is done again,
+bit for bit.
 """
 
 import json

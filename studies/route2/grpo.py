@@ -100,8 +100,14 @@ def update(
 
 
 def gather(
-    world: MicroWorld, policy: Policy, teachers: TeacherPool | None, seed: int, step: int, settings: Settings, none_fraction: float
-):
+    world: MicroWorld,
+    policy: Policy,
+    teachers: TeacherPool | None,
+    seed: int,
+    step: int,
+    settings: Settings,
+    none_fraction: float,
+) -> tuple[Samples, TrainBatch]:
     """Prompts, samples from the policy with both adapters in, training rewards, and the batch that they make."""
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
     if teachers is not None:
@@ -141,7 +147,8 @@ def train(
         samples, batch = gather(world, policy, teachers, seed, step, settings, fraction)
         trained = varied(batch)
         rows = trained.nonzero()[:, 0]
-        decision, loss, kl, norms, extra = Decision(), 0.0, 0.0, {"kept": None, "quarantine": None}, {}
+        decision, loss, kl, extra = Decision(), 0.0, 0.0, {}
+        norms: dict[str, float | None] = {"kept": None, "quarantine": None}
         if len(rows):
             learnt = with_anchors(policy, batch.rows(rows), settings)
             verdicts = witness.privileged(samples) if route.spec.privileged else None

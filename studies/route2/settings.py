@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from mi_route2.adapters import AdapterSpec
 from studies.loopholes.micro import MicroConfig
 from studies.loopholes.presets import get_world
 from studies.loopholes.warmstart import WarmStartConfig
@@ -51,6 +52,14 @@ class Settings:
         for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every", "teachers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("kept_lr", "quarantine_lr", "temperature", "evaluation_temperature", "max_norm", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
+        if not 0 <= self.none_fraction <= 1:
+            raise ValueError(f"none_fraction is a probability between 0 and 1, not {self.none_fraction}")
+        if self.kl < 0 or (self.micro is not None and self.micro < 1):
+            raise ValueError(f"kl must be at least 0 and micro at least 1 (or none), not {self.kl} and {self.micro}")
+        AdapterSpec(self.kept, self.kept_rank, "lora", self.quarantine_rank)
         if self.group < 2:
             raise ValueError(f"group must be at least 2 (an advantage compares rollouts of one prompt), not {self.group}")
         if not 0 <= self.teachers_per_group < self.group:

@@ -76,8 +76,8 @@ def test_switches_nest_and_restore_also_on_error(outer: str, inner: str) -> None
     for name in SWITCHES:
         with switch(policy.adapters, name):
             value[name] = logits(policy)
-    with pytest.raises(ZeroDivisionError), switch(policy.adapters, outer):
-        with pytest.raises(ZeroDivisionError), switch(policy.adapters, inner):
+    with pytest.raises(ZeroDivisionError), switch(policy.adapters, outer):  # noqa: PT012
+        with pytest.raises(ZeroDivisionError), switch(policy.adapters, inner):  # noqa: PT012
             assert torch.equal(logits(policy), value[inner])
             raise ZeroDivisionError
         assert torch.equal(logits(policy), value[outer])
@@ -88,7 +88,7 @@ def test_switches_nest_and_restore_also_on_error(outer: str, inner: str) -> None
 def test_recording_restores_on_error_and_does_not_nest() -> None:
     policy = make_policy(SPECS["lora"])
     tape = Tape(*TOKENS.shape)
-    with pytest.raises(ZeroDivisionError), policy.adapters.recording(tape):
+    with pytest.raises(ZeroDivisionError), policy.adapters.recording(tape):  # noqa: PT012
         with pytest.raises(RuntimeError, match="already open"), policy.adapters.recording(Tape(*TOKENS.shape)):
             pass
         raise ZeroDivisionError
@@ -107,7 +107,10 @@ def test_a_tape_without_a_layout_is_refused(rollouts: int, tokens: int, l1: floa
 def test_a_site_that_does_not_run_is_named() -> None:
     policy = make_policy(SPECS["svd"])
     policy.model.blocks[1].mlp.forward = lambda x: x  # pyright: ignore
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.mlp\.up, blocks\.1\.mlp\.down"), policy.adapters.recording(Tape(*TOKENS.shape)):
+    with (
+        pytest.raises(RuntimeError, match=r"blocks\.1\.mlp\.up, blocks\.1\.mlp\.down"),
+        policy.adapters.recording(Tape(*TOKENS.shape)),
+    ):
         logits(policy)
 
 
@@ -130,7 +133,7 @@ def test_merged_restores_on_error_and_leaves_no_weight_behind() -> None:
     policy = make_policy(SPECS["lora"])
     names = policy.model.state_dict().keys()
     plain = logits(policy)
-    with pytest.raises(ZeroDivisionError), policy.adapters.merged():
+    with pytest.raises(ZeroDivisionError), policy.adapters.merged():  # noqa: PT012
         assert policy.model.state_dict().keys() == names
         raise ZeroDivisionError
     assert torch.is_grad_enabled()
@@ -310,7 +313,10 @@ def test_a_quarantine_draws_its_a_with_variance_one_over_d_in() -> None:
         (lambda: AdapterSpec(fold=True, rank=4), "fold=True needs the full-rank"),
         (lambda: AdapterSpec(fold=True, kept="lora", rank=4), "fold=True needs the full-rank"),
         (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(rank=17), generator=torch.Generator()), r"outside 1\.\.16"),
-        (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()), r"outside 1\.\.16"),
+        (
+            lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()),
+            r"outside 1\.\.16",
+        ),
         (lambda: attach(make_model(), "blocks.*.q", expect=3, generator=torch.Generator()), "selected 2 Linears, not 3"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from studies.loopholes.warmstart import WarmStartConfig
 from studies.route2.arms import ARMS, Arm
@@ -11,14 +12,14 @@ from studies.route2.settings import Settings, get_settings
 WARM = WarmStartConfig(steps=120, batch=64)
 
 
-def tiny_settings(**changes: object) -> Settings:
+def tiny_settings(**changes: Any) -> Settings:
     small = replace(
         get_settings("strong"), warm=WARM, steps=4, prompts=3, group=4, evaluation_prompts=4, pairs=4, probe_every=2, teachers=4
     )
-    return replace(small, **changes)  # pyright: ignore[reportArgumentType]
+    return replace(small, **changes)
 
 
-def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: object) -> Job:
+def tiny_job(root: Path, arm: str | Arm | None = "route2-grad", seed: int = 0, cache: Path | None = None, **changes: Any) -> Job:
     settings = tiny_settings(**changes)
     chosen = ARMS[arm] if isinstance(arm, str) else arm
     return Job(root / settings.folder, cache or root / "cache", settings, seed, chosen)

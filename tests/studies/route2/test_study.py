@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,7 +141,7 @@ def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path
 
 
 @pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 5}, {"updates_per_batch": 2, "kl": 0.1}])
-def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, preset_change: dict[str, object]) -> None:
+def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, preset_change: dict[str, Any]) -> None:
     job = tiny_job(tmp_path, "route2-full", cache=cache, **preset_change)
     assert run_job(job)
 
