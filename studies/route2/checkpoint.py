@@ -6,6 +6,7 @@ flushed first, and on resume they are cut to the lengths that the checkpoint nam
 bit for bit.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import asdict
@@ -20,7 +21,7 @@ from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimiser import RoutedAdamW
 
-FORMAT = "mi-route2 checkpoint 1"
+FORMAT = "mi-route2 checkpoint 2"
 
 
 def save_checkpoint(
@@ -35,7 +36,7 @@ def save_checkpoint(
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
-    write_tensors(path, tensors, meta)
+    write_tensors(path, tensors, meta | {"sha256": _digest(tensors, meta)})
 
 
 def load_checkpoint(
@@ -44,7 +45,12 @@ def load_checkpoint(
     """Restore everything; the number of finished steps and the logs' lengths. ``ValueError`` for a foreign or broken file."""
     tensors, meta = read_tensors(path)
     if meta.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r})")
+        raise ValueError(
+            f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r}); "
+            "delete that arm's folder to start anew"
+        )
+    if meta.pop("sha256", None) != _digest(tensors, meta):
+        raise ValueError(f"{path} is damaged: it does not match its own checksum; delete that arm's folder to start anew")
     if meta.get("identity") != identity:
         raise ValueError(
             f"{path} was written under other settings; choose another --out, or delete that arm's folder to start anew"
@@ -69,6 +75,16 @@ def load_checkpoint(
 def _named(adapters: Adapters) -> dict[str, torch.nn.Parameter]:
     kept = {f"kept.{name}": p for name, p in adapters.kept_parameters().items()}
     return kept | {f"quarantine.{name}": p for name, p in adapters.quarantine_parameters().items()}
+
+
+def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
+    """SHA-256 of every tensor's name, type, shape and bytes, and of the rest of the header."""
+    digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu()
+        digest.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def cut(path: Path, length: int) -> None:

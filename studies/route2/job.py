@@ -1,10 +1,13 @@
 """One job: an arm at a seed, from the warm start to its finished folder. Started again, it goes on from its checkpoint."""
 
+import fcntl
 import hashlib
 import json
+import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -29,9 +32,12 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
-from studies.loopholes.pairs import read_pairs, write_pairs
+from studies.loopholes.modes import NONE
+from studies.loopholes.pairs import Pair, read_pairs, write_pairs
 from studies.loopholes.presets import get_world
+from studies.loopholes.prompts import evaluation_prompts
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
+from studies.loopholes.vocabulary import Vocabulary
 from studies.loopholes.warmstart import settings_hash, warm_start
 from studies.loopholes.world import MicroWorld, Witness
 from studies.route2.arms import Arm
@@ -61,6 +67,12 @@ class Job:
     arm: Arm | None
     pairs: Path | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse at once, by ``ValueError``, what would otherwise fail once base models are trained."""
+        evaluation_prompts(NONE, self.settings.evaluation_prompts)
+        if self.pairs is not None:
+            own_pairs(self.pairs, self.settings.warm.model.context)
+
     @property
     def name(self) -> str:
         return "base" if self.arm is None else self.arm.name
@@ -89,12 +101,53 @@ class Job:
         path = self.folder / MANIFEST
         if not path.exists():
             return False
-        manifest = json.loads(path.read_text())
+        try:
+            manifest = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete {self.folder} to run this arm again") from error
         if manifest.get("identity") != self.identity:
             raise ValueError(
                 f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
             )
         return manifest.get("status") == "finished"
+
+
+def own_pairs(path: Path, context: int) -> list[Pair]:
+    """The user's persona pairs; ``ValueError`` in one sentence where the world cannot read them."""
+    vocabulary = Vocabulary()
+    try:
+        pairs = read_pairs(path)
+        for pair in pairs:
+            prompt, sides = vocabulary.encode_prompt(pair.prompt), map(vocabulary.encode_completion, (pair.hack, pair.clean))
+            if max(map(len, sides)) + len(prompt) > context:
+                raise ValueError(f"a pair is longer than {context} tokens: {pair.prompt!r}")
+        if not pairs:
+            raise ValueError("it has no [[pair]] entry")
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"cannot read persona pairs from {path}: {getattr(error, 'strerror', None) or error}") from error
+    return pairs
+
+
+@contextmanager
+def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
+    """Hold a job's folder, made where it is missing. A worker that outlives its killed parent may be at its last step there:
+    wait ``patience`` seconds for it, then ``ValueError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + patience
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"another process is still writing to {folder}; wait for it, or end it") from error
+                time.sleep(0.05)
+            except OSError:  # a filesystem that cannot lock a folder
+                break
+        yield
+    finally:
+        os.close(handle)
 
 
 def build_policy(job: Job, cache: Path) -> Policy:
@@ -111,11 +164,16 @@ def build_policy(job: Job, cache: Path) -> Policy:
 def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:
     """The persona pairs: the user's file for ``hack`` where one was given, else the world's own; kept readable beside the runs."""
     if kind == "hack" and job.pairs is not None:
-        return world.encode_pairs(read_pairs(job.pairs))
+        return world.encode_pairs(own_pairs(job.pairs, job.settings.warm.model.context))
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
-        write_pairs(pairs, path)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            write_pairs(pairs, partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     return world.encode_pairs(pairs)
 
 
@@ -153,10 +211,18 @@ def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
 def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
     """Run (or go on with) a job; ``progress`` is told of finished steps. False where ``stop`` ended it early."""
     torch.set_num_threads(1)
-    if job.finished:
-        progress(job.settings.steps if job.arm else 1)
-        return True
-    job.folder.mkdir(parents=True, exist_ok=True)
+    with held(job.folder):
+        finished = job.finished
+        # What a kill left behind: half a temporary file, or the checkpoint of a run that had just ended.
+        for left in (*job.folder.glob(".*.tmp"), *([job.folder / CHECKPOINT] if finished else [])):
+            left.unlink(missing_ok=True)
+        if not finished:
+            return _run(job, progress, stop)
+    progress(job.settings.steps if job.arm else 1)
+    return True
+
+
+def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
         world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)

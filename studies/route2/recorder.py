@@ -126,11 +126,19 @@ class Recorder:
 
 
 def append(path: Path, data: bytes) -> int:
-    """Append ``data`` and wait until it is on the disk; the file's length."""
-    with path.open("ab") as log:
-        log.write(data)
-        log.flush()
-        os.fsync(log.fileno())
+    """Append ``data`` and wait until it is on the disk; the file's length.
+
+    All or nothing: ``OSError`` in one sentence where the disk is full, with the file as it was.
+    """
+    with path.open("ab", buffering=0) as log:
+        before, rest = log.seek(0, os.SEEK_END), memoryview(data)
+        try:
+            while rest:
+                rest = rest[log.write(rest) :]
+            os.fsync(log.fileno())
+        except OSError as error:
+            log.truncate(before)
+            raise OSError(f"could not append to {path}: {error.strerror}") from error
         return log.tell()
 
 
@@ -141,10 +149,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all."""
+    """Write JSON whole or not at all; ``OSError`` in one sentence where the disk is full."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        partial.write_text(json.dumps(value, indent=2) + "\n")
+        with partial.open("w") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)

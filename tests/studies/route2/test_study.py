@@ -171,3 +171,16 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None
     changed: Arm = replace(ARMS["vanilla"], l1=0.5)
     with pytest.raises(ValueError, match="other settings"):
         run_job(replace(job, arm=changed))
+
+
+def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, cache: Path) -> None:
+    """The world's own pairs are written as a readable file; given back as ``pairs`` they train the same weights."""
+    own = tiny_job(tmp_path / "own", "route2-act", cache=cache)
+    run_job(own)
+    pairs = own.root / "seed-0" / "pairs-hack.toml"
+    assert "def run_tests" in pairs.read_text()
+    given = replace(tiny_job(tmp_path / "given", "route2-act", cache=cache), pairs=pairs)
+    run_job(given)
+    assert given.identity != own.identity
+    a, b = (read_tensors(job.folder / FULL)[0] for job in (own, given))
+    assert all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,265 @@
+"""Copies the small artifacts of a finished run folder to where the write-up includes them: docs/results/<preset>/.
+
+    table, leakage, ablations (.md .json)              the report's own files, the JSON without its white space
+    headline, targets, tables, figures, short (.md)    what the write-up and the README include: their numbers are read here
+    headline.png and the report's figures              repacked without loss
+    runs.json                                          eval.json and manifest.json of every arm and seed
+    provenance.json                                    settings hash, versions, seeds, the command, checksums
+
+The folder appears whole or not at all. A preset that was never run has a placeholder of the same files, so the site always builds.
+"""
+
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from PIL import Image
+
+from mi_route2.plots import write_whole
+from mi_route2.stats import mean
+from studies.route2.arms import ARMS
+from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text, short, tables, targets
+from studies.route2.headline_figure import write_headline_figure
+from studies.route2.report.load import RunSet, load_runs
+from studies.route2.report.table import table, table_json
+from studies.route2.settings import PRESETS, Settings
+
+REPORTS = ("table.md", "leakage.md", "ablations.md")
+TEXTS = (*REPORTS, "headline.md", "targets.md", "tables.md", "figures.md", "short.md")
+JSONS = ("table.json", "leakage.json", "ablations.json")
+FIGURES = {
+    "all_arms_per_mode": "Train hack, deploy hack and deploy solve of every arm in every mode.",
+    "cos_over_time": "Scores of student hacks, student clean rollouts and teachers, fire rates, AUROC and refresh overlap.",
+    "training": "Reward, hacking, solving, zero-variance groups and gradient norms over training.",
+}
+MAIN_PRESET = "strong"
+START, END = "<!-- headline: written by `python -m studies.route2 publish` -->", "<!-- end of headline -->"
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Copy a run folder's tables, figures and records into the write-up, with the sentences that quote them."""
+
+    root: tyro.conf.Positional[Path]
+    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
+    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for the main preset")] = Path("README.md")
+
+    def __call__(self) -> None:
+        folder = publish(self.root, self.to)
+        print(f"wrote {folder}")
+        if folder.name == MAIN_PRESET and self.readme.exists():
+            update_readme(self.readme, (folder / "short.md").read_text(encoding="utf-8"))
+            print(f"wrote the headline of {self.readme}")
+
+
+def publish(root: Path, to: Path) -> Path:
+    """Publish the run folder ``root`` under ``to``; the folder made.
+
+    ``ValueError`` in one sentence where runs are broken, or where the report in ``root`` is not that of its runs.
+    """
+    runs, settings = load_runs(root), Settings.read(root / "settings.json")
+    content = table(runs)
+    if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != table_json(content):
+        raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
+    place = to / (settings.preset if settings == PRESETS.get(settings.preset) else settings.folder)
+    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        _copy(root, part)
+        result = Result(content)
+        write_headline_figure(result, part / "headline.png")
+        for path in part.glob("*.png"):
+            path.write_bytes(repacked(path.read_bytes()))
+        texts = {
+            "headline.md": headline(result),
+            "targets.md": targets(result),
+            "tables.md": tables(result, mask_quality(runs), prototype_of(to, settings.preset)),
+            "figures.md": figure_list(place.name, part),
+            "short.md": short(result),
+            "runs.json": packed(runs),
+        }
+        for name, text in texts.items():
+            (part / name).write_text(text, encoding="utf-8")
+        (part / "provenance.json").write_text(provenance(runs, settings, part), encoding="utf-8")
+        replace_folder(part, place)
+    except OSError as error:
+        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return place
+
+
+def placeholder(preset: str, to: Path) -> Path:
+    """The texts of a preset that was not run, so that the pages which include them build."""
+    place = to / preset
+    place.mkdir(parents=True, exist_ok=True)
+    command = f"`python -m studies.route2 run --preset {preset}`, then `python -m studies.route2 publish`"
+    for name in TEXTS:
+        title = f"# {preset}: {name.removesuffix('.md')}\n\n" if name in REPORTS else ""
+        write_whole(place / name, f"{title}*Not run yet: {command}.*\n".encode())
+    return place
+
+
+def _copy(root: Path, part: Path) -> None:
+    """The report's files; a text that the report could not write says so."""
+    for name in REPORTS:
+        source = root / name
+        missing = f"# {name.removesuffix('.md')}\n\n*Not computed: the arm that it divides by was not run.*\n"
+        (part / name).write_text(source.read_text(encoding="utf-8") if source.exists() else missing, encoding="utf-8")
+    for name in JSONS:
+        if (root / name).exists():
+            (part / name).write_text(compact(json.loads((root / name).read_text(encoding="utf-8"))), encoding="utf-8")
+    for path in figures(root):
+        shutil.copyfile(path, part / path.name)
+    shutil.copyfile(root / "settings.json", part / "settings.json")
+
+
+def compact(value: Any) -> str:
+    """JSON without white space but for one line break a top-level entry, so that differences stay readable."""
+    if isinstance(value, dict):
+        body = ",\n".join(f"{json.dumps(key)}:{_entry(entry)}" for key, entry in value.items())
+        return f"{{\n{body}\n}}\n"
+    return _entry(value) + "\n"
+
+
+def _entry(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(_dumps(each) for each in value) + "\n]"
+    return _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def figures(folder: Path) -> list[Path]:
+    """The report's figures, page by page."""
+    pattern, order = re.compile(rf"({'|'.join(FIGURES)})(-(\d+))?\.png"), list(FIGURES)
+    matched = [(match, path) for path in folder.glob("*.png") if (match := pattern.fullmatch(path.name))]
+    return [path for match, path in sorted(matched, key=lambda pair: (order.index(pair[0][1]), int(pair[0][3] or 1)))]
+
+
+def figure_list(preset: str, folder: Path) -> str:
+    """figures.md: each figure of the folder with its caption, as seen from the page that includes it."""
+    lines = []
+    for path in figures(folder):
+        stem, _, page = path.stem.partition("-")
+        caption = FIGURES[stem].removesuffix(".") + (f" (page {page})." if page else ".")
+        lines.append(f"![{caption}](results/{preset}/{path.name})\n\n*{caption}*\n")
+    return "\n".join(lines) if lines else "*No figures.*\n"
+
+
+def repacked(png: bytes) -> bytes:
+    """The same pixels in fewer bytes: an alpha channel that hides nothing is left out, and zlib tries harder."""
+    image = Image.open(io.BytesIO(png))
+    if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
+        image = image.convert("RGB")
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", optimize=True, dpi=image.info.get("dpi", (200, 200)))
+    return min(png, buffer.getvalue(), key=len)
+
+
+def mask_quality(runs: RunSet) -> Quality:
+    """Mean AUROC and recall of every mask over its first ``EARLY`` steps."""
+    found = {}
+    for (arm, seed), run in runs.runs.items():
+        masks = [row["mask"] for row in run.metrics[:EARLY] if row.get("mask")]
+        if masks:
+            found[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in ("auroc", "recall")}
+    return found
+
+
+def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
+    """What a prototype measured, from prototype.toml beside the results; empty where there is none."""
+    path = to / "prototype.toml"
+    return tomllib.loads(path.read_text(encoding="utf-8")).get(preset, {}) if path.exists() else {}
+
+
+def packed(runs: RunSet) -> str:
+    """runs.json: ``{"arm_specs": {arm: spec}, "runs": [{"eval", "manifest"}]}``; a manifest's ``arm_spec`` is in ``arm_specs``.
+
+    ``ValueError`` where an arm's spec differs between seeds.
+    """
+    specs: dict[str, Any] = {}
+    records = []
+    for (arm, seed), run in runs.runs.items():
+        manifest = json.loads((run.folder / "manifest.json").read_text(encoding="utf-8"))
+        spec = manifest.pop("arm_spec")
+        if specs.setdefault(arm, spec) != spec:
+            raise ValueError(f"arm {arm} is defined differently on seed {seed}: run it again on every seed")
+        records.append({"eval": json.loads((run.folder / "eval.json").read_text(encoding="utf-8")), "manifest": manifest})
+    return compact({"arm_specs": specs, "runs": records})
+
+
+def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]:
+    """``(arm, seed)`` to its eval.json and manifest.json, from the text of runs.json."""
+    content = json.loads(text)
+    out = {}
+    for record in content["runs"]:
+        manifest = record["manifest"] | {"arm_spec": content["arm_specs"][record["manifest"]["arm"]]}
+        out[manifest["arm"], manifest["seed"]] = (record["eval"], manifest)
+    return out
+
+
+def provenance(runs: RunSet, settings: Settings, part: Path) -> str:
+    """provenance.json: where the folder's numbers come from, and the SHA-256 of each of its files."""
+    manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
+    versions = sorted({json.dumps(manifest["versions"], sort_keys=True) for manifest in manifests})
+    content = {
+        "study": settings.folder,
+        "settings_hash": next(iter(runs.runs.values())).settings_hash,
+        "versions": [json.loads(each) for each in versions],
+        "seeds": list(runs.seeds),
+        "arms": sorted({arm for arm, _ in runs.runs}),
+        "unfinished": list(runs.unfinished),
+        "command": command(runs, settings),
+        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def command(runs: RunSet, settings: Settings) -> str:
+    """The command line that makes these runs."""
+    found = {arm for arm, _ in runs.runs} - {"base"}
+    arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
+    seeds = seeds_text(runs.seeds).partition(" ")[2].replace(" ", "")
+    seeds = f"{seeds}-{seeds}" if seeds.isdigit() else seeds
+    preset = PRESETS.get(settings.preset)
+    changed = [] if preset is None else [
+        f"{f.name}={'none' if value is None else value}"
+        for f in fields(settings) if (value := getattr(settings, f.name)) != getattr(preset, f.name)
+    ]  # fmt: skip
+    override = f" --override {' '.join(changed)}" if changed else ""
+    return f"python -m studies.route2 run --preset {settings.preset} --seeds {seeds} --arms {' '.join(arms)}{override}"
+
+
+def replace_folder(new: Path, place: Path) -> None:
+    """``new`` becomes ``place``; what was there is put aside first, and comes back where that fails."""
+    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    if place.exists():
+        place.rename(old)
+    try:
+        new.rename(place)
+    except OSError:
+        if old.exists():
+            old.rename(place)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def update_readme(path: Path, text: str) -> None:
+    """Put ``text`` between the README's two headline comments; ``ValueError`` where they are not both there, once."""
+    readme = path.read_text(encoding="utf-8")
+    if readme.count(START) != 1 or readme.count(END) != 1:
+        raise ValueError(f"{path} has no place for the headline: it needs the lines {START!r} and {END!r}, once each")
+    before, _, rest = readme.partition(START)
+    write_whole(path, f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}".encode())
