@@ -121,7 +121,15 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, basis: Mapp
         return torch.nn.functional.normalize(values.flatten(1), dim=1).view_as(values)
 
     hack, clean = collect(policy, pairs.hack, kind, basis), collect(policy, pairs.clean, kind, basis)
-    return {site: rows(hack, site) - rows(clean, site) for site in policy.adapters.sites}
+    return {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
+
+
+def contrast(hack: Tensor, clean: Tensor) -> Tensor:
+    """``hack - clean``, rows ``[n, ...]``; a row that is equal up to rounding is 0, or its noise would pass for a direction."""
+    delta = hack - clean
+    size = torch.maximum(hack.flatten(1).norm(dim=1), clean.flatten(1).norm(dim=1))
+    real = delta.flatten(1).norm(dim=1) > 32 * torch.finfo(delta.dtype).eps * size
+    return torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """One job: an arm at a seed, from the warm start to its finished folder. Started again, it goes on from its checkpoint."""
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -32,8 +33,9 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
+from studies.loopholes.micro import MicroGPT
 from studies.loopholes.modes import NONE
-from studies.loopholes.pairs import Pair, read_pairs, write_pairs
+from studies.loopholes.pairs import Pair, make_pairs, read_pairs, write_pairs
 from studies.loopholes.presets import get_world
 from studies.loopholes.prompts import evaluation_prompts
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
@@ -69,7 +71,7 @@ class Job:
 
     def __post_init__(self) -> None:
         """Refuse at once, by ``ValueError``, what would otherwise fail once base models are trained."""
-        evaluation_prompts(NONE, self.settings.evaluation_prompts)
+        _fit_the_world(self.settings)
         if self.pairs is not None:
             own_pairs(self.pairs, self.settings.warm.model.context)
 
@@ -110,6 +112,16 @@ class Job:
                 f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
             )
         return manifest.get("status") == "finished"
+
+
+@functools.cache
+def _fit_the_world(settings: Settings) -> None:
+    """``ValueError`` for settings that ask for more tasks than there are, or for ranks that the model has not."""
+    evaluation_prompts(NONE, settings.evaluation_prompts)
+    make_pairs(get_world(settings.world), 0, settings.pairs)
+    spec = AdapterSpec(settings.kept, settings.kept_rank, "lora", settings.quarantine_rank)
+    generator = torch.Generator()
+    attach(MicroGPT(settings.warm.model, generator), *LINEARS, spec=spec, generator=generator)
 
 
 def own_pairs(path: Path, context: int) -> list[Pair]:
@@ -168,7 +180,7 @@ def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        partial = job.folder / f".{path.name}.tmp"  # in the folder that we hold, where a kill's leavings are swept
         try:
             write_pairs(pairs, partial)
             partial.replace(path)

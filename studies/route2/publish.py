@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import tomllib
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text
 from studies.route2.headline_figure import write_headline_figure
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.table import table, table_json
-from studies.route2.settings import PRESETS, Settings
+from studies.route2.settings import PRESETS
 
 REPORTS = ("table.md", "leakage.md", "ablations.md")
 TEXTS = (*REPORTS, "headline.md", "targets.md", "tables.md", "figures.md", "short.md")
@@ -65,11 +66,11 @@ def publish(root: Path, to: Path) -> Path:
 
     ``ValueError`` in one sentence where runs are broken, or where the report in ``root`` is not that of its runs.
     """
-    runs, settings = load_runs(root), Settings.read(root / "settings.json")
+    runs = load_runs(root)
     content = table(runs)
     if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != table_json(content):
         raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
-    place = to / (settings.preset if settings == PRESETS.get(settings.preset) else settings.folder)
+    place = to / folder_name(runs)
     part = place.with_name(f".{place.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -82,14 +83,14 @@ def publish(root: Path, to: Path) -> Path:
         texts = {
             "headline.md": headline(result),
             "targets.md": targets(result),
-            "tables.md": tables(result, mask_quality(runs), prototype_of(to, settings.preset)),
+            "tables.md": tables(result, mask_quality(runs), prototype_of(to, runs.settings["preset"])),
             "figures.md": figure_list(place.name, part),
             "short.md": short(result),
             "runs.json": packed(runs),
         }
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
-        (part / "provenance.json").write_text(provenance(runs, settings, part), encoding="utf-8")
+        (part / "provenance.json").write_text(provenance(runs, part), encoding="utf-8")
         replace_folder(part, place)
     except OSError as error:
         raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
@@ -210,36 +211,53 @@ def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str,
     return out
 
 
-def provenance(runs: RunSet, settings: Settings, part: Path) -> str:
+def provenance(runs: RunSet, part: Path) -> str:
     """provenance.json: where the folder's numbers come from, and the SHA-256 of each of its files."""
     manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
     versions = sorted({json.dumps(manifest["versions"], sort_keys=True) for manifest in manifests})
     content = {
-        "study": settings.folder,
+        "study": runs.root.name,
         "settings_hash": next(iter(runs.runs.values())).settings_hash,
         "versions": [json.loads(each) for each in versions],
         "seeds": list(runs.seeds),
         "arms": sorted({arm for arm, _ in runs.runs}),
         "unfinished": list(runs.unfinished),
-        "command": command(runs, settings),
+        "command": command(runs),
         "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
     }
     return json.dumps(content, indent=1) + "\n"
 
 
-def command(runs: RunSet, settings: Settings) -> str:
+def folder_name(runs: RunSet) -> str:
+    """The preset's name, or the run folder's where settings were changed: a variation must not replace the preset's results."""
+    name = runs.settings.get("preset")
+    if name not in PRESETS:
+        raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
+    return runs.root.name if changes(runs.settings, PRESETS[name].as_dict()) else name
+
+
+def command(runs: RunSet) -> str:
     """The command line that makes these runs."""
     found = {arm for arm, _ in runs.runs} - {"base"}
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
     seeds = seeds_text(runs.seeds).partition(" ")[2].replace(" ", "")
     seeds = f"{seeds}-{seeds}" if seeds.isdigit() else seeds
-    preset = PRESETS.get(settings.preset)
-    changed = [] if preset is None else [
-        f"{f.name}={'none' if value is None else value}"
-        for f in fields(settings) if (value := getattr(settings, f.name)) != getattr(preset, f.name)
-    ]  # fmt: skip
+    preset = runs.settings["preset"]
+    changed = changes(runs.settings, PRESETS[preset].as_dict())
     override = f" --override {' '.join(changed)}" if changed else ""
-    return f"python -m studies.route2 run --preset {settings.preset} --seeds {seeds} --arms {' '.join(arms)}{override}"
+    return f"python -m studies.route2 run --preset {preset} --seeds {seeds} --arms {' '.join(arms)}{override}"
+
+
+def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """``name=value`` for each setting that differs from the preset's, as ``--override`` takes them."""
+    found = []
+    for name in sorted(settings.keys() | preset.keys()):
+        own, other = settings.get(name), preset.get(name)
+        if isinstance(own, dict) and isinstance(other, dict):
+            found += changes(own, other, f"{prefix}{name}.")
+        elif own != other:
+            found.append(f"{prefix}{name}={'none' if own is None else own}")
+    return found
 
 
 def replace_folder(new: Path, place: Path) -> None:

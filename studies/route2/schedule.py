@@ -133,12 +133,14 @@ def _dispatch(jobs: list[Job], crew: list[_Worker], bar: Any) -> list[str]:
             if kind == "done":
                 ready.extend(arms)
             else:
-                failures.append(f"{job.name} at seed {job.seed} failed: {value}" + _unmade(len(arms), "that start from it"))
-    return [*failures, "no worker process is left" + _unmade(len(ready) + sum(map(len, waiting.values())), "to do")]
+                without = f" (so {_runs(len(arms))} that would start from it cannot be made)" if arms else ""
+                failures.append(f"{job.name} at seed {job.seed} failed: {value}{without}")
+    left = len(ready) + sum(map(len, waiting.values()))
+    return [*failures, f"no worker process is left for {_runs(left)}"] if left else failures
 
 
-def _unmade(n: int, which: str) -> str:
-    return f" ({n} runs {which} were not made)" if n else ""
+def _runs(n: int) -> str:
+    return f"{n} run" if n == 1 else f"{n} runs"
 
 
 def _hear(worker: _Worker) -> tuple[str, Any]:

@@ -14,7 +14,7 @@ from tiny_policy import SPECS, make_policy, make_rollouts
 
 from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.adapters import svd as svd_module
-from mi_route2.adapters.store import read_tensors
+from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.adapters.svd import decompose, weight_hash
 
 TOKENS = make_rollouts(4).tokens
@@ -90,7 +90,7 @@ def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tm
         meta["which"] = "deployed"
     elif change == "undeclared":
         meta = {}
-    save_file(tensors, path, metadata=meta)
+    write_tensors(path, tensors, meta)
     if change in ("truncated", "garbage", "empty"):
         data = path.read_bytes()
         path.write_bytes({"truncated": data[:-9], "garbage": b"\x00" * 100, "empty": b""}[change])

@@ -7,6 +7,7 @@ import torch
 from mask_oracle import CASES, METHODS, FixedFitter, assert_same, case_id, context, mask_route, plain_loss, random_directions, run
 from tiny_policy import SPECS, VOCAB, make_batch, make_policy
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, TrainBatch
@@ -31,8 +32,11 @@ def assert_same_step(policy: Policy, route: Route, one: TrainBatch, other: Train
             assert torch.allclose(before.double(), after.double(), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("micro", [2, 3])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "micro"),
+    [*((case, 3) for case in CASES), *((case, 2) for case in CASES[::5])],
+    ids=lambda value: str(value) if isinstance(value, int) else case_id(value),
+)
 def test_accumulated_equals_one_batch(case: Case, micro: int) -> None:
     """For the quarantine too: an earlier form lost it to a ``zero_grad`` in between."""
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
@@ -94,8 +98,11 @@ def test_padding_on_either_side_is_the_same(case: Case) -> None:
     assert_same_step(policy, mask_route(policy, spec_of(case)), make_batch(N), make_batch(N, left=True))
 
 
-@pytest.mark.parametrize("left", [False, True])
-@pytest.mark.parametrize("case", METHODS, ids=case_id)
+@pytest.mark.parametrize(
+    ("case", "left"),
+    [*((case, False) for case in METHODS), *((case, True) for case in METHODS[::3])],
+    ids=lambda value: str(value) if isinstance(value, bool) else case_id(value),
+)
 def test_what_lies_in_the_padding_changes_nothing(case: Case, left: bool) -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N, left=left)
     tokens = torch.randint(0, VOCAB, batch.rollouts.tokens.shape, generator=torch.Generator().manual_seed(7))
@@ -151,6 +158,47 @@ def test_directions_do_not_see_the_flattening() -> None:
         spec = MaskSpec(score=kind)
         scores = [mask_route(p, spec).score(p, make_batch(N).rollouts) for p in (plain, flat)]
         assert torch.allclose(scores[0], scores[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("case", [c for c in METHODS if c[2] == "live"], ids=case_id)
+def test_gradient_checkpointing_changes_nothing(case: Case, reentrant: bool) -> None:
+    """The forward runs twice, readers read twice, lanes are asked once."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, spec_of(case))
+    plain = run(policy, route, batch)
+    policy.model.embed.requires_grad_(True)  # pyright: ignore  # a reentrant checkpoint needs an input that requires grad
+    for block in policy.model.blocks:  # pyright: ignore
+        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    own = run(policy, route, batch)
+    assert_same(own.kept, plain.kept)
+    assert_same(own.quarantine, plain.quarantine)
+    assert torch.equal(own.decision.flags, plain.decision.flags)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("case", METHODS[::2], ids=case_id)
+def test_autocast_is_a_rounding(case: Case, inside: bool) -> None:
+    """A float32 model under bfloat16 autocast, with the backward inside the context or, as torch advises, outside."""
+    policy, batch = make_policy(SPECS["lora"], dtype=torch.float32), make_batch(N)
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    route = mask_route(policy, replace(spec_of(case), tau=2.0))
+    plain = run(policy, route, batch)
+    policy.model.zero_grad(set_to_none=True)
+    step = route.begin(policy, batch, context(route.spec, N))
+    for part in step.parts:
+        with policy.adapters.recording(part.tape):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = plain_loss(policy, part.batch, part.advantages)
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+    step.finish()
+    for name, p in policy.adapters.kept_parameters().items():
+        assert p.grad is not None
+        assert p.grad.dtype == torch.float32
+        assert (p.grad - plain.kept[name]).norm() < 0.1 * plain.kept[name].norm()
 
 
 def test_two_backwards_on_one_tape_are_an_error_where_gradients_are_held() -> None:

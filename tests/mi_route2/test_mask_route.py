@@ -60,6 +60,14 @@ def summarised(flags: dict[str, torch.Tensor], spec: MaskSpec, predictors: torch
     return torch.stack(shares).mean(0) > 0.5
 
 
+def averaged(scores: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor:
+    """``Decision.scores`` by its definition: the mean over modules, and over predictors where there is a score a token."""
+    per_site = list(scores.values())
+    if per_site[0].ndim == 2:
+        per_site = [torch.stack([row[real].mean() for row, real in zip(s, batch.rollouts.predictors)]) for s in per_site]
+    return torch.stack(per_site).mean(0)
+
+
 @pytest.mark.parametrize(
     ("name", "case"),
     [
@@ -76,13 +84,15 @@ def test_every_legal_combination_equals_the_written_out_policy(name: str, case: 
     assert_same(own.kept, expected.kept)
     assert_same(own.quarantine, expected.quarantine)
     assert torch.equal(own.decision.flags, summarised(expected.flags, spec, batch.rollouts.predictors))
+    if spec.needs_direction:
+        assert torch.allclose(own.decision.scores, averaged(expected.scores, batch), rtol=0, atol=1e-10)
     if spec.score != "none":
         flagged = torch.stack(list(expected.flags.values()))
         assert flagged.any(), "nothing was flagged, so this theorem was not put to the test"
         assert not flagged.all()
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     case=st.sampled_from(CASES),
     tau=st.sampled_from([-0.1, 0.0, 0.02, 0.3]),
@@ -140,14 +150,17 @@ def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() ->
 
 @pytest.mark.parametrize("case", METHODS, ids=case_id)
 def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case) -> None:
-    """R1. Token flags lie on predictors alone: there the prompt's own part stays, so its case is the unflagged half only."""
+    """R1. Token flags lie on predictors alone: there exactly the prompt's own part stays."""
     policy, batch = make_policy(SPECS["lora"]), make_batch(6)
-    everything = run(policy, mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False)), batch)
+    all_flagged = mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False))
+    everything = run(policy, all_flagged, batch)
     nothing = run(policy, mask_route(policy, spec_of(case, tau=2.0, reinforced_only=False)), batch)
     assert everything.decision.flags.all()
     assert not nothing.decision.flags.any()
     if case[1] != "token":
         assert all(torch.equal(g, torch.zeros_like(g)) for g in everything.kept.values())
+    else:
+        assert_same(everything.kept, oracle(policy, all_flagged.spec, all_flagged.directions, batch).kept)
     assert all(g.any() for g in everything.quarantine.values())
     assert all(g.any() for g in nothing.quarantine.values())
     assert_same(nothing.kept, plain_gradient(policy, batch, "kept"))
@@ -162,7 +175,11 @@ def test_r1_holds_from_init(spec: object) -> None:
         own = run(policy, route, batch)
         assert all(torch.equal(g, torch.zeros_like(g)) for g in own.kept.values())
         assert all(bool(g.any()) == (step == 1 or not n.endswith(".A")) for n, g in own.quarantine.items())
-        torch.optim.SGD([p for p in policy.model.parameters() if p.requires_grad], lr=1.0).step()
+        with torch.no_grad():
+            for name, p in policy.adapters.quarantine_parameters().items():
+                p -= own.quarantine[name]
+            for name, p in policy.adapters.kept_parameters().items():
+                p -= own.kept[name]
     assert all(torch.equal(p, before[n]) for n, p in policy.adapters.kept_parameters().items())
 
 
@@ -189,17 +206,6 @@ def test_filter_leaves_the_quarantine_the_plain_gradient_and_detach_does_not() -
             assert_same(own.quarantine, plain)
         else:  # module 0 sees a gradient that lacks the flagged kept paths above it
             assert not torch.allclose(own.quarantine["blocks.0.attn.q.B"], plain["blocks.0.attn.q.B"], rtol=1e-3)
-
-
-def test_pooled_scores_are_the_mean_of_module_cosines() -> None:
-    for case in METHODS:
-        if case[1] != "token":
-            policy, batch = make_policy(SPECS["svd"]), make_batch(6)
-            spec = spec_of(case)
-            route = mask_route(policy, spec)
-            expected = oracle(policy, spec, route.directions, batch).scores
-            mean = torch.stack(list(expected.values())).mean(0)
-            assert torch.allclose(run(policy, route, batch).decision.scores, mean, rtol=0, atol=1e-10), case
 
 
 def test_score_outside_training_is_the_ablated_pooled_score() -> None:
@@ -327,7 +333,7 @@ def test_shuffle_permutes_after_the_gate(case: Case) -> None:
     spec = mixed(policy, spec_of(case), batch)
     real = run(policy, mask_route(policy, spec), batch).decision.flags
     route = mask_route(policy, replace(spec, shuffle=True))
-    draws = torch.stack([run(policy, route, batch, seed=seed).decision.flags for seed in range(12)])
+    draws = torch.stack([run(policy, route, batch, seed=seed).decision.flags for seed in range(6)])
     assert 0 < int(real.sum()) < N
     assert (draws.sum(1) == real.sum()).all()
     assert draws[:, batch.advantages <= 0].any()

@@ -1,0 +1,194 @@
+"""The sides of the routing benchmark: one decoder, one batch and one loss; what differs is the adapters and who asks for what.
+
+    loss = -1/(b s) sum_b A_b sum_t log p(token_t)        over completion tokens; the backward always reaches the embeddings
+
+The decoder is a random Hugging Face Qwen3 with PyTorch's fused attention, and nothing is downloaded. Adapters stand at q, k, v,
+o, gate, up, down and are moved off their init, so that no factor is 0. The sides share the frozen weights.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
+from mi_route2.routing.directions import Provenance, unit
+from mi_route2.routing.features import FeatureKind, coordinates
+from studies.benchmarks.flops import Size
+from studies.benchmarks.paired import Contender
+
+SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def decoder(size: Size, seed: int, attention: str) -> nn.Module:
+    """A random decoder, frozen. ``attention`` is Hugging Face's name of an implementation."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=size.vocab,
+        hidden_size=size.d,
+        intermediate_size=size.mlp,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads,
+        head_dim=size.d // size.heads,
+        max_position_embeddings=size.tokens,
+        use_cache=False,
+        tie_word_embeddings=False,
+        attn_implementation=attention,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(config)
+    return model.train().requires_grad_(False)  # train: Opacus looks at nothing else; there is no dropout
+
+
+class Bench:
+    """Builds the sides of one ``size``; SVDs are kept in ``cache_dir`` while it does."""
+
+    def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa"):
+        self.size, self._seed, self._cache_dir = size, seed, cache_dir
+        self.batch = make_batch(size, torch.Generator().manual_seed(seed))
+        self._decoder: Any = decoder(size, seed, attention)
+
+    def embed(self, tokens: Tensor) -> Float[Tensor, "b s d"]:
+        """A leaf, so that every backward goes all the way down. Every side starts here."""
+        return functional.embedding(tokens, self._decoder.get_input_embeddings().weight).requires_grad_()
+
+    def model(self) -> Any:
+        """The decoder: modules of its own, weights in common."""
+        return copy.deepcopy(self._decoder, {id(p): p for p in self._decoder.parameters()})
+
+    def policy(self, spec: AdapterSpec) -> Policy:
+        """The decoder with this library's adapters."""
+        model, generator = self.model(), torch.Generator().manual_seed(self._seed)
+        patterns = [f"*.{site}" for site in SITES]
+        count = len(SITES) * self.size.layers
+        adapters = attach(model, *patterns, spec=spec, generator=generator, expect=count, cache_dir=self._cache_dir)
+        move([*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], generator)
+        return Policy(model, adapters, lambda model, tokens, attention: logits(model, self.embed(tokens)))
+
+    def peft(self, *ranks: int) -> nn.Module:
+        """The decoder with PEFT's LoRA, all of ``ranks`` active at once."""
+        from peft import LoraConfig, get_peft_model
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed)
+            model: Any = get_peft_model(self.model(), LoraConfig(r=ranks[0], target_modules=list(SITES)), adapter_name="0")
+            for i, rank in enumerate(ranks[1:], start=1):
+                model.add_adapter(str(i), LoraConfig(r=rank, target_modules=list(SITES)))
+            model.base_model.set_adapter([str(i) for i in range(len(ranks))])
+        move([p for p in model.parameters() if p.requires_grad], torch.Generator().manual_seed(self._seed))
+        return model
+
+    def plain(self, name: str, model: nn.Module, work: int) -> Contender:
+        """A forward and backward of ordinary autograd."""
+
+        def step() -> None:
+            inputs = self.embed(self.batch.rollouts.tokens)
+            loss(logits(model, inputs), self.batch.rollouts, self.batch.advantages).backward()
+
+        return Contender(name, work, step, model.zero_grad)
+
+    def routed(self, name: str, policy: Policy, spec: MaskSpec, work: int) -> Contender:
+        """A forward and backward under the mask route ``spec``, as training runs it, with random directions."""
+        route = MaskRoute(spec, _NoFitter())
+        assert spec.score in ("act", "grad", "full")
+        route.directions = self.directions(policy.adapters, spec.score)
+        context = StepContext(torch.Generator().manual_seed(self._seed))
+
+        def step() -> None:
+            routing = route.begin(policy, self.batch, context)
+            for part in routing.parts:
+                with policy.adapters.recording(part.tape):
+                    tokens = part.batch.rollouts.tokens
+                    out = policy.forward(policy.model, tokens, part.batch.rollouts.attention)
+                    loss(out, part.batch.rollouts, part.advantages).backward()
+            routing.finish()
+
+        return Contender(name, work, step, policy.model.zero_grad)
+
+    def directions(self, adapters: Adapters, kind: FeatureKind) -> Directions:
+        """A random unit vector a site, in the space of ``kind``."""
+        generator = torch.Generator().manual_seed(self._seed)
+        if kind == "act":
+            shapes = {site: Vh.shape[:1] for site, Vh in coordinates(adapters).items()}
+        elif kind == "grad":
+            shapes = {site: adapters.scored(site).shape for site in adapters.sites}
+        else:
+            shapes = {site: module.weight.shape for site, module in adapters.sites.items()}
+        vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
+        return Directions(vectors, Provenance("haar", kind, "none", "none", 0, self._seed))
+
+    def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
+        """``torch.func``: ``vmap(grad)`` over rollouts; the step returns every adapter parameter's, ``[b, *shape]``."""
+        model: Any = self.policy(spec).model
+        model.set_attn_implementation("eager")  # the fused kernel has no batching rule on a CPU, and its loop is slower
+        rollouts, advantages = self.batch.rollouts, self.batch.advantages
+        trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+        def one(parameters: dict[str, Tensor], inputs: Tensor, tokens: Tensor, completion: Tensor, advantage: Tensor) -> Tensor:
+            out = torch.func.functional_call(model, parameters, (), {"inputs_embeds": inputs[None]}).logits
+            return weigh(out, tokens[None], completion[None], advantage[None]) / rollouts.tokens.numel()
+
+        per_rollout = torch.func.vmap(torch.func.grad(one, argnums=(0, 1)), in_dims=(None, 0, 0, 0, 0))
+
+        def step() -> dict[str, Tensor]:
+            inputs = self.embed(rollouts.tokens).detach()
+            return per_rollout(trained, inputs, rollouts.tokens, rollouts.completion, advantages)[0]
+
+        return Contender(name, work, step, lambda: None)
+
+    def opacus(self, name: str, model: nn.Module, work: int) -> Contender:
+        """Opacus: ``grad_sample`` of every parameter of a PEFT LoRA."""
+        from opacus import GradSampleModule
+
+        wrapped = GradSampleModule(model, loss_reduction="sum", strict=False)
+        return self.plain(name, wrapped, work)
+
+
+class _NoFitter:
+    """The benchmark sets its directions itself."""
+
+    refreshes = False
+
+    def fit(self, policy: Policy, step: int) -> Directions:
+        raise RuntimeError("the benchmark never refits")
+
+
+def make_batch(size: Size, generator: torch.Generator) -> TrainBatch:
+    """Full-length rollouts, two a group, half of them rewarded."""
+    b, s = size.rollouts, size.tokens
+    tokens = torch.randint(size.vocab, (b, s), generator=generator)
+    completion = (torch.arange(s) >= size.prompt).expand(b, s)
+    groups = torch.arange(b) // 2
+    rewards = (torch.arange(b) % 2).float()
+    rollouts = Rollouts(tokens, torch.ones(b, s, dtype=torch.bool), completion)
+    return TrainBatch(rollouts, rewards, group_advantages(rewards, groups), groups, torch.zeros(b, dtype=torch.bool))
+
+
+def move(parameters: list[nn.Parameter], generator: torch.Generator) -> None:
+    """Off the init: a factor of 0 would make gradients of exactly 0."""
+    with torch.no_grad():
+        for p in parameters:
+            p += 0.01 * torch.randn(p.shape, generator=generator)
+
+
+def logits(model: nn.Module, inputs: Tensor) -> Float[Tensor, "b s v"]:
+    return model(inputs_embeds=inputs).logits
+
+
+def weigh(out: Float[Tensor, "b s v"], tokens: Tensor, completion: Tensor, advantages: Tensor) -> Tensor:
+    """``-sum_b A_b sum_t log p`` over completion tokens."""
+    chosen = out[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return -(chosen * completion[:, 1:] * advantages[:, None]).sum()
+
+
+def loss(out: Tensor, rollouts: Rollouts, advantages: Tensor) -> Tensor:
+    return weigh(out, rollouts.tokens, rollouts.completion, advantages) / rollouts.tokens.numel()

@@ -1,0 +1,259 @@
+"""What routing costs: paired ratios of time and peak memory, with the floor in FLOPs beside each.
+
+    python -m studies.benchmarks.routing [--quick] [--rounds 15] [--out FILE.json]
+
+One thread, all sides interleaved in one process. The measuring runs in a child whose glibc keeps freed memory: a tensor above the
+default mmap threshold is otherwise returned to the system and faulted in anew at each step, which can fake a factor of two.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.routing import MaskSpec
+from studies.benchmarks import flops
+from studies.benchmarks.contenders import Bench
+from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
+
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "KINETO_LOG_LEVEL": "9",  # the memory record is taken in silence
+}
+
+FROZEN = "frozen"
+SVD, LORA = "svd + quarantine", "LoRA + quarantine"
+PEFT, PEFT_SPLIT = "PEFT LoRA", "PEFT LoRA, two adapters"
+FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
+POOLED, MODULE, ACT, FULL = "pooled gradient flag", "gradient flag a module", "pooled activation flag", "full ablated score"
+VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
+
+
+@dataclass(frozen=True)
+class Row:
+    """``over`` relative to ``under``; the limits are what the project promises, ``None`` where the row informs."""
+
+    over: str
+    under: str
+    time_limit: float | None = None
+    memory_limit: float | None = None
+
+
+ROWS = (
+    *(Row(f"{SVD}: {flag}", SVD, 1.05, 1.10) for flag in (POOLED, MODULE, ACT)),
+    Row(f"{SVD}: {FULL}", SVD),
+    *(Row(f"{LORA}: {flag}", LORA, 1.05, 1.10) for flag in (POOLED, MODULE)),
+    Row(f"{SVD}: {VMAP}", SVD),
+    Row(f"{PEFT}: {OPACUS}", PEFT),
+    Row(SVD, PEFT, 1.00),
+    Row(SVD, PEFT_SPLIT, 1.00),
+    Row(LORA, PEFT),
+    Row(FOLDED, FROZEN, 1.60),
+    Row(UNFOLDED, FROZEN),
+    Row(SVD, FROZEN),
+    Row(PEFT, FROZEN),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row as measured. ``floor`` is the ratio of FLOPs; ``missing`` says why there are no numbers."""
+
+    row: Row
+    floor: float | None = None
+    over_frozen: float | None = None
+    time: Ratio | None = None
+    memory: float | None = None
+    missing: str | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.time is None or self.memory is None:
+            return "not measured"
+        if self.row.memory_limit is not None and self.memory > self.row.memory_limit:
+            return "missed"
+        if self.row.time_limit is None:
+            return ""
+        if self.time.value <= self.row.time_limit:
+            return "met"
+        return "within noise" if self.time.lo <= self.row.time_limit else "missed"
+
+
+def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
+    """How each side is built, by name."""
+    size, base = bench.size, flops.frozen(bench.size)
+    r, k = size.kept_rank, size.quarantine_rank
+    svd = AdapterSpec(rank=r, quarantine_rank=k)
+    ours, lora = bench.policy(svd), bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k))
+    work = {SVD: base + flops.svd(size, r) + flops.lora(size, k), LORA: base + flops.lora(size, r + k)}
+    work[PEFT] = work[LORA]
+    deployed = base + flops.svd(size, r)
+    grad, module, act = MaskSpec(score="grad"), MaskSpec(score="grad", unit="rollout"), MaskSpec(score="act")
+    full = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
+
+    def full_rank(name: str, fold: bool, extra: int) -> Contender:
+        return bench.plain(name, bench.policy(AdapterSpec(quarantine="none", fold=fold)).model, base + extra)
+
+    sides: dict[str, Callable[[str], Contender]] = {
+        FROZEN: lambda name: bench.plain(name, bench.model(), base),
+        SVD: lambda name: bench.plain(name, ours.model, work[SVD]),
+        LORA: lambda name: bench.plain(name, lora.model, work[LORA]),
+        PEFT: lambda name: bench.plain(name, bench.peft(r + k), work[PEFT]),
+        PEFT_SPLIT: lambda name: bench.plain(name, bench.peft(r, k), work[PEFT]),
+        FOLDED: lambda name: full_rank(name, True, flops.folded(size)),
+        UNFOLDED: lambda name: full_rank(name, False, flops.svd(size, None)),
+        f"{SVD}: {POOLED}": lambda name: bench.routed(name, ours, grad, work[SVD]),
+        f"{SVD}: {MODULE}": lambda name: bench.routed(name, ours, module, work[SVD]),
+        f"{SVD}: {ACT}": lambda name: bench.routed(name, ours, act, work[SVD] + flops.act_score(size, r)),
+        f"{SVD}: {FULL}": lambda name: bench.routed(name, ours, full, work[SVD] + deployed + flops.full_score(size)),
+        f"{LORA}: {POOLED}": lambda name: bench.routed(name, lora, grad, work[LORA]),
+        f"{LORA}: {MODULE}": lambda name: bench.routed(name, lora, module, work[LORA]),
+        f"{SVD}: {VMAP}": lambda name: bench.vmap(name, svd, work[SVD]),
+        f"{PEFT}: {OPACUS}": lambda name: bench.opacus(name, bench.peft(r + k), work[PEFT]),
+    }
+    return {name: lambda name=name, side=side: side(name) for name, side in sides.items()}
+
+
+def build(bench: Bench) -> tuple[list[Contender], dict[str, str]]:
+    """The sides that run here, each run once, and for a foreign library that does not: why."""
+    ready, missing = [], {}
+    for name, side in tqdm(builders(bench).items(), desc="building", unit="side", leave=False):
+        try:
+            contender = side()
+            contender.step()
+            contender.reset()
+        except Exception as error:  # a foreign library may fail in any way, and that is then its row
+            if not any(foreign in name for foreign in (PEFT, VMAP)):
+                raise
+            missing[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        else:
+            ready.append(contender)
+    return ready, missing
+
+
+def compare(size: Size, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured], dict[str, int]]:
+    """All rows; what was measured, and the floor in FLOPs, of every side."""
+    with TemporaryDirectory() as folder:
+        ready, missing = build(Bench(size, seed, Path(folder)))
+    measured = measure(ready, rounds, np.random.default_rng(seed))
+    work = {c.name: c.flops for c in ready}
+    rng = np.random.default_rng(seed)
+
+    def result(row: Row) -> Result:
+        for name in (row.over, row.under):
+            if name in missing:
+                return Result(row, missing=f"{name}: {missing[name]}")
+        over, under = measured[row.over], measured[row.under]
+        return Result(
+            row,
+            floor=work[row.over] / work[row.under],
+            over_frozen=work[row.over] / work[FROZEN],
+            time=ratio(over.seconds, under.seconds, rng),
+            memory=over.peak_bytes / under.peak_bytes,
+        )
+
+    return [result(row) for row in ROWS], measured, work
+
+
+def table(results: list[Result], judge: bool = True) -> str:
+    """Markdown; times are ratios of medians with a 95% bootstrap interval. ``judge``: say which targets are met."""
+    lines = [
+        "| what | against | time | 95% | floor | FLOPs / frozen | peak memory | target | |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        limits = [(r.row.time_limit, "time"), (r.row.memory_limit, "memory")]
+        target = ", ".join(f"{what} <= {limit:.2f}" for limit, what in limits if limit is not None)
+        if r.time is None:
+            cells = ["-", "-", "-", "-", "-", target, r.missing or r.verdict]
+        else:
+            spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
+            cells = [
+                f"{r.time.value:.3f}",
+                spread,
+                f"{r.floor:.3f}",
+                f"{r.over_frozen:.3f}",
+                f"{r.memory:.3f}",
+                target,
+                r.verdict if judge else "",
+            ]
+        lines.append("| " + " | ".join([r.row.over, r.row.under, *cells]) + " |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients."""
+
+    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
+    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
+    seed: int = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
+
+    def check(self) -> None:
+        """``ValueError`` for options that cannot work, before anything is measured."""
+        if self.rounds is not None and self.rounds < 3:
+            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
+
+    def run(self) -> None:
+        size, rounds = (MICRO, self.rounds or 3) if self.quick else (Size(), self.rounds or 15)
+        results, measured, work = compare(size, rounds, self.seed)
+        r, k = size.kept_rank, size.quarantine_rank
+        print(f"{size.layers} layers, d {size.d}, mlp {size.mlp}; {size.rollouts} rollouts of {size.tokens} tokens")
+        print(f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {rounds} rounds, 1 thread")
+        print("so small a model times Python, not arithmetic: nothing is judged\n" if self.quick else "")
+        print(table(results, judge=not self.quick))
+        if self.out is not None:
+            self.out.write_text(json.dumps(document(size, rounds, results, measured, work), indent=1) + "\n")
+            print(f"\nwrote {self.out}")
+
+
+def document(
+    size: Size, rounds: int, results: list[Result], measured: Mapping[str, Measured], work: Mapping[str, int]
+) -> dict[str, object]:
+    """Everything, ready for JSON."""
+    return {
+        "machine": machine(),
+        "size": asdict(size),
+        "rounds": rounds,
+        "rows": [asdict(r) | {"verdict": r.verdict} for r in results],
+        "sides": {name: asdict(m) | {"flops": work[name]} for name, m in measured.items()},
+    }
+
+
+def main() -> int:
+    try:
+        options = tyro.cli(Options, prog="python -m studies.benchmarks.routing", description=Options.__doc__)
+        options.check()
+        if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks.routing", *sys.argv[1:]]
+            return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
+        torch.set_num_threads(1)
+        options.run()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,263 @@
+"""What probes read in a finished policy: fitted on hacks of the known mode, tested on the modes that they never saw.
+
+The policy answers prompts over test tasks, other tasks in each mode, with the quarantine in place (``on``) and deleted
+(``deploy``). The oracle labels each rollout: a hack is an exploit of the prompt's own mode without a correct solution. Activations
+are the residual stream (``embed``, the output of every block) and what goes into the kept adapters, at predictor positions.
+Probes: mean difference, LDA, logistic, and ``direction``, the persona direction of the run's own pairs, which learns nothing from
+these rollouts. A probe of rollouts is fitted and tested on means over a rollout; a probe of tokens on single tokens, under their
+rollout's label.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from mi_route2.interventions.capture import capture
+from mi_route2.plots import save_figure, style, write_whole
+from mi_route2.rollouts import Policy, Rollouts
+from probes.dataset import Dataset
+from probes.direction import DirectionFitter
+from probes.figures import reliability_figure, transfer_figure
+from probes.probe import Fitter, Unit, pool
+from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
+from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES
+from studies.loopholes.presets import get_world
+from studies.loopholes.prompts import Prompt
+from studies.loopholes.runner import CachedRunner, SubprocessRunner
+from studies.loopholes.tasks import all_tasks
+from studies.loopholes.world import MicroWorld, Witness
+from studies.route2.annotate import Annotator
+from studies.route2.arms import get_arms
+from studies.route2.job import EVAL, Job, build_pairs
+from studies.route2.randomness import numpy_generator, torch_generator
+from studies.route2.report.text import markdown_table, number
+from studies.route2.settings import Settings
+
+STATES = {"on": "quarantine on", "deploy": "as deployed"}
+UNITS: tuple[Unit, ...] = ("rollout", "token")
+LEAST = 10  # prompts with and without a hack, in the known mode: fewer cannot be cut into parts to fit, calibrate and test on
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Fit probes on a finished run's hacks of the known mode, test them on held-out modes, beside random directions."""
+
+    root: tyro.conf.Positional[Path]
+    arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times: vanilla, absorb, or 'base'")] = "vanilla"
+    seed: int = 0
+    per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode and state")] = 512
+    out: Annotated[
+        Path | None, tyro.conf.arg(help="where probes.jsonl, probes.md and figures go; the arm's folder if not given")
+    ] = None
+    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+
+    def __call__(self) -> None:
+        if self.per_mode < 4 * LEAST:
+            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
+        settings = Settings.read(self.root / "settings.json")
+        arm = None if self.arm == "base" else get_arms((self.arm,))[0]
+        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, arm, self.pairs)
+        for path in probe_job(job, self.per_mode, self.out):
+            print(f"wrote {path}")
+
+
+def probe_job(job: Job, per_mode: int, out: Path | None = None, progress: bool = True) -> list[Path]:
+    """Write ``probes.jsonl``, ``probes.md`` and the figures of a finished job; their paths.
+
+    ``ValueError`` in one sentence, before anything is written, where the job is not finished, or where in no state there are
+    both hacks and clean rollouts to learn from. A state without them is left out, and ``probes.md`` says so.
+    """
+    torch.set_num_threads(1)
+    results: dict[tuple[str, Unit], TransferResult] = {}
+    missing: dict[str, str] = {}
+    with SubprocessRunner() as child:
+        runner = CachedRunner(child)
+        world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)
+        policy = Annotator.of(job, world).policy
+        states = {"on": policy.adapters.full} if policy.adapters.has_quarantine else {}
+        for state, switched in (states | {"deploy": policy.adapters.deployed}).items():
+            with switched():
+                dataset, prompts = sample_dataset(world, witness, policy, per_mode, job.seed)
+                directions = persona_directions(policy, world, job)
+            if lack := _lack(dataset, prompts):
+                missing[state] = lack
+                continue
+            for unit in UNITS:
+                results[state, unit] = _transfer(dataset, prompts, directions, unit, job.seed, progress)
+    if not results:
+        what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
+        raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job)}")
+    return _write(job, results, missing, job.folder if out is None else out)
+
+
+def sample_dataset(world: MicroWorld, witness: Witness, policy: Policy, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
+    """Judged rollouts of the policy as it is switched now, with their activations; and each rollout's prompt.
+
+    The same seed meets every arm and state with the same prompts and uniforms.
+    """
+    prompts = probe_prompts(per_mode, seed)
+    samples = world.sample(policy, prompts, torch_generator(seed, "probes"))
+    hack = [verdict.hack for verdict in witness.judge(samples)]
+    hidden = read_layers(policy, samples.rollouts)
+    dataset = Dataset(hidden, samples.rollouts.predictors, hack, [prompt.mode for prompt in prompts])
+    return dataset, [prompt.text for prompt in prompts]
+
+
+def probe_prompts(per_mode: int, seed: int) -> list[Prompt]:
+    """``per_mode`` prompts of every mode with a loophole. No task is in two modes, so that no probe meets a task again; where
+    there are not enough test tasks, each is asked several times."""
+    tasks = all_tasks("test")
+    order = numpy_generator(seed, "probe tasks").permutation(len(tasks)).tolist()
+    each = min(per_mode, len(tasks) // len(LOOPHOLES))
+    return [Prompt(tasks[order[m * each + i % each]], mode) for m, mode in enumerate(LOOPHOLES) for i in range(per_mode)]
+
+
+@torch.no_grad()
+def read_layers(policy: Policy, rollouts: Rollouts) -> dict[str, Float[Tensor, "b s _d"]]:
+    """Layer -> activations: ``embed``, every block's output, and the adapters' inputs. Linears that read one and the same
+    tensor (q, k, v) share a layer, ``blocks.0.attn.q+k+v``."""
+    residual = {name: "output" for name, _ in policy.model.named_modules() if name == "embed" or re.fullmatch(r"blocks\.\d+", name)}
+    sites = dict.fromkeys(policy.adapters.sites, "input")
+    with capture(policy.model, residual | sites, once=True) as cache:
+        policy.forward(policy.model, rollouts.tokens, rollouts.attention)
+    layers, last = {name: cache[name] for name in residual}, ""
+    for site in sites:
+        if last in layers and layers[last].shape == cache[site].shape and bool((layers[last] == cache[site]).all()):
+            layers[f"{last}+{site.rpartition('.')[2]}"] = layers.pop(last)
+            last = next(reversed(layers))
+        else:
+            last = site
+            layers[site] = cache[site]
+    return layers
+
+
+def persona_directions(policy: Policy, world: MicroWorld, job: Job) -> dict[str, Float[Tensor, " _d"]]:
+    """Layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
+    pairs = build_pairs(job, world, "hack")
+    means = []
+    for side in (pairs.hack, pairs.clean):
+        layers = read_layers(policy, side)
+        means.append({layer: pool(h, side.predictors).mean(dim=0) for layer, h in layers.items()})
+    return {layer: means[0][layer] - means[1][layer] for layer in means[0]}
+
+
+def _lack(dataset: Dataset, prompts: list[str]) -> str | None:
+    """Why the known mode's rollouts cannot be learnt from, if they cannot."""
+    known = [i for i, mode in enumerate(dataset.mode) if mode == KNOWN[0]]
+    hacked = {prompts[i] for i in known if dataset.hack[i]}
+    clean = {prompts[i] for i in known} - hacked
+    if min(len(hacked), len(clean)) >= LEAST:
+        return None
+    return f"it hacks on {len(hacked)} of {len(hacked) + len(clean)} {KNOWN[0]} prompts, and {LEAST} of each kind are needed"
+
+
+def _remedy(job: Job) -> str:
+    """Arms of the same seed that hack neither always nor never."""
+    rates = {}
+    for path in sorted(job.folder.parent.glob(f"*/{EVAL}")):
+        mode = json.loads(path.read_text())["modes"][KNOWN[0]]
+        rates[path.parent.name] = max((mode[state]["hack"] for state in STATES), key=lambda rate: min(rate, 1 - rate))
+    useful = sorted((name for name, rate in rates.items() if 0.1 <= rate <= 0.9), key=lambda name: abs(rates[name] - 0.5))
+    if not useful:
+        return (
+            "choose an arm that hacks at times (vanilla and absorb do where they are trained long enough), or a larger --per-mode"
+        )
+    return f"choose an arm that hacks at times: {', '.join(f'{name} ({number(rates[name])})' for name in useful[:3])}"
+
+
+def _transfer(
+    dataset: Dataset, prompts: list[str], directions: dict[str, Tensor], unit: Unit, seed: int, progress: bool
+) -> TransferResult:
+    fitters: dict[str, Callable[[str], Fitter]] = {"direction": lambda layer: DirectionFitter(directions[layer], "projection")}
+    fitters |= default_fitters(seed, unit=unit)
+    return transfer(dataset, prompts, fitters, TransferSettings(KNOWN[0], levels=(unit,), draws=50, seed=seed), progress)
+
+
+def _write(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], out: Path) -> list[Path]:
+    rows = [
+        {"arm": job.name, "seed": job.seed, "state": state, **row} for (state, _), r in results.items() for row in r.json_rows()
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [
+        write_whole(out / "probes.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()),
+        write_whole(out / "probes.md", _markdown(job, results, missing).encode()),
+    ]
+    for (state, unit), result in results.items():
+        with style():
+            for name, figure in _figures(result, unit).items():
+                paths.append(save_figure(figure, out / f"probes-{state}-{unit}-{name}.png"))
+    for old in set(out.glob("probes-*.png")) - set(paths):  # of a state that this time could not be learnt from
+        old.unlink()
+    return paths
+
+
+def _figures(result: TransferResult, unit: Unit) -> dict[str, Figure]:
+    """AUROC over the residual stream and over the adapters' inputs, and reliability at the last block."""
+    figures = {}
+    for name, layers in _split(result).items():
+        rows = [row for row in result.rows if row.layer in layers]
+        if name == "inputs":  # eight ticks a panel would run into each other
+            rows = [replace(row, layer=row.layer.removeprefix("blocks.")) for row in rows]
+        figures[name] = transfer_figure(replace(result, rows=rows), unit)
+        for axes in figures[name].axes:
+            axes.tick_params("x", rotation=90 if name == "inputs" else 0)
+            for label in axes.get_xticklabels():
+                label.set_horizontalalignment("center")
+    figures["reliability"] = reliability_figure(result, list(_split(result)["residual"])[-1], unit)
+    for axes in (axes for figure in figures.values() for axes in figure.axes):
+        axes.set_title(axes.get_title().replace(" (", "\n("))
+    return figures
+
+
+def _split(result: TransferResult) -> dict[str, dict[str, None]]:
+    """Layers of the residual stream, and the adapters' inputs, in order."""
+    layers = dict.fromkeys(row.layer for row in result.rows)
+    residual = {layer: None for layer in layers if layer == "embed" or re.fullmatch(r"blocks\.\d+", layer)}
+    return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual}}
+
+
+def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str]) -> str:
+    text = [
+        f"# Probes of {job.name}, seed {job.seed}",
+        f"Fitted and calibrated on rollouts of {KNOWN[0]}, tested on others of it and on the held-out modes. AUROC with its "
+        "95% bootstrap interval over prompts; the row `random` is the 95th percentile of random directions: a probe below it found "
+        "nothing. Brier score and expected calibration error are means over held-out modes, under a calibration from the known "
+        "mode. Other layers are in probes.jsonl and in the figures.",
+    ]
+    text += [f"Left out, {STATES[state]}: {lack}." for state, lack in missing.items()]
+    for (state, unit), result in results.items():
+        text += [f"## {STATES[state].capitalize()}, one score a {unit}", _table(result).rstrip()]
+    return "\n\n".join(text) + "\n"
+
+
+def _table(result: TransferResult) -> str:
+    """Residual layers: a row a probe and one for the random directions, a column a mode."""
+    header = ["layer", "probe", *(_column(result, mode) for mode in LOOPHOLES), "Brier, held out", "ECE, held out"]
+    lines = []
+    for layer in _split(result)["residual"]:
+        for probe in result.probes:
+            rows = {row.mode: row for row in result.rows if (row.layer, row.probe) == (layer, probe)}
+            held = [rows[mode] for mode in HELD_OUT]
+            means = [number(sum(getattr(row, name) for row in held) / len(held)) for name in ("brier", "ece")]
+            lines.append([layer, probe, *(_cell(rows[mode]) for mode in LOOPHOLES), *means])
+        rows = {row.mode: row for row in result.rows if row.layer == layer}
+        lines.append([layer, "random", *(number(rows[mode].random_p95) for mode in LOOPHOLES), "", ""])
+    return markdown_table(header, lines, left=2)
+
+
+def _column(result: TransferResult, mode: str) -> str:
+    row: Any = next(row for row in result.rows if row.mode == mode)
+    return f"{mode}{' (known)' if row.known else ''}, {row.n_hack} of {row.n}"
+
+
+def _cell(row: TransferRow) -> str:
+    return f"{number(row.auroc)} [{number(row.auroc_low)}, {number(row.auroc_high)}]"

@@ -1,0 +1,99 @@
+"""What the pages list is what the code has: legal combinations, arms, main arms, the README's headline, result placeholders.
+
+A table stands below its `<!-- table: name -->`. Where one differs, the failure prints the right one.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from mi_route2.routing.spec import LEGAL, MaskSpec
+from studies.route2.arms import ARMS, MAIN, Arm
+from studies.route2.publish import END, START, TEXTS
+from studies.route2.report.text import markdown_table
+from studies.route2.settings import PRESETS
+
+DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "results"
+
+
+def printed_table(page: str, name: str) -> str:
+    """The table below the comment that names it."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", text)
+    assert found, f"{page} has no table below <!-- table: {name} -->"
+    return found[1]
+
+
+def legal_table() -> str:
+    rows = [
+        [score, unit, policy, *("yes" if through in allowed else "refused" for through in ("filter", "detach"))]
+        for (score, unit, policy), allowed in LEGAL.items()
+    ]
+    return markdown_table(["score", "unit", "score policy", "filter", "detach"], rows, left=5)
+
+
+def arms_table(arms: Iterable[Arm]) -> str:
+    rows = [[f"`{a.name}`", a.role, a.about, a.baseline or "", a.same_rule_filter or ""] for a in arms]
+    return markdown_table(["arm", "role", "what it is", "compared with", "same-rule filter"], rows, left=5)
+
+
+def ablations_table(arms: Iterable[Arm]) -> str:
+    rows = [[f"`{a.name}`", a.ablation or "", a.about, a.baseline or ""] for a in arms]
+    return markdown_table(["arm", "ablation of", "change", "compared with"], rows, left=4)
+
+
+TABLES = {
+    ("routing.md", "legal"): legal_table(),
+    ("arms.md", "arms"): arms_table(arm for arm in ARMS.values() if arm.ablation is None),
+    ("arms.md", "ablations"): ablations_table(arm for arm in ARMS.values() if arm.ablation is not None),
+}
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES)
+def test_a_printed_table_is_the_code(page: str, name: str) -> None:
+    expected = TABLES[page, name]
+    assert printed_table(page, name) == expected, f"docs/{page} must have, below <!-- table: {name} -->:\n\n{expected}"
+
+
+def test_the_legal_table_says_yes_exactly_where_a_spec_can_be_made() -> None:
+    for line in printed_table("routing.md", "legal").splitlines()[2:]:
+        score, unit, policy, *said = (cell.strip() for cell in line.strip("|").split("|"))
+        for through, answer in zip(("filter", "detach"), said, strict=True):
+            if answer == "yes":
+                MaskSpec(score=score, unit=unit, score_policy=policy, through=through)  # pyright: ignore[reportArgumentType]
+            else:
+                with pytest.raises(ValueError, match="refused"):
+                    MaskSpec(score=score, unit=unit, score_policy=policy, through=through)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_page_of_arms_names_the_main_ones_in_order() -> None:
+    text = " ".join((DOCS / "arms.md").read_text(encoding="utf-8").split())
+    assert f"`make study` runs {', '.join(f'`{name}`' for name in MAIN)} and the base model." in text
+
+
+def test_every_preset_has_what_the_pages_include() -> None:
+    for preset in PRESETS:
+        assert {name for name in TEXTS if not (RESULTS / preset / name).is_file()} == set(), preset
+
+
+def test_the_headline_of_the_readme_is_the_published_one() -> None:
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    between = readme.partition(START)[2].partition(END)[0]
+    assert between.strip() == (RESULTS / "strong/short.md").read_text(encoding="utf-8").strip()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_published_files_are_those_of_their_provenance(preset: str) -> None:
+    """A published number that was edited by hand is found by its checksum."""
+    import hashlib
+
+    path = RESULTS / preset / "provenance.json"
+    if not path.exists():
+        pytest.skip(f"{preset} is not published yet")
+    files = json.loads(path.read_text(encoding="utf-8"))["files"]
+    found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.parent.iterdir() if each != path}
+    assert found == files

@@ -1,0 +1,295 @@
+"""Publishing: sentences say what table.json says, nothing is lost in packing, and a folder appears whole or not at all."""
+
+import io
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.figure import Figure
+from PIL import Image
+
+import studies.route2.headline_figure as figure_module
+import studies.route2.publish as publish_module
+from mi_route2.stats import Summary, summary
+from studies.route2.__main__ import override, read_seeds
+from studies.route2.arms import ARMS as REAL_ARMS
+from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, direction, headline, seeds_text, short, tables, targets
+from studies.route2.headline_figure import write_headline_figure
+from studies.route2.publish import (
+    END,
+    START,
+    TEXTS,
+    changes,
+    command,
+    figure_list,
+    placeholder,
+    publish,
+    repacked,
+    unpacked,
+    update_readme,
+)
+from studies.route2.report import write_leakage, write_tables
+from studies.route2.report.load import load_runs
+from studies.route2.report.text import number
+from studies.route2.settings import get_settings
+
+ARMS = ("base", "vanilla", "absorb", "route2-act", "filter-act", "route2-full", "filter-full", "shuffled", "oracle")
+
+
+def report(root: Path) -> dict[str, Any]:
+    """Tables and leakage of the folder, under real settings and without figures; the content of table.json."""
+    if "evaluation_prompts" not in json.loads((root / "settings.json").read_text()):
+        (root / "settings.json").write_text(json.dumps(get_settings("strong").as_dict()))
+    write_tables(root)
+    write_leakage(root)
+    return json.loads((root / "table.json").read_text())
+
+
+@pytest.fixture
+def root(study: Callable[..., Path], tmp_path: Path) -> Path:
+    """A synthetic study under the real settings of `strong`, reported."""
+    root = study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(0, 1, 2), steps=4)
+    report(root)
+    return root
+
+
+def test_a_published_folder_holds_everything_and_is_the_same_bytes_again(root: Path, tmp_path: Path) -> None:
+    (root / "training.png").write_bytes(png(np.zeros((4, 4, 4), np.uint8) + 255))
+    folder = publish(root, tmp_path / "results")
+    assert folder == tmp_path / "results/strong"
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {*TEXTS, "table.json", "runs.json", "provenance.json", "settings.json", "headline.png", "training.png"} <= set(first)
+    publish(root, tmp_path / "results")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["strong"]
+    assert str(tmp_path).encode() not in b"".join(first.values())
+
+
+def test_runs_are_packed_without_loss(root: Path, tmp_path: Path) -> None:
+    found = unpacked((publish(root, tmp_path / "results") / "runs.json").read_text())
+    assert len(found) == len(ARMS) * 3
+    for (arm, seed), (evaluation, manifest) in found.items():
+        folder = root / f"seed-{seed}" / arm
+        assert evaluation == json.loads((folder / "eval.json").read_text())
+        assert manifest == json.loads((folder / "manifest.json").read_text())
+
+
+def test_published_json_says_what_the_report_says(root: Path, tmp_path: Path) -> None:
+    folder = publish(root, tmp_path / "results")
+    for name in ("table.json", "leakage.json", "ablations.json"):
+        assert json.loads((folder / name).read_text()) == json.loads((root / name).read_text())
+        assert (folder / name).stat().st_size <= (root / name).stat().st_size
+
+
+def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Callable[..., None]) -> None:
+    before = headline(Result(report(root)))
+    for seed, rate in ((0, 0.5), (1, 0.25), (2, 0.375)):
+        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
+    content = report(root)
+    result = Result(content)
+    after = headline(result)
+    assert "**route2-full**: held-out hack median .375, mean .375 [" in after
+    assert "**route2-full**: held-out hack median .375" not in before
+    assert "route2-full .375" in short(result)
+    assert "| route2-full: median held-out hack at most oracle's + .03 |     .375 |" in targets(result)
+    rows = {row["arm"]: row for row in content["rows"]}
+    for arm in ARMS:
+        if arm.startswith("filter"):
+            assert f"{arm} (no quarantine; hack {number(rows[arm][HACK]['mean'])}, " in after
+        else:
+            assert f"median {number(rows[arm][HACK]['median'])}, mean" in "".join(re.findall(rf"- \*\*{arm}\b.*", after)), arm
+
+
+def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked(root: Path) -> None:
+    result = Result(report(root))
+    text = headline(result)
+    for route in ("route2-act", "route2-full"):
+        block = text.partition(f"**{route}**")[2].split("\n- ")[0]
+        assert "Against absorb" in block
+        assert f"same-rule filter, {REAL_ARMS[route].same_rule_filter} (no quarantine" in block
+    assert "**route2-grad**: not run." in text
+    for written in (text, short(result), tables(result, {}, {})):
+        assert not re.search(rf"\b{BOUND}\b(?! \(bound\)| and is no method)(?=[ *|,.])", written.replace("reads the oracle", ""))
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "expected"), [(-0.2, -0.1, -1), (0.1, 0.2, 1), (-0.1, 0.1, 0), (0.0, 0.1, 0), (-0.1, 0.0, 0), (None, None, 0)]
+)
+def test_a_difference_is_told_only_where_its_interval_leaves_zero(lo: float | None, hi: float | None, expected: int) -> None:
+    assert direction(Summary(mean=0.0, median=0.0, lo=lo, hi=hi, n=2, seeds=[])) == expected
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(-1, 1))
+def test_swapping_the_sides_turns_the_verdict_round(values: list[float], shift: float) -> None:
+    moved = [value + shift for value in values]
+    assert direction(summary(moved)) == -direction(summary([-value for value in moved]))
+
+
+def test_the_verdict_of_the_readme_follows_the_runs(root: Path, set_hack: Callable[..., None]) -> None:
+    for seed in (0, 1, 2):
+        for arm in ARMS:
+            if arm.startswith(("route2", "filter")):
+                set_hack(root, arm, seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.25))
+    level = short(Result(report(root)))
+    assert "hacks less" not in level
+    for seed, rate in ((0, 0.0), (1, 0.0078125), (2, 0.0)):
+        set_hack(root, "route2-act", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
+    assert "next to its own filter route2-act hacks less" in short(Result(report(root)))
+
+
+def test_a_study_with_a_missing_seed_is_provisional(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
+    whole = study(tmp_path / "whole", (*ARMS, "route2-grad", "filter-grad"), seeds=(0, 1), steps=2)
+    assert not Result(report(whole)).provisional
+    assert "Provisional" not in headline(Result(report(whole)))
+    assert Result(report(root)).provisional  # route2-grad was not run
+    assert "rovisional" in short(Result(report(root)))
+
+
+def test_seeds_that_stand_out_are_listed_with_their_masks(
+    study: Callable[..., Path], tmp_path: Path, set_hack: Callable[..., None]
+) -> None:
+    root = study(tmp_path / "s", ("base", "route2-full"), seeds=(0, 1, 2, 3), steps=2)
+    for seed in range(4):
+        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.75 if seed == 2 else 0.0))
+    write_tables(root)
+    runs = load_runs(root)
+    text = tables(Result(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {})
+    line = next(line for line in text.splitlines() if re.match(r"\| route2-full +\| +2 \|", line))
+    masks = [row["mask"]["auroc"] for row in runs.runs["route2-full", 2].metrics]
+    assert number(sum(masks) / len(masks)) in line
+
+
+def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
+    root: Path, tmp_path: Path, set_hack: Callable[..., None]
+) -> None:
+    set_hack(root, "oracle", 0, {"sentinel": 0.5})
+    with pytest.raises(ValueError, match=r"is not that of its runs: `python -m studies.route2 report"):
+        publish(root, tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_failure_half_way_leaves_the_published_folder_as_it_was(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = publish(root, tmp_path / "results")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def full(*args: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish_module, "provenance", full)
+    with pytest.raises(ValueError, match="No space left"):
+        publish(root, tmp_path / "results")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["strong"]
+
+
+def test_changed_settings_do_not_replace_the_presets_results(root: Path, tmp_path: Path) -> None:
+    changed = replace(get_settings("strong"), kept_lr=1e-3)
+    (root / "settings.json").write_text(json.dumps(changed.as_dict()))
+    report(root)
+    assert publish(root, tmp_path / "results").name == root.name
+    assert "--override kept_lr=0.001" in command(load_runs(root))
+
+
+def test_an_arm_that_differs_between_seeds_is_refused(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
+    spec = json.loads((root / "seed-1/absorb/manifest.json").read_text())["arm_spec"]
+    resign(root / "seed-1/absorb", "absorb", 1, arm_spec={**spec, "route": {"tau": 1}})
+    with pytest.raises(ValueError, match="absorb is defined differently on seed 1"):
+        publish(root, tmp_path / "results")
+
+
+def test_the_command_names_these_runs(root: Path) -> None:
+    words = shlex.split(command(load_runs(root)))
+    at = {name: words.index(name) for name in ("--preset", "--seeds", "--arms")}
+    assert words[at["--preset"] + 1] == "strong"
+    assert read_seeds(words[at["--seeds"] + 1]) == [0, 1, 2]
+    assert set(words[at["--arms"] + 1 :]) == set(ARMS) - {"base"}
+
+
+@pytest.mark.parametrize("seeds", [[0], [3], [0, 1, 2], [2, 5, 9], [4, 5]])
+def test_the_seeds_of_a_command_are_read_back(study: Callable[..., Path], tmp_path: Path, seeds: list[int]) -> None:
+    runs = load_runs(study(tmp_path / "s", ("base", "absorb"), seeds=seeds, steps=1))
+    words = shlex.split(command(replace(runs, settings=get_settings("strong").as_dict())))
+    assert read_seeds(words[words.index("--seeds") + 1]) == seeds
+    assert seeds_text(seeds).startswith("seed")
+
+
+@given(st.integers(1, 500), st.floats(1e-5, 1), st.sampled_from([None, 3]), st.integers(1, 99))
+def test_an_override_gives_the_settings_back(steps: int, rate: float, micro: int | None, warm: int) -> None:
+    preset = get_settings("strong")
+    changed = replace(preset, steps=steps, kept_lr=rate, micro=micro, warm=replace(preset.warm, steps=warm))
+    assert override(preset, tuple(changes(changed.as_dict(), preset.as_dict()))) == changed
+    assert changes(preset.as_dict(), preset.as_dict()) == []
+
+
+def test_a_placeholder_has_the_texts_of_a_published_preset(root: Path, tmp_path: Path) -> None:
+    empty = placeholder("weak", tmp_path / "results")
+    assert {path.name for path in empty.iterdir()} == set(TEXTS)
+    assert all("Not run yet" in path.read_text() for path in empty.iterdir())
+    assert set(TEXTS) <= {path.name for path in publish(root, tmp_path / "results").iterdir()}
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+    return buffer.getvalue()
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_repacking_keeps_every_pixel_and_never_grows(seed: int, opaque: bool) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 3, (5, 7, 4), dtype=np.uint8) * 100
+    if opaque:
+        pixels[..., 3] = 255
+    before = png(pixels)
+    after = repacked(before)
+    assert len(after) <= len(before)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(after)).convert("RGBA")), pixels)
+
+
+def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Figure] = []
+    monkeypatch.setattr(figure_module, "save_figure", lambda figure, path: (kept.append(figure), path)[1])
+    content = report(root)
+    write_headline_figure(Result(content), tmp_path / "headline.png")
+    drawn = np.concatenate([np.asarray(each.get_offsets()) for each in kept[0].axes[0].collections])
+    order = [arm for arm in SHOWN if arm in ARMS]
+    rows = {row["arm"]: row for row in content["rows"]}
+    expected = [(value, order.index(arm)) for arm in order for value in rows[arm][HACK]["seeds"]]
+    assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
+    assert [label.get_text() for label in kept[0].axes[0].get_yticklabels()][-1] == "oracle (bound)"
+
+
+def test_figures_are_listed_page_by_page(tmp_path: Path) -> None:
+    for name in ("training-10.png", "training.png", "training-2.png", "all_arms_per_mode.png", "headline.png", "other.png"):
+        (tmp_path / name).write_bytes(b"")
+    links = re.findall(r"\(results/strong/(\S+)\)", figure_list("strong", tmp_path))
+    assert links == ["all_arms_per_mode.png", "training.png", "training-2.png", "training-10.png"]
+
+
+def test_only_the_headline_of_a_readme_changes(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# top\n\n{START}\nold\n{END}\n\nbottom\n")
+    update_readme(readme, "new\n")
+    once = readme.read_text()
+    assert once == f"# top\n\n{START}\n\nnew\n\n{END}\n\nbottom\n"
+    update_readme(readme, "new\n")
+    assert readme.read_text() == once
+    readme.write_text("no place\n")
+    with pytest.raises(ValueError, match="no place for the headline"):
+        update_readme(readme, "new\n")
+    assert readme.read_text() == "no place\n"
+
+
+def test_routes_and_their_filters_are_real_arms() -> None:
+    for route in ROUTES:
+        assert REAL_ARMS[route].same_rule_filter in REAL_ARMS
+    assert {arm for arm in SHOWN if arm != "base"} <= REAL_ARMS.keys()

@@ -1,0 +1,183 @@
+"""What a user can get wrong on the command line costs one sentence and exit code 2: no traceback, no training, nothing written."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import studies.route2.__main__ as cli
+from studies.loopholes.pairs import Pair, make_pairs, write_pairs
+from studies.loopholes.presets import get_world
+from studies.route2.arms import ARMS
+from studies.route2.job import MANIFEST
+from studies.route2.schedule import exclusive
+from studies.route2.settings import PRESETS, Settings
+
+ROOT = Path(__file__).parents[3]
+Main = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Main:
+    """The command line, in this process: exit code, stdout, stderr. It must not come to training."""
+
+    def trained(*_: object, **__: object) -> list[str]:
+        raise AssertionError("the command went on to training")
+
+    def call(*arguments: object, run_jobs: Callable[..., list[str]] = trained) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["route2", *map(str, arguments)])
+        monkeypatch.setattr(cli, "run_jobs", run_jobs)
+        capfd.readouterr()
+        code = cli.main()
+        return (code, *capfd.readouterr())
+
+    return call
+
+
+def one_sentence(result: tuple[int, str, str], *parts: str) -> None:
+    code, _, errors = result
+    assert code == 2
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("error: ")
+    for part in parts:
+        assert part in errors
+
+
+BAD = {
+    "an unknown arm": (["--arms", "vanilla", "vanila"], "unknown arm 'vanila': choose from vanilla, absorb"),
+    "an unknown preset": (["--preset", "strnog"], "unknown preset 'strnog': choose from strong, weak, delta_s"),
+    "seeds, a word": (
+        ["--seeds", "three"],
+        "'three' names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)",
+    ),
+    "seeds, none": (["--seeds", "0"], "'0' names no seeds"),
+    "seeds, backwards": (["--seeds", "7-0"], "'7-0' names no seeds"),
+    "seeds, two ranges": (["--seeds", "1-2-3"], "'1-2-3' names no seeds"),
+    "seeds, negative": (["--seeds=-1,2"], "'-1,2' names no seeds"),
+    "seeds, half a list": (["--seeds", "1,"], "'1,' names no seeds"),
+    "no workers": (["--workers", "0"], "workers must be at least 1, not 0"),
+    "an unknown setting": (["--override", "stpes=3"], "'stpes=3' is not a setting: give name=value with a name among world, kept"),
+    "a setting without a value": (["--override", "steps"], "'steps' is not a setting"),
+    "a word for a number": (["--override", "steps=many"], "steps takes a int, not 'many'"),
+    "no steps": (["--override", "steps=0"], "steps must be at least 1, not 0"),
+    "no warm start": (["--override", "warm.steps=0"], "steps = 0 is not positive"),
+    "a group of one": (["--override", "group=1"], "group must be at least 2"),
+    "a rate that is no number": (["--override", "kept_lr=nan"], "kept_lr must be above 0, not nan"),
+    "a LoRA without a rank": (["--override", "kept_rank=none"], "a LoRA kept adapter needs a rank"),
+    "too high a rank": (["--override", "kept_rank=65"], "65"),
+    "no quarantine rank": (["--override", "quarantine_rank=0"], "rank"),
+    "an unknown world": (["--override", "world=srtong"], "unknown world 'srtong': choose from strong, weak"),
+    "more prompts than tasks": (["--override", "evaluation_prompts=100000"], "100000 evaluation prompts asked for, but there are"),
+    "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs asked for, but there are"),
+    "a probability": (["--override", "none_fraction=1.5"], "none_fraction is a probability between 0 and 1, not 1.5"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_argument_is_one_sentence(tmp_path: Path, main: Main, what: str) -> None:
+    arguments, part = BAD[what]
+    one_sentence(main("run", "--out", tmp_path / "runs", *arguments), part)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: Main, capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--workers", "two"], ["--wrokers", "2"], ["--report", "--nothing"]):
+        with pytest.raises(SystemExit) as stopped:
+            main("run", "--out", tmp_path / "runs", *arguments)
+        assert stopped.value.code == 2
+        assert "Traceback" not in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (b"[[pair]\n", "cannot read persona pairs from"),
+        (b"\xff\xfe", "cannot read persona pairs from"),
+        (b"", "is not a file of pairs: write [[pair]] tables of clean, hack, prompt"),
+        (b"pair = []\n", "it has no [[pair]] entry"),
+        (b"[[pair]]\nprompt = ' add'\nhack = 'no such token'\nclean = '```'\n", "no token matches 'no such token'"),
+        (b"[[pair]]\nprompt = '" + b" add" * 40 + b"'\nhack = '```'\nclean = '```'\n", "longer than 32 tokens"),
+    ],
+)
+def test_a_pairs_file_that_cannot_be_read_is_refused_before_any_work(tmp_path: Path, main: Main, text: bytes, part: str) -> None:
+    pairs = tmp_path / "pairs.toml"
+    pairs.write_bytes(text)
+    one_sentence(main("run", "--out", tmp_path / "runs", "--pairs", pairs), part, "pairs.toml")
+    assert list(tmp_path.iterdir()) == [pairs]
+
+
+def test_a_missing_pairs_file_is_refused_and_a_good_one_is_not(tmp_path: Path, main: Main) -> None:
+    one_sentence(main("run", "--out", tmp_path / "runs", "--pairs", tmp_path / "none.toml"), "there is no pairs file at")
+    one_sentence(main("run", "--out", tmp_path / "runs", "--pairs", tmp_path), "there is no pairs file at")
+    assert list(tmp_path.iterdir()) == []
+    write_pairs(make_pairs(get_world("strong"), 3), tmp_path / "good.toml")
+    seen: list[Path | None] = []
+
+    def look(jobs, workers):
+        seen.extend({job.pairs for job in jobs})
+        return []
+
+    arguments = ("run", "--out", tmp_path / "runs", "--pairs", tmp_path / "good.toml", "--no-report")
+    assert main(*arguments, run_jobs=look)[0] == 0
+    assert seen == [tmp_path / "good.toml"]
+    write_pairs([Pair(" add", "```", "```")], tmp_path / "other.toml")
+    job = cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "good.toml")
+    assert job.identity != cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "other.toml").identity
+
+
+def test_an_out_folder_that_cannot_be_written_is_refused(tmp_path: Path, main: Main) -> None:
+    (tmp_path / "file").write_text("mine")
+    one_sentence(main("run", "--out", tmp_path / "file"), "cannot write to", "choose another --out")
+    one_sentence(main("run", "--out", tmp_path / "file" / "below"), "cannot write to", "(Not a directory)")
+    one_sentence(main("run", "--out", "/proc/runs"), "cannot write to", "choose another --out")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_second_command_on_one_folder_is_refused(tmp_path: Path, main: Main) -> None:
+    with exclusive(tmp_path / PRESETS["strong"].folder):
+        before = sorted(tmp_path.rglob("*"))
+        one_sentence(main("run", "--out", tmp_path), "another process is writing to", "wait for it, or choose another --out")
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Path, main: Main) -> None:
+    place = tmp_path / PRESETS["strong"].folder / "seed-0" / "vanilla" / MANIFEST
+    place.parent.mkdir(parents=True)
+    for text, part in (
+        ('{"status": "finished", "identity": "0"}', "under other settings; choose another --out"),
+        ("[1]", "is damaged"),
+    ):
+        place.write_text(text)
+        one_sentence(main("run", "--out", tmp_path, "--arms", "vanilla"), part)
+        assert place.read_text() == text
+        assert not (place.parents[2] / "settings.json").exists()
+
+
+def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path, main: Main) -> None:
+    def interrupted(jobs: object, workers: int) -> list[str]:
+        raise KeyboardInterrupt
+
+    told = main("run", "--out", tmp_path, run_jobs=lambda jobs, workers: ["a failed: x", "b failed: y"])
+    one_sentence(told, "a failed: x; b failed: y")
+    code, _, errors = main("run", "--out", tmp_path, run_jobs=interrupted)
+    assert code == 130
+    assert errors.strip() == "stopped; the same command goes on from the last checkpoints"
+
+
+def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main) -> None:
+    for command in ("report", "plot", "leakage"):
+        one_sentence(main(command, tmp_path / "none"), "none is no folder: give the run folder")
+        one_sentence(main(command, tmp_path), "settings.json is missing")
+    one_sentence(main("show", tmp_path), "holds no settings of this study", "point at a run folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_real_command_says_it_on_stderr_and_exits_with_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "studies.route2", "run", "--out", str(tmp_path / "runs"), "--override", "kept=lroa"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    one_sentence((result.returncode, result.stdout, result.stderr), "kept='lroa' is not a kind of adapter: choose from svd, lora")
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []

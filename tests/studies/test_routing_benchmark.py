@@ -1,0 +1,211 @@
+"""The routing benchmark is what it says: floors are torch's own counts, every way to per-rollout gradients gives the same ones."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.routing import MaskSpec
+from studies.benchmarks import flops, paired, routing
+from studies.benchmarks.contenders import SITES, Bench
+from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.paired import Ratio
+from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, SVD, VMAP, Options, Result, Row
+
+ODD = Size(layers=2, d=36, heads=2, mlp=46, vocab=58, rollouts=4, tokens=11, prompt=3, kept_rank=5, quarantine_rank=3)
+"""No two axes are alike, so that none can stand in for another."""
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
+    """Side -> (its floor, the FLOPs that it does). Eager attention, since the counter does not know the fused kernel."""
+    counts = {}
+    for name, side in routing.builders(Bench(ODD, 0, tmp_path_factory.mktemp("svd"), attention="eager")).items():
+        contender = side()
+        with FlopCounterMode(display=False) as counter:
+            contender.step()
+        counts[name] = contender.flops, counter.get_total_flops()
+    return counts
+
+
+def test_floors_are_the_flops_that_torch_counts(counted: dict[str, tuple[int, int]]) -> None:
+    rank_one = 2 * ODD.rollouts * ODD.kept_rank * len(SITES) * ODD.layers  # a routed dS: the weighted sum over rollouts
+    for name, (floor, done) in counted.items():
+        routed_svd = name.startswith(f"{SVD}: ") and VMAP not in name
+        slack = rank_one if routed_svd else 0
+        if name.startswith((f"{LORA}: ", f"{PEFT}: ")):
+            slack = floor * 15 // 100  # matrices are contracted again for norms or sums, and that is above the floor
+        assert floor <= done <= floor + slack, name
+
+
+def test_floors_of_the_promised_rows() -> None:
+    """At the benchmark's own size the promises leave room above the floor, and more rank costs more."""
+    size = Size()
+    base = flops.frozen(size)
+    assert (base + flops.folded(size)) / base < 1.6 < (base + flops.svd(size, None)) / base
+    r, k = size.kept_rank, size.quarantine_rank
+    assert flops.svd(size, r) + flops.lora(size, k) < flops.lora(size, r + k)
+    assert flops.svd(size, r) < flops.svd(size, r + 1)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(ODD, 0, tmp_path)
+
+
+def summed(parameters: dict[str, torch.nn.Parameter], rows: dict[str, Tensor]) -> bool:
+    """Whether the rows of every parameter sum to its gradient."""
+    assert parameters.keys() == rows.keys()
+    return all(torch.allclose(rows[n].sum(0), p.grad, rtol=1e-3, atol=1e-6) for n, p in parameters.items())  # pyright: ignore
+
+
+def test_vmap_gives_the_gradients_that_autograd_sums(bench: Bench) -> None:
+    spec = AdapterSpec(rank=5, quarantine_rank=3)
+    policy = bench.policy(spec)
+    bench.plain("autograd", policy.model, 0).step()
+    rows = bench.vmap("vmap", spec, 0).step()
+    assert isinstance(rows, dict)
+    trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
+    assert summed(trained, rows)
+    assert max(float(p.grad.abs().max()) for p in trained.values()) > 1e-4  # pyright: ignore  # or the tolerance hides all
+
+
+def test_opacus_gives_the_gradients_that_autograd_sums(bench: Bench) -> None:
+    pytest.importorskip("opacus")
+    model = bench.peft(8)
+    bench.opacus("opacus", model, 0).step()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    assert summed(trained, {n: p.grad_sample for n, p in trained.items()})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_route_learns_less_than_no_route(bench: Bench) -> None:
+    """The routed side routes: flags on what is reinforced change the kept adapter's gradient, and not the quarantine's."""
+    policy = bench.policy(AdapterSpec(rank=5, quarantine_rank=3))
+    grads = []
+    for spec in (MaskSpec(tau=1.1), MaskSpec(tau=-1.1)):
+        contender = bench.routed("routed", policy, spec, 0)
+        contender.step()
+        sides = policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters()
+        grads.append([torch.cat([p.grad.flatten() for p in side.values()]) for side in sides])  # pyright: ignore
+        contender.reset()
+    (kept, quarantine), (kept_routed, quarantine_routed) = grads
+    assert not torch.allclose(kept, kept_routed)
+    assert torch.equal(quarantine, quarantine_routed)
+
+
+def test_the_sides_share_weights_but_not_modules(bench: Bench) -> None:
+    one, two = bench.model(), bench.model()
+    assert one is not two
+    assert all(a is b for a, b in zip(one.parameters(), two.parameters()))
+
+
+@given(st.floats(0.1, 10), st.lists(st.floats(0.5, 2), min_size=3, max_size=9))
+def test_a_scaled_series_has_its_scale_for_ratio(scale: float, under: list[float]) -> None:
+    over = [scale * u for u in under]
+    r = paired.ratio(over, under, np.random.default_rng(0), draws=200)
+    assert r.value == pytest.approx(scale)
+    assert r.lo <= r.value * (1 + 1e-9)
+    assert r.hi >= r.value * (1 - 1e-9)
+
+
+def test_ratio_refuses_rounds_that_do_not_pair() -> None:
+    with pytest.raises(ValueError, match="do not pair"):
+        paired.ratio([1.0, 2.0], [1.0], np.random.default_rng(0))
+
+
+def test_peak_memory_is_what_is_held_at_one_time() -> None:
+    mb = 2**20
+
+    def in_turn() -> None:
+        for _ in range(3):
+            torch.empty(4 * mb, dtype=torch.uint8)
+
+    def at_once() -> None:
+        held = [torch.empty(4 * mb, dtype=torch.uint8) for _ in range(3)]
+        held.clear()
+        torch.empty(mb, dtype=torch.uint8)
+
+    assert paired.peak_bytes(in_turn) == 4 * mb
+    assert paired.peak_bytes(at_once) == 12 * mb
+
+
+def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Options(quick=True, out=tmp_path / "out.json").run()
+    printed = capsys.readouterr().out
+    document = json.loads((tmp_path / "out.json").read_text())
+    for row, written in zip(ROWS, document["rows"], strict=True):
+        assert f"| {row.over} | {row.under} | " in printed
+        assert written["row"]["over"] == row.over
+        assert written["time"]["lo"] <= written["time"]["value"] <= written["time"]["hi"]
+        assert written["memory"] > 0
+        assert written["floor"] > 0
+    assert all(len(side["seconds"]) == 3 for side in document["sides"].values())
+    assert document["size"]["d"] == MICRO.d
+
+
+def test_a_foreign_library_that_does_not_work_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ImportError("no such library\nand more lines")
+
+    monkeypatch.setattr(Bench, "opacus", broken)
+    monkeypatch.setattr(routing, "measure", lambda ready, *_: {c.name: paired.Measured((1.0, 1.0, 1.0), 1) for c in ready})
+    results = routing.compare(MICRO, 3, 0)[0]
+    missing = {r.row.over: r.missing for r in results if r.missing}
+    assert missing == {f"{PEFT}: {OPACUS}": f"{PEFT}: {OPACUS}: ImportError: no such library"}
+    assert "no such library |" in routing.table(results)
+
+
+def test_our_own_failure_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(Bench, "routed", broken)
+    with pytest.raises(RuntimeError, match="ours"):
+        routing.compare(MICRO, 3, 0)
+
+
+@pytest.mark.parametrize(
+    ("time", "memory", "verdict"),
+    [
+        (Ratio(1.0, 0.9, 1.1), 1.05, "met"),
+        (Ratio(1.1, 1.0, 1.2), 1.05, "within noise"),
+        (Ratio(1.1, 1.06, 1.2), 1.05, "missed"),
+        (Ratio(0.9, 0.8, 1.0), 1.2, "missed"),
+        (None, None, "not measured"),
+    ],
+)
+def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> None:
+    assert Result(Row("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
+
+
+def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
+        calls.append((command, env))
+        return SimpleNamespace(returncode=7)
+
+    monkeypatch.setattr(routing.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["routing", "--quick"])
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    assert routing.main() == 7
+    ((command, env),) = calls
+    assert command[-1] == "--quick"
+    assert int(env["MALLOC_MMAP_THRESHOLD_"]) == int(env["MALLOC_TRIM_THRESHOLD_"]) == 2**32
+    assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, words in ((["--rounds", "2"], "at least 3"), (["--out", str(tmp_path / "none" / "x.json")], "no folder")):
+        monkeypatch.setattr(sys, "argv", ["routing", *arguments])
+        assert routing.main() == 2
+        assert words in capsys.readouterr().err
