@@ -37,7 +37,8 @@ class RoutedFactor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         h, factor = ctx.saved_tensors
-        h = h.to(dy.dtype)  # under autocast the forward cast h itself
+        # Detached: a lane that holds h would otherwise hold the graph, whose node holds the lane, and none would ever be freed.
+        h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
         tape, lane, site, name = ctx.routing
         tape.saw_backward(site)
         pair_type = Diagonal if factor.ndim == 1 else Pairs
@@ -66,7 +67,7 @@ class ReadOutput(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
-        x = ctx.saved_tensors[0].to(dy.dtype)
+        x = ctx.saved_tensors[0].detach().to(dy.dtype)
         ctx.tape.saw_backward(ctx.site)
         ctx.tape.outputs.read(ctx.site, Pairs(ctx.tape.rows(x), ctx.tape.rows(dy)))
         return dy, None, None, None

@@ -41,7 +41,7 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
         max_position_embeddings=size.tokens,
         use_cache=False,
         tie_word_embeddings=False,
-        attn_implementation=attention,
+        attn_implementation=attention,  # pyright: ignore[reportCallIssue]
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -54,7 +54,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
     result = record.profiler and record.profiler.kineto_results
     assert result is not None
     events = [e for e in result.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]  # pyright: ignore[reportAttributeAccessIssue]
     return int(max(np.cumsum(changes), default=0))
 
 

@@ -12,6 +12,8 @@ import tyro
 
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import Job
+from studies.route2.probing import Probes
+from studies.route2.publish import Publish
 from studies.route2.recorder import write_json
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
 from studies.route2.schedule import exclusive, run_jobs
@@ -185,7 +187,17 @@ def show_paths(paths: list[Path]) -> None:
         print(f"wrote {path}")
 
 
-COMMANDS = {"run": Run, "full": Full, "report": Report, "plot": Plot, "leakage": Leakage, "show": Show, "arms": Arms}
+COMMANDS = {
+    "run": Run,
+    "full": Full,
+    "report": Report,
+    "plot": Plot,
+    "leakage": Leakage,
+    "show": Show,
+    "probes": Probes,
+    "publish": Publish,
+    "arms": Arms,
+}
 
 
 def main() -> int:

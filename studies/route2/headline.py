@@ -30,6 +30,8 @@ EARLY = 30  # steps over which a mask's quality is read: later a mask that faile
 Row = Mapping[str, Any]
 Quality = Mapping[tuple[str, int], Mapping[str, float | None]]
 """``(arm, seed)`` to the mean ``auroc`` and ``recall`` of its mask over the first ``EARLY`` steps."""
+Expected = Mapping[str, Mapping[str, float]]
+"""An arm's ``hack`` (held out) and ``solve`` in the prototype, means over its seeds."""
 
 
 class Result:
@@ -177,9 +179,13 @@ def _verdict(result: Result) -> str:
     return f"Paired by seed (95% intervals), {text}{same}. What the quarantine adds to the flags is that difference and no more."
 
 
-def tables(result: Result, quality: Quality, prototype: Mapping[str, Mapping[str, float]]) -> str:
-    """tables.md: the main rows, what the quarantine adds, seeds that stand out, and what was expected."""
-    parts = [_main_table(result), _filter_table(result), _outlier_table(result, quality), _expected_table(result, prototype)]
+def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
+    """tables.md: the main rows, what the quarantine adds, seeds that stand out, and what was expected.
+
+    ``trained``: an arm's solve rate on training tasks in its last steps.
+    """
+    parts = [_main_table(result), _filter_table(result), _outlier_table(result, quality)]
+    parts.append(_expected_table(result, trained, prototype))
     return "\n".join(part for part in parts if part)
 
 
@@ -230,15 +236,14 @@ def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:
     return cells
 
 
-def _expected_table(result: Result, expected: Mapping[str, Mapping[str, float]]) -> str:
+def _expected_table(result: Result, trained: Mapping[str, Summary], expected: Expected) -> str:
     body = []
     for arm in result.shown():
         if arm in expected:
-            cells = [result.name(arm)]
-            for name, metric in (("hack", HACK), ("solve", SOLVE)):
-                cells += [number(expected[arm].get(name)), interval(result.rows[arm][metric])]
-            body.append(cells)
-    header = ["arm", "hack, held out: prototype", "here", "solve: prototype", "here"]
+            here = result.rows[arm]
+            cells = [number(expected[arm]["hack"]), interval(here[HACK]), number(expected[arm]["solve"]), interval(here[SOLVE])]
+            body.append([result.name(arm), *cells, interval(trained[arm]) if arm in trained else number(None)])
+    header = ["arm", "hack, held out: prototype", "here", "solve: prototype", "here", "here, training tasks, last steps"]
     return f"Means beside those of the prototype:\n\n{markdown_table(header, body)}" if body else ""
 
 

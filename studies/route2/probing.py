@@ -21,6 +21,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from mi_route2.adapters import load_adapters
 from mi_route2.interventions.capture import capture
 from mi_route2.plots import save_figure, style, write_whole
 from mi_route2.rollouts import Policy, Rollouts
@@ -35,9 +36,8 @@ from studies.loopholes.prompts import Prompt
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
 from studies.loopholes.tasks import all_tasks
 from studies.loopholes.world import MicroWorld, Witness
-from studies.route2.annotate import Annotator
 from studies.route2.arms import get_arms
-from studies.route2.job import EVAL, Job, build_pairs
+from studies.route2.job import EVAL, FULL, Job, build_pairs, build_policy
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.report.text import markdown_table, number
 from studies.route2.settings import Settings
@@ -82,21 +82,31 @@ def probe_job(job: Job, per_mode: int, out: Path | None = None, progress: bool =
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
         world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)
-        policy = Annotator.of(job, world).policy
+        policy = finished_policy(job)
         states = {"on": policy.adapters.full} if policy.adapters.has_quarantine else {}
         for state, switched in (states | {"deploy": policy.adapters.deployed}).items():
             with switched():
                 dataset, prompts = sample_dataset(world, witness, policy, per_mode, job.seed)
+                if lack := _lack(dataset, prompts):
+                    missing[state] = lack
+                    continue
                 directions = persona_directions(policy, world, job)
-            if lack := _lack(dataset, prompts):
-                missing[state] = lack
-                continue
             for unit in UNITS:
                 results[state, unit] = _transfer(dataset, prompts, directions, unit, job.seed, progress)
     if not results:
         what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
         raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job)}")
     return _write(job, results, missing, job.folder if out is None else out)
+
+
+def finished_policy(job: Job) -> Policy:
+    """The policy that the job ended with; ``ValueError`` where it has not ended."""
+    if not job.finished:
+        raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
+    policy = build_policy(job, job.cache)
+    if job.arm is not None:
+        load_adapters(policy.adapters, job.folder / FULL)
+    return policy
 
 
 def sample_dataset(world: MicroWorld, witness: Witness, policy: Policy, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:

@@ -2,6 +2,7 @@
 
     table, leakage, ablations (.md .json)              the report's own files, the JSON without its white space
     headline, targets, tables, figures, short (.md)    what the write-up and the README include: their numbers are read here
+    probes.md and its figures                          of every arm and seed that was probed
     headline.png and the report's figures              repacked without loss
     runs.json                                          eval.json and manifest.json of every arm and seed
     provenance.json                                    settings hash, versions, seeds, the command, checksums
@@ -10,7 +11,6 @@ The folder appears whole or not at all. A preset that was never run has a placeh
 """
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -22,18 +22,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from PIL import Image
 
 from mi_route2.plots import write_whole
-from mi_route2.stats import mean
+from mi_route2.stats import Summary, mean, summary
 from studies.route2.arms import ARMS
 from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text, short, tables, targets
 from studies.route2.headline_figure import write_headline_figure
-from studies.route2.report.load import RunSet, load_runs
+from studies.route2.packing import compact, packed, repacked
+from studies.route2.report.load import ALL_MODES, RunSet, load_runs
+from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table, table_json
 from studies.route2.settings import PRESETS
 
-REPORTS = ("table.md", "leakage.md", "ablations.md")
+REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
 TEXTS = (*REPORTS, "headline.md", "targets.md", "tables.md", "figures.md", "short.md")
 JSONS = ("table.json", "leakage.json", "ablations.json")
 FIGURES = {
@@ -83,7 +84,7 @@ def publish(root: Path, to: Path) -> Path:
         texts = {
             "headline.md": headline(result),
             "targets.md": targets(result),
-            "tables.md": tables(result, mask_quality(runs), prototype_of(to, runs.settings["preset"])),
+            "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
             "figures.md": figure_list(place.name, part),
             "short.md": short(result),
             "runs.json": packed(runs),
@@ -114,8 +115,9 @@ def _copy(root: Path, part: Path) -> None:
     """The report's files; a text that the report could not write says so."""
     for name in REPORTS:
         source = root / name
-        missing = f"# {name.removesuffix('.md')}\n\n*Not computed: the arm that it divides by was not run.*\n"
+        missing = f"# {name.removesuffix('.md')}\n\n*Not computed: no run that it needs is here.*\n"
         (part / name).write_text(source.read_text(encoding="utf-8") if source.exists() else missing, encoding="utf-8")
+    _copy_probes(root, part)
     for name in JSONS:
         if (root / name).exists():
             (part / name).write_text(compact(json.loads((root / name).read_text(encoding="utf-8"))), encoding="utf-8")
@@ -124,22 +126,18 @@ def _copy(root: Path, part: Path) -> None:
     shutil.copyfile(root / "settings.json", part / "settings.json")
 
 
-def compact(value: Any) -> str:
-    """JSON without white space but for one line break a top-level entry, so that differences stay readable."""
-    if isinstance(value, dict):
-        body = ",\n".join(f"{json.dumps(key)}:{_entry(entry)}" for key, entry in value.items())
-        return f"{{\n{body}\n}}\n"
-    return _entry(value) + "\n"
-
-
-def _entry(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(_dumps(each) for each in value) + "\n]"
-    return _dumps(value)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+def _copy_probes(root: Path, part: Path) -> None:
+    """probes.md: those of every probed arm and seed under one another, each with its figures of the residual stream."""
+    sections = []
+    for source in sorted(root.glob("seed-*/*/probes.md")):
+        name = f"{source.parent.name}-{source.parent.parent.name}"
+        sections.append(re.sub(r"^#", "##", source.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        for figure in sorted(source.parent.glob("probes-*-residual.png")):
+            target = f"{name}-{figure.name}"
+            shutil.copyfile(figure, part / target)
+            sections.append(f"![{figure.stem.replace('-', ' ')}]({target})\n")
+    if sections:
+        (part / "probes.md").write_text("# Probes\n\n" + "\n".join(sections), encoding="utf-8")
 
 
 def figures(folder: Path) -> list[Path]:
@@ -159,16 +157,6 @@ def figure_list(preset: str, folder: Path) -> str:
     return "\n".join(lines) if lines else "*No figures.*\n"
 
 
-def repacked(png: bytes) -> bytes:
-    """The same pixels in fewer bytes: an alpha channel that hides nothing is left out, and zlib tries harder."""
-    image = Image.open(io.BytesIO(png))
-    if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
-        image = image.convert("RGB")
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", optimize=True, dpi=image.info.get("dpi", (200, 200)))
-    return min(png, buffer.getvalue(), key=len)
-
-
 def mask_quality(runs: RunSet) -> Quality:
     """Mean AUROC and recall of every mask over its first ``EARLY`` steps."""
     found = {}
@@ -179,36 +167,20 @@ def mask_quality(runs: RunSet) -> Quality:
     return found
 
 
+def trained_solve(runs: RunSet) -> dict[str, Summary]:
+    """Solve rate of the training rollouts of the last steps, mean over all modes, over seeds; both adapters are in."""
+    found = {}
+    for arm in runs.specs:
+        seeds = [mean([train_rate(run, mode, "solve") for mode in ALL_MODES]) for run in runs.of(arm).values()]
+        if any(value is not None for value in seeds):
+            found[arm] = summary(seeds)
+    return found
+
+
 def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
     """What a prototype measured, from prototype.toml beside the results; empty where there is none."""
     path = to / "prototype.toml"
     return tomllib.loads(path.read_text(encoding="utf-8")).get(preset, {}) if path.exists() else {}
-
-
-def packed(runs: RunSet) -> str:
-    """runs.json: ``{"arm_specs": {arm: spec}, "runs": [{"eval", "manifest"}]}``; a manifest's ``arm_spec`` is in ``arm_specs``.
-
-    ``ValueError`` where an arm's spec differs between seeds.
-    """
-    specs: dict[str, Any] = {}
-    records = []
-    for (arm, seed), run in runs.runs.items():
-        manifest = json.loads((run.folder / "manifest.json").read_text(encoding="utf-8"))
-        spec = manifest.pop("arm_spec")
-        if specs.setdefault(arm, spec) != spec:
-            raise ValueError(f"arm {arm} is defined differently on seed {seed}: run it again on every seed")
-        records.append({"eval": json.loads((run.folder / "eval.json").read_text(encoding="utf-8")), "manifest": manifest})
-    return compact({"arm_specs": specs, "runs": records})
-
-
-def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]:
-    """``(arm, seed)`` to its eval.json and manifest.json, from the text of runs.json."""
-    content = json.loads(text)
-    out = {}
-    for record in content["runs"]:
-        manifest = record["manifest"] | {"arm_spec": content["arm_specs"][record["manifest"]["arm"]]}
-        out[manifest["arm"], manifest["seed"]] = (record["eval"], manifest)
-    return out
 
 
 def provenance(runs: RunSet, part: Path) -> str:
@@ -230,7 +202,7 @@ def provenance(runs: RunSet, part: Path) -> str:
 
 def folder_name(runs: RunSet) -> str:
     """The preset's name, or the run folder's where settings were changed: a variation must not replace the preset's results."""
-    name = runs.settings.get("preset")
+    name = str(runs.settings.get("preset"))
     if name not in PRESETS:
         raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
     return runs.root.name if changes(runs.settings, PRESETS[name].as_dict()) else name

@@ -74,6 +74,16 @@ def test_accumulated_equals_one_batch_without_a_mask(kind: str, micro: int) -> N
     assert run(policy, route, batch, micro).decision.extra == pytest.approx(extra, rel=1e-10)
 
 
+@pytest.mark.parametrize("micro", [None, 3])
+@pytest.mark.parametrize("two_advantages", [False, True])
+def test_a_masked_quarantine_pays_the_l1_penalty_once(two_advantages: bool, micro: int | None) -> None:
+    """The same quarantine gradient as without a mask, in whatever parts the step runs."""
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    early = MaskSpec(score="act", score_policy="ablated", kept_advantage="unflagged") if two_advantages else MaskSpec()
+    own = run(policy, mask_route(policy, early, l1=0.5), batch, micro)
+    assert_same(own.quarantine, run(policy, OpenRoute(OpenSpec(), l1=0.5), batch).quarantine)
+
+
 def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches() -> None:
     """Within micro-batches of one rollout a shuffle would change nothing, and the control would be the method."""
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)

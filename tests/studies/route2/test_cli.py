@@ -31,7 +31,8 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(cli, "run_jobs", run_jobs)
         capfd.readouterr()
         code = cli.main()
-        return (code, *capfd.readouterr())
+        output, errors = capfd.readouterr()
+        return code, output, errors
 
     return call
 

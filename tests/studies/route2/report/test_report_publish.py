@@ -23,6 +23,7 @@ from studies.route2.__main__ import override, read_seeds
 from studies.route2.arms import ARMS as REAL_ARMS
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, direction, headline, seeds_text, short, tables, targets
 from studies.route2.headline_figure import write_headline_figure
+from studies.route2.packing import repacked, unpacked
 from studies.route2.publish import (
     END,
     START,
@@ -32,8 +33,6 @@ from studies.route2.publish import (
     figure_list,
     placeholder,
     publish,
-    repacked,
-    unpacked,
     update_readme,
 )
 from studies.route2.report import write_leakage, write_tables
@@ -116,7 +115,7 @@ def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked
         assert "Against absorb" in block
         assert f"same-rule filter, {REAL_ARMS[route].same_rule_filter} (no quarantine" in block
     assert "**route2-grad**: not run." in text
-    for written in (text, short(result), tables(result, {}, {})):
+    for written in (text, short(result), tables(result, {}, {}, {})):
         assert not re.search(rf"\b{BOUND}\b(?! \(bound\)| and is no method)(?=[ *|,.])", written.replace("reads the oracle", ""))
 
 
@@ -161,10 +160,27 @@ def test_seeds_that_stand_out_are_listed_with_their_masks(
         set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.75 if seed == 2 else 0.0))
     write_tables(root)
     runs = load_runs(root)
-    text = tables(Result(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {})
+    text = tables(Result(json.loads((root / "table.json").read_text())), publish_module.mask_quality(runs), {}, {})
     line = next(line for line in text.splitlines() if re.match(r"\| route2-full +\| +2 \|", line))
     masks = [row["mask"]["auroc"] for row in runs.runs["route2-full", 2].metrics]
     assert number(sum(masks) / len(masks)) in line
+
+
+def test_expectations_stand_beside_what_was_measured_in_training_and_after(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results/prototype.toml").write_text("[strong]\nroute2-act = { hack = 0.111, solve = 0.222 }\n")
+    text = (publish(root, tmp_path / "results") / "tables.md").read_text()
+    line = text.partition("prototype:\n")[2].splitlines()[-1]
+    runs = load_runs(root)
+    rates = []
+    for run in runs.of("route2-act").values():
+        modes = {mode: [each["modes"][mode] for each in run.metrics if each["modes"][mode]["n"]] for mode in run.modes}
+        known = [sum(r["n"] * r["solve"] for r in rows) / sum(r["n"] for r in rows) for rows in modes.values() if rows]
+        rates.append(sum(known) / len(known))
+    assert line.startswith("| route2-act |")
+    assert ".111" in line
+    assert ".222" in line
+    assert line.rstrip(" |").rpartition("| ")[2].startswith(number(sum(rates) / len(rates)))
 
 
 def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
@@ -266,6 +282,23 @@ def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, mon
     expected = [(value, order.index(arm)) for arm in order for value in rows[arm][HACK]["seeds"]]
     assert np.array(sorted(drawn.tolist())) == pytest.approx(np.array(sorted(expected)))
     assert [label.get_text() for label in kept[0].axes[0].get_yticklabels()][-1] == "oracle (bound)"
+
+
+def test_probes_of_every_probed_run_are_copied_with_their_figures(root: Path, tmp_path: Path) -> None:
+    folder = publish(root, tmp_path / "before")
+    assert "Not computed" in (folder / "probes.md").read_text()
+    for arm, seed in (("vanilla", 0), ("absorb", 1)):
+        place = root / f"seed-{seed}" / arm
+        (place / "probes.md").write_text(f"# Probes of {arm}, seed {seed}\n\n## As deployed\n")
+        (place / "probes-deploy-rollout-residual.png").write_bytes(png(np.zeros((2, 2, 4), np.uint8)))
+    folder = publish(root, tmp_path / "after")
+    text = (folder / "probes.md").read_text()
+    assert re.findall("^#+ .*", text, re.MULTILINE) == [
+        "# Probes", "## Probes of vanilla, seed 0", "### As deployed", "## Probes of absorb, seed 1", "### As deployed",
+    ]  # fmt: skip
+    links = re.findall(r"\]\((\S+)\)", text)
+    assert len(links) == 2
+    assert all((folder / link).is_file() for link in links)
 
 
 def test_figures_are_listed_page_by_page(tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""A finished step is freed: what a lane holds must not hold the graph that holds the lane."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from tiny_policy import SPECS, make_batch, make_policy, policy_loss
+
+from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext
+from mi_route2.routing.features import coordinates
+from mi_route2.routing.spec import LEGAL
+
+METHODS = [key for key in LEGAL if key[0] in ("act", "grad", "full")]
+
+
+@pytest.mark.parametrize("key", METHODS, ids="-".join)
+@pytest.mark.parametrize("kind", ["svd", "lora"])
+def test_every_tape_is_freed_after_its_step(key: tuple[str, str, str], kind: str) -> None:
+    policy, batch = make_policy(SPECS[kind]), make_batch()
+    score, unit, score_policy = key
+    pairs = PairBatch(batch.rollouts.rows(torch.arange(3)), batch.rollouts.rows(torch.arange(3, 6)), "test")
+    persona = PersonaFitter("hack", score, pairs, coordinates(policy.adapters))  # pyright: ignore
+    spec = MaskSpec(score=score, unit=unit, score_policy=score_policy)  # pyright: ignore
+    route = MaskRoute(spec, HaarFitter(persona, 0))
+    route.refresh(policy, 0)
+    tapes = []
+    for _ in range(2):
+        step = route.begin(policy, batch, StepContext(torch.Generator()))
+        for part in step.parts:
+            tapes.append(weakref.ref(part.tape))
+            with policy.adapters.recording(part.tape):
+                policy_loss(policy, part.batch, part.advantages).backward()
+        step.finish()
+    del step, part
+    gc.collect()
+    assert [tape() for tape in tapes] == [None] * len(tapes)
