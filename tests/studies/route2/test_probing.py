@@ -134,6 +134,7 @@ def test_a_label_that_the_text_shows_is_found_in_every_mode_and_a_coin_is_not(
     """Means over token embeddings are bags of tokens, so whatever a set of tokens defines is linear there, in any mode."""
     monkeypatch.setattr(probing, "UNITS", ("rollout",))
     monkeypatch.setattr(probing, "_figures", lambda result, unit: {})
+    monkeypatch.setattr(probing, "read_layers", lambda *a: {"embed": read_layers(*a)["embed"]})
     before, rows = files(vanilla.root), {}
     coin = torch.randint(2, (200 * len(LOOPHOLES),), generator=torch.Generator().manual_seed(0)).bool().tolist()
     for name, label in (("comments", comments), ("again", comments), ("coin", lambda samples: coin)):

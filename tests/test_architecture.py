@@ -1,0 +1,167 @@
+"""The house stands as drawn: imports run one way, modules stay short, nothing is pickled, the wheel holds what is scripted."""
+
+import ast
+import importlib.util
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from setuptools import Distribution
+from setuptools.config.pyprojecttoml import apply_configuration
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("mi_route2", "probes", "studies")
+HOSTS = ("transformer_lens", "nnsight")
+MAY_HOST = ("mi_route2.hosts", "studies.lanes")
+BROUGHT_BY = {"sklearn": "scikit_learn", "numpy": "scipy", "PIL": "matplotlib"}
+"""Import name -> the declared requirement that always brings it."""
+UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
+
+FORBIDDEN = {
+    "mi_route2": ("probes", "studies"),
+    "probes": ("studies",),
+    "mi_route2.sites": ("mi_route2",),
+    "mi_route2.stats": ("mi_route2",),
+    "mi_route2.plots": ("mi_route2",),
+    "mi_route2.adapters": (
+        "mi_route2.routing",
+        "mi_route2.interventions",
+        "mi_route2.rollouts",
+        "mi_route2.engine",
+        "mi_route2.serve",
+    ),
+    "mi_route2.interventions": ("mi_route2.routing", "mi_route2.engine", "mi_route2.serve"),
+    "mi_route2.routing": ("mi_route2.interventions", "mi_route2.engine", "mi_route2.serve"),
+    "mi_route2.engine": ("mi_route2.serve",),
+    "studies.loopholes": ("studies.route2", "studies.benchmarks"),
+    "studies.loopholes.grader": ("studies.loopholes.oracle", "studies.loopholes.world"),
+    "studies.loopholes.oracle": ("studies.loopholes.grader", "studies.loopholes.world"),
+}
+"""Package or module -> what nothing in it may import, directly or through another module of the house."""
+
+
+def name_of(path: Path) -> str:
+    """The dotted name of a module's file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
+
+
+def within(name: str, *packages: str) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def imported(name: str, tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports anywhere in its text; ``from a import b`` gives a.b where that is a module, else a."""
+    own = name if SOURCES.get(name, ROOT).name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, own)
+            yield from (f"{base}.{alias.name}" if f"{base}.{alias.name}" in SOURCES else base for alias in node.names)
+
+
+DIRECT = {name: set(imported(name, tree)) for name, tree in TREES.items()}
+
+
+def reached(name: str) -> dict[str, str]:
+    """Every name that a module imports, through other modules of the house too -> the module that names it."""
+    seen: dict[str, str] = {}
+    todo = [name]
+    while todo:
+        module = todo.pop()
+        for target in DIRECT.get(module, ()):
+            if target not in seen:
+                seen[target] = module
+                todo.append(target)
+    return seen
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_run_one_way(package: str) -> None:
+    for name in SOURCES:
+        if within(name, package):
+            for target, by in reached(name).items():
+                allowed = not within(target, *FORBIDDEN[package]) or within(target, package)
+                assert allowed, f"{name} must not reach {target}, which {by} imports"
+
+
+def test_only_hosts_import_the_libraries_that_they_adapt() -> None:
+    for name, targets in DIRECT.items():
+        if not within(name, *MAY_HOST):
+            assert not [target for target in targets if within(target, *HOSTS)], name
+
+
+def test_the_import_reader_sees_every_form() -> None:
+    text = "import a.b\nfrom mi_route2 import sites\nfrom mi_route2.sites import select\ndef f():\n    from . import oracle\n"
+    assert set(imported("studies.loopholes.grader", ast.parse(text))) == {"a.b", "mi_route2.sites", "studies.loopholes.oracle"}
+    assert "mi_route2.routing" in reached("studies.route2.grpo")
+    assert reached("studies.route2.job")["studies.loopholes.oracle"]
+
+
+def test_modules_stay_short_and_say_what_they_are() -> None:
+    for name, path in SOURCES.items():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 380, f"{name} has {len(lines)} lines"
+        assert not lines or ast.get_docstring(TREES[name]), f"{name} does not say what it is"
+
+
+def test_annotations_are_evaluated() -> None:
+    """With postponed annotations the shapes in the signatures are text that nothing checks."""
+    for name, tree in TREES.items():
+        futures = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+        assert not [alias for node in futures for alias in node.names if alias.name == "annotations"], name
+
+
+def test_nothing_is_pickled() -> None:
+    for path in (*SOURCES.values(), *sorted((ROOT / "tests").rglob("*.py"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not [target for target in imported(name_of(path), tree) if within(target, *UNPICKLERS)], path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+                call = f"{node.func.value.id}.{node.func.attr}"
+                assert call not in ("torch.load", "torch.save", "pd.read_pickle"), f"{path}, line {node.lineno}: {call}"
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                assert isinstance(node.value, ast.Constant), f"{path}: allow_pickle"
+                assert node.value.value is False, f"{path}: allow_pickle"
+
+
+def test_every_file_compiles() -> None:
+    files = [*SOURCES.values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.py"))]
+    assert len(files) > 50
+    for path in files:
+        compile(path.read_text(encoding="utf-8"), str(path), "exec", dont_inherit=True)
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What setuptools would put into a wheel, asked of setuptools itself."""
+    monkeypatch.chdir(ROOT)
+    build = apply_configuration(Distribution({"script_name": "setup.py"}), ROOT / "pyproject.toml").get_command_obj("build_py")
+    build.ensure_finalized()
+    packed = {Path(path).resolve() for _, _, path in build.find_all_modules()}
+    assert packed == set(SOURCES.values())
+    assert ROOT / "studies" / "loopholes" / "worker.py" in packed  # run by its path, imported by nobody
+    assert {path.relative_to(ROOT).parts[0] for path in packed} == set(PACKAGES)
+    for name, path in SOURCES.items():
+        assert path.parent == ROOT or (path.parent / "__init__.py").exists(), f"{name} lies in a folder that is no package"
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A fresh install must be able to import all of the wheel but the benchmarks, which have an extra of their own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    assert set(BROUGHT_BY.values()) <= declared
+    known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
+    for name, targets in DIRECT.items():
+        if not within(name, "studies.benchmarks"):
+            foreign = {target.split(".")[0] for target in targets} - known
+            assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"
