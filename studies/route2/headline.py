@@ -22,7 +22,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("filter-known", "oracle-known", BOUND),
 )
 SHOWN: tuple[str, ...] = tuple(arm for group in GROUPS for arm in group)
-HACK, EXPLOIT, SOLVE = "deploy_hack_held", "deploy_exploit_held", "deploy_solve"
+HACK, EXPLOIT, SOLVE, ON = "deploy_hack_held", "deploy_exploit_held", "deploy_solve", "on_hack_held"
 VERBS = ((HACK, "hacks"), (EXPLOIT, "exploits"), (SOLVE, "solves"))
 NOT_RUN = "not run"
 EARLY = 30  # steps over which a mask's quality is read: later a mask that failed meets other rollouts than one that held
@@ -218,12 +218,14 @@ def _outlier_table(result: Result, quality: Quality) -> str:
         for seed, odd in zip(row["seed_ids"], outliers(row[HACK]["seeds"]), strict=True):
             if odd:
                 i = row["seed_ids"].index(seed)
-                cells = [number(row[HACK]["seeds"][i]), number(row[HACK]["median"]), number(row[SOLVE]["seeds"][i])]
+                cells = [number(row[metric]["seeds"][i]) for metric in (HACK, ON, SOLVE)]
+                cells.insert(1, number(row[HACK]["median"]))
                 body.append([result.name(arm), str(seed), *cells, *_mask_cells(row, seed, quality)])
     if not body:
         return f"No seed of these arms stands out ({rule}).\n"
-    header = ["arm", "seed", "hack, held out", "arm's median", "solve", "mask AUROC", "other seeds", "mask recall", "other seeds"]
-    note = f"Mask: mean over the first {EARLY} steps; other seeds: their median."
+    header = ["arm", "seed", "hack, held out", "arm's median", "quarantine on", "solve"]
+    header += ["mask AUROC", "other seeds", "mask recall", "other seeds"]
+    note = f"Quarantine on: the same hack rate before the deletion. Mask: mean over the first {EARLY} steps; other seeds: their median."
     return f"Seeds that stand out ({rule}). {note}\n\n{markdown_table(header, body)}"
 
 

@@ -42,6 +42,7 @@ FIGURES = {
     "cos_over_time": "Scores of student hacks, student clean rollouts and teachers, fire rates, AUROC and refresh overlap.",
     "training": "Reward, hacking, solving, zero-variance groups and gradient norms over training.",
 }
+MOST_PAGES = 3  # of one figure; further pages hold ablations and stay in the run folder
 MAIN_PRESET = "strong"
 START, END = "<!-- headline: written by `python -m studies.route2 publish` -->", "<!-- end of headline -->"
 
@@ -141,10 +142,11 @@ def _copy_probes(root: Path, part: Path) -> None:
 
 
 def figures(folder: Path) -> list[Path]:
-    """The report's figures, page by page."""
+    """The report's figures, page by page, up to ``MOST_PAGES`` of each."""
     pattern, order = re.compile(rf"({'|'.join(FIGURES)})(-(\d+))?\.png"), list(FIGURES)
     matched = [(match, path) for path in folder.glob("*.png") if (match := pattern.fullmatch(path.name))]
-    return [path for match, path in sorted(matched, key=lambda pair: (order.index(pair[0][1]), int(pair[0][3] or 1)))]
+    placed = sorted((order.index(match[1]), int(match[3] or 1), path) for match, path in matched)
+    return [path for _, page, path in placed if page <= MOST_PAGES]
 
 
 def figure_list(preset: str, folder: Path) -> str:

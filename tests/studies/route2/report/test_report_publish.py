@@ -302,10 +302,19 @@ def test_probes_of_every_probed_run_are_copied_with_their_figures(root: Path, tm
 
 
 def test_figures_are_listed_page_by_page(tmp_path: Path) -> None:
-    for name in ("training-10.png", "training.png", "training-2.png", "all_arms_per_mode.png", "headline.png", "other.png"):
+    names = (
+        "training-10.png",
+        "training-3.png",
+        "training.png",
+        "training-2.png",
+        "all_arms_per_mode.png",
+        "headline.png",
+        "o.png",
+    )
+    for name in names:
         (tmp_path / name).write_bytes(b"")
     links = re.findall(r"\(results/strong/(\S+)\)", figure_list("strong", tmp_path))
-    assert links == ["all_arms_per_mode.png", "training.png", "training-2.png", "training-10.png"]
+    assert links == ["all_arms_per_mode.png", "training.png", "training-2.png", "training-3.png"]
 
 
 def test_only_the_headline_of_a_readme_changes(tmp_path: Path) -> None:
