@@ -74,11 +74,15 @@ class ReadOutput(torch.autograd.Function):
 
 
 class L1(torch.autograd.Function):
-    """The identity whose backward adds ``weight * sign(y)``: the gradient of ``weight * sum |y|``, wherever the loss is."""
+    """The identity whose backward adds ``weight * sign(y)``: the gradient of ``weight * sum |y|``, wherever the loss is.
+
+    ``real`` (of the shape of ``y`` but for its last axis) leaves padding out.
+    """
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: float) -> Tensor:
-        ctx.save_for_backward(y.sign())
+    def forward(ctx: Any, y: Tensor, weight: float, real: Tensor | None) -> Tensor:
+        sign = y.sign()
+        ctx.save_for_backward(sign if real is None else torch.where(real[..., None], sign, torch.zeros_like(sign)))
         ctx.weight = weight
         return y.view_as(y)
 
@@ -86,7 +90,7 @@ class L1(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (sign,) = ctx.saved_tensors
-        return grads[0] + ctx.weight * sign, None
+        return grads[0] + ctx.weight * sign, None, None
 
 
 def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, lane: Lane | None, site: str, name: str) -> Tensor:

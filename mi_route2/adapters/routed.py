@@ -87,7 +87,8 @@ class RoutedLinear(nn.Module):
         assert self.quarantine is not None
         y = self.quarantine(x, tape, None if tape is None else tape.quarantine, self.site)
         if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
-            y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites))
+            real = None if tape.real is None else tape.real.reshape(y.shape[:-1])
+            y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)
         return y  # pyright: ignore[reportReturnType]
 
     @torch.no_grad()

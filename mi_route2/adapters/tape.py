@@ -65,7 +65,8 @@ class Tape:
     """The state of one forward and backward: layout, lanes and readers.
 
     ``kept`` and ``quarantine`` are lanes; ``None`` leaves that adapter to ordinary autograd. ``l1`` adds
-    ``l1 * mean |quarantine output|``, averaged over sites, to the loss by its exact gradient.
+    ``l1 * mean |quarantine output|``, averaged over sites, to the loss by its exact gradient; positions that ``real`` marks
+    False (padding) count as 0 in that mean.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Tape:
         inputs: InputReader | None = None,
         outputs: OutputReader | None = None,
         l1: float = 0.0,
+        real: Bool[Tensor, "b s"] | None = None,
     ):
         if rollouts < 1 or tokens < 1:
             raise ValueError(f"a tape needs at least one rollout and one token, not [{rollouts}, {tokens}]")
@@ -85,7 +87,7 @@ class Tape:
             raise ValueError(f"l1 is a penalty and must be at least 0, not {l1}")
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
-        self.inputs, self.outputs, self.l1 = inputs, outputs, l1
+        self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
         self._forward: set[str] = set()
         self._backward: set[str] = set()
 

@@ -218,7 +218,7 @@ class _MaskStep(Once):
                 assert flags is not None
                 tape.quarantine = LearnNothing()
                 blocked = LearnNothing(flags[index] if spec.through == "detach" else None)
-                self.parts.append(Part(piece, Tape(b, s, kept=blocked, l1=l1), piece.advantages))
+                self.parts.append(Part(piece, Tape(b, s, kept=blocked, l1=l1, real=piece.rollouts.attention), piece.advantages))
             self.parts.append(Part(piece, tape, kept_advantages[index]))
             self._lanes.append(lane)
 
@@ -279,6 +279,11 @@ class MaskRoute:
     def __init__(self, spec: MaskSpec, fitter: Fitter | None, *, l1: float = 0.0, want_unrouted: bool = False):
         if spec.needs_direction and fitter is None:
             raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
+        if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):
+            raise ValueError(
+                "the unrouted gradient exists in the same backward only for through='filter' and kept_advantage='own': detaching, "
+                "or another advantage, changes what every rollout sends down"
+            )
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
         self.directions: Directions | None = None
         self._basis: dict[str, Tensor] | None = None
@@ -325,7 +330,7 @@ class MaskRoute:
     def tape(self, policy: Policy, lane: MaskLane, piece: TrainBatch, l1: float) -> Tape:
         """The tape of one part, with the readers that the lane's flags need."""
         b, s = piece.rollouts.tokens.shape
-        spec, tape = self.spec, Tape(b, s, kept=lane, l1=l1)
+        spec, tape = self.spec, Tape(b, s, kept=lane, l1=l1, real=piece.rollouts.attention)
         if lane.known is not None:
             return tape
         assert self.directions is not None

@@ -144,7 +144,12 @@ class _OpenStep(Once):
         self.parts = [
             Part(
                 piece,
-                Tape(len(piece.rollouts), width, l1=l1 * len(piece.rollouts) / len(batch.rollouts)),
+                Tape(
+                    len(piece.rollouts),
+                    width,
+                    l1=l1 * len(piece.rollouts) / len(batch.rollouts),
+                    real=piece.rollouts.attention,
+                ),
                 piece.advantages,
             )
             for piece in pieces

@@ -5,6 +5,7 @@ Prose that quotes a run is generated from that run, so it cannot go stale. A rou
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from mi_route2.stats import Summary, median, outliers
@@ -25,6 +26,20 @@ SHOWN: tuple[str, ...] = tuple(arm for group in GROUPS for arm in group)
 HACK, EXPLOIT, SOLVE, ON = "deploy_hack_held", "deploy_exploit_held", "deploy_solve", "on_hack_held"
 VERBS = ((HACK, "hacks"), (EXPLOIT, "exploits"), (SOLVE, "solves"))
 NOT_RUN = "not run"
+SAID: Mapping[str, str] = MappingProxyType(
+    {
+        "base": "not trained further",
+        "vanilla": "no quarantine, no route",
+        "absorb": "a quarantine, no route",
+        "filter-act": "the flags of the route above, no quarantine",
+        "filter-grad": "the flags of the route above, no quarantine",
+        "filter-full": "the score above, no quarantine, advantage over the unflagged",
+        "haar": "route2-full with a random direction",
+        "shuffled": "route2-full with shuffled flags",
+        "oracle": "perfect flags; reads the oracle, no method",
+    }
+    | {route: f"{kind} flags, quarantine deleted" for route, kind in zip(ROUTES, ("activation", "gradient", "full-gradient"))}
+)
 EARLY = 30  # steps over which a mask's quality is read: later a mask that failed meets other rollouts than one that held
 
 Row = Mapping[str, Any]
@@ -143,23 +158,21 @@ def _against_filter(result: Result, route: str) -> str:
 
 
 def short(result: Result) -> str:
-    """short.md, for the README: the same in two paragraphs."""
-    filters = [name for route in ROUTES if (name := ARMS[route].same_rule_filter) is not None]
-
-    def medians(arms: Sequence[str], metric: str) -> str:
-        return ", ".join(f"{result.name(arm)} {number(result.rows[arm][metric]['median'])}" for arm in arms if arm in result.rows)
-
-    seen, solved = ("base", "vanilla", "absorb", "haar", "shuffled", BOUND), (*ROUTES, "base", "vanilla", "absorb", BOUND)
-    parts = [
-        f"Preset `{result.settings['preset']}`, {seeds_text(result.seeds)}, medians. Hack rate of the deployed model in modes that "
-        f"no route has seen: {medians(ROUTES, HACK)}; next to them {medians(seen, HACK)}. Solve rate: {medians(solved, SOLVE)}. "
-        "A bound reads the oracle and is no method.",
-        f"**The same flags without any quarantine:** hack {medians(filters, HACK)}; solve {medians(filters, SOLVE)}. "
-        f"{_verdict(result)}",
-    ]
+    """short.md, for the README: a table of medians, every route above its own filter, and what the pairs of them say."""
+    order = ["base", "vanilla", "absorb"]
+    for route in ROUTES:
+        order += [route, ARMS[route].same_rule_filter or ""]
+    body = []
+    for arm in (*order, "haar", "shuffled", BOUND):
+        if arm in result.rows:
+            cells = [number(result.rows[arm][metric]["median"]) for metric in (HACK, EXPLOIT, SOLVE)]
+            body.append([f"**{arm}**" if arm in ROUTES else result.name(arm), SAID.get(arm, ""), *cells])
+    header = ["arm", f"median over {seeds_text(result.seeds)}, preset {result.settings['preset']}"]
+    header += ["hack, held out", "exploit, held out", "solve"]
+    parts = [markdown_table(header, body, left=2), f"{_verdict(result)}\n"]
     if result.provisional:
-        parts.insert(0, "*Provisional: not every arm has finished on every seed.*")
-    return "\n\n".join(parts) + "\n"
+        parts.insert(0, "*Provisional: not every arm has finished on every seed.*\n")
+    return "\n".join(parts)
 
 
 def _verdict(result: Result) -> str:
@@ -168,15 +181,13 @@ def _verdict(result: Result) -> str:
     if not pairs:
         return f"Comparison of routes with their filters: {NOT_RUN}."
     moved = {route: pair for route, pair in pairs.items() if any(direction(pair[metric]) for metric, _ in VERBS)}
-    if not moved:
-        return (
-            f"Paired by seed, {', '.join(pairs)} cannot be told from their own filters in hacking, exploits or solving (95% "
-            "intervals): here the flags do the work, and that the quarantine adds to them is not shown."
-        )
-    text = "; ".join(f"next to its own filter {route} {comparison(pair)}" for route, pair in moved.items())
-    rest = [route for route in pairs if route not in moved]
-    same = f"; {', '.join(rest)} cannot be told from its own" if rest else ""
-    return f"Paired by seed (95% intervals), {text}{same}. What the quarantine adds to the flags is that difference and no more."
+    said = [f"next to its own filter {route} {comparison(pair)}" for route, pair in moved.items()]
+    if same := [route for route in pairs if route not in moved]:
+        said.append(f"{', '.join(same)} cannot be told from {'its' if len(same) == 1 else 'their'} own")
+    return (
+        f"**A route and its filter, paired by seed (95% intervals):** {'; '.join(said)}. Where they cannot be told apart, the "
+        "flags do the work, and nothing is shown to come from the quarantine."
+    )
 
 
 def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
@@ -225,7 +236,7 @@ def _outlier_table(result: Result, quality: Quality) -> str:
         return f"No seed of these arms stands out ({rule}).\n"
     header = ["arm", "seed", "hack, held out", "arm's median", "quarantine on", "solve"]
     header += ["mask AUROC", "other seeds", "mask recall", "other seeds"]
-    note = f"Quarantine on: the same hack rate before the deletion. Mask: mean over the first {EARLY} steps; other seeds: their median."
+    note = f"Quarantine on: that rate before the deletion. Mask: mean over the first {EARLY} steps; other seeds: their median."
     return f"Seeds that stand out ({rule}). {note}\n\n{markdown_table(header, body)}"
 
 

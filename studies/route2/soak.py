@@ -3,8 +3,8 @@
 A tiny study (a warm start and two arms over two workers) runs once undisturbed, as the very command that users type. Then it is
 started, killed, and started again until it gets to its end; then the next one begins from nothing, until N kills have fallen.
 A kill takes everything at once (as a power cut does), the parent alone (its workers must stop by themselves, while the next start
-is already there) or one worker (the parent must finish the rest and say so). ``--seed`` draws targets and moments; what
-lies at a moment depends on the machine. Exit code 1 on any difference.
+is already there) or one worker (the parent must finish the rest and say so). ``--seed`` draws the moments; what lies
+at a moment depends on the machine. Exit code 1 on any difference.
 """
 
 import contextlib
@@ -71,15 +71,15 @@ def _soak(scratch: Path, kills: int, rng: random.Random, starts: list["Start"]) 
     working = whole.until_at_work()
     if (code := whole.wait()) != 0:
         return f"soak failed: the undisturbed run ended with exit code {code}: {whole.said()}"
-    pace = max(1.0, time.monotonic() - began - working)  # seconds of work; a kill falls about a third of it after the start
+    pace = max(1.0, time.monotonic() - began - working)  # seconds of work; a kill falls about a sixth of it after the start
     fallen: Counter[str] = Counter()
     with tqdm(total=kills, desc="kills", unit="kill") as bar:
         while fallen.total() < kills:
             out, code = scratch / f"run-{len(list(scratch.iterdir()))}", None
             while code != 0:
-                target = rng.choice(TARGETS) if fallen.total() < kills else "nothing"
+                target = TARGETS[fallen.total() % len(TARGETS)] if fallen.total() < kills else "nothing"
                 starts.append(start := Start(out))
-                hit = start.kill(target, rng.expovariate(3 / pace))
+                hit = start.kill(target, rng.expovariate(6 / pace))
                 code = start.wait()
                 fallen[target] += hit
                 bar.update(int(hit))

@@ -1,10 +1,18 @@
-"""The Python of the README and of the tour runs as printed: each file's blocks in order, in one namespace, without a network."""
+"""What the pages print is runnable: Python blocks in order and without a network, command lines, the file of pairs."""
 
 import re
+import shlex
 import socket
 from pathlib import Path
 
 import pytest
+import tyro
+
+from studies.loopholes.pairs import read_pairs
+from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
+from studies.route2.__main__ import COMMANDS, Run, override, read_seeds
+from studies.route2.arms import get_arms
+from studies.route2.settings import get_settings
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -62,3 +70,36 @@ def test_blocks_are_the_python_ones_in_order(tmp_path: Path) -> None:
     page.write_text("a\n```python\nx = 1\n```\n```bash\nexit 1\n```\n\n```python\nassert x == 2\n```\n")
     assert [code for _, code in blocks(page)] == ["x = 1\n", "assert x == 2\n"]
     assert [line for line, _ in blocks(page)] == [2, 9]
+
+
+def commands() -> list[str]:
+    """The arguments of every `python -m studies.route2` line of the README and the pages."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line.strip() for page in pages for line in page.read_text(encoding="utf-8").splitlines()]
+    found = [re.match(r"(?:\.venv/bin/)?python -m studies\.route2 (.+)", line) for line in lines]
+    return [match[1] for match in found if match]
+
+
+def test_every_printed_command_line_is_one() -> None:
+    assert len(commands()) >= 8
+    for line in commands():
+        command = tyro.extras.subcommand_cli_from_dict(COMMANDS, args=shlex.split(line, comments=True))
+        if isinstance(command, Run):
+            assert read_seeds(command.seeds)
+            assert get_arms(command.arms)
+            override(get_settings(command.preset), command.override)
+
+
+def test_run_folders_are_called_as_they_are() -> None:
+    named = {name for line in commands() for name in re.findall(r"runs/((?:strong|weak|delta_s)-[0-9a-f]{8})", line)}
+    assert named == {get_settings("strong").folder}
+
+
+def test_the_printed_file_of_pairs_can_be_read(tmp_path: Path) -> None:
+    text = (ROOT / "docs/own.md").read_text(encoding="utf-8")
+    (tmp_path / "mine.toml").write_text(text.partition("````toml\n")[2].partition("\n````")[0], encoding="utf-8")
+    (pair,) = read_pairs(tmp_path / "mine.toml")
+    vocabulary = Vocabulary()
+    assert vocabulary.completion_text(vocabulary.encode_completion(pair.hack)) == pair.hack
+    assert max(len(vocabulary.encode_completion(side)) for side in (pair.hack, pair.clean)) <= COMPLETION_LENGTH
+    assert pair.prompt.startswith("# task:")

@@ -1,5 +1,7 @@
 """Per-rollout gradients are exact inside one backward: against torch.func in float64, at zero and away from it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_policy import SPECS, make_batch, make_policy, per_rollout_gradients, policy_loss
@@ -177,8 +179,9 @@ def test_l1_gradient_is_that_of_the_written_penalty(spec: AdapterSpec) -> None:
 
     oracle = make_policy(spec)
     penalties: list[Tensor] = []
+    real = batch.rollouts.attention[..., None]
     for module in oracle.adapters.sites.values():
-        module.quarantine.register_forward_hook(lambda m, a, out: penalties.append(out.abs().mean()))  # pyright: ignore
+        module.quarantine.register_forward_hook(lambda m, a, out: penalties.append((out * real).abs().mean()))  # pyright: ignore
     (policy_loss(oracle, batch, batch.advantages)).backward()
     penalty = 0.7 * torch.stack(penalties).mean()
     # the hook saw outputs whose graph is gone: run the penalty's own forward and backward
@@ -188,6 +191,20 @@ def test_l1_gradient_is_that_of_the_written_penalty(spec: AdapterSpec) -> None:
     penalty.backward()
     for name, p in oracle.adapters.quarantine_parameters().items():
         assert torch.allclose(own[name], p.grad, rtol=0, atol=1e-12), name
+
+
+def test_l1_does_not_read_padding() -> None:
+    """Other tokens under the padding change no gradient, to the last bit."""
+    grads = []
+    for fill in (0, 7):
+        policy, batch = make_policy(SPECS["lora"]), make_batch()
+        tokens = torch.where(batch.rollouts.attention, batch.rollouts.tokens, fill)
+        batch = replace(batch, rollouts=replace(batch.rollouts, tokens=tokens))
+        step = OpenRoute(OpenSpec(), l1=0.7).begin(policy, batch, StepContext(torch.Generator()))
+        with policy.adapters.recording(step.parts[0].tape):
+            policy_loss(policy, batch, batch.advantages).backward()
+        grads.append([p.grad for p in policy.adapters.quarantine_parameters().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
 def test_reading_lane_touches_no_gradient() -> None:
