@@ -46,7 +46,7 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    return model.train().requires_grad_(False)  # train: Opacus looks at nothing else; there is no dropout
+    return model.train().requires_grad_(False)  # in eval mode Opacus records nothing; there is no dropout
 
 
 class Bench:
@@ -94,7 +94,7 @@ class Bench:
             inputs = self.embed(self.batch.rollouts.tokens)
             loss(logits(model, inputs), self.batch.rollouts, self.batch.advantages).backward()
 
-        return Contender(name, work, step, model.zero_grad)
+        return Contender(name, work, step, lambda: model.zero_grad(set_to_none=True))
 
     def routed(self, name: str, policy: Policy, spec: MaskSpec, work: int) -> Contender:
         """A forward and backward under the mask route ``spec``, as training runs it, with random directions."""
@@ -107,9 +107,8 @@ class Bench:
             routing = route.begin(policy, self.batch, context)
             for part in routing.parts:
                 with policy.adapters.recording(part.tape):
-                    tokens = part.batch.rollouts.tokens
-                    out = policy.forward(policy.model, tokens, part.batch.rollouts.attention)
-                    loss(out, part.batch.rollouts, part.advantages).backward()
+                    rollouts = part.batch.rollouts
+                    loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
             routing.finish()
 
         return Contender(name, work, step, policy.model.zero_grad)

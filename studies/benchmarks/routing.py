@@ -40,7 +40,7 @@ FROZEN = "frozen"
 SVD, LORA = "svd + quarantine", "LoRA + quarantine"
 PEFT, PEFT_SPLIT = "PEFT LoRA", "PEFT LoRA, two adapters"
 FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
-POOLED, MODULE, ACT, FULL = "pooled gradient flag", "gradient flag a module", "pooled activation flag", "full ablated score"
+POOLED, MODULE, ACT, FULL = "pooled gradient flag", "gradient flag per module", "pooled activation flag", "full score, a pass of its own"
 VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
 
 

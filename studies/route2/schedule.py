@@ -75,16 +75,34 @@ def sentence(error: Exception) -> str:
 
 
 def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False) -> list[str]:
-    """Run all jobs; the failures' sentences. ``KeyboardInterrupt`` passes through once the workers have stopped."""
-    units = sum(1 if job.arm is None else job.settings.steps for job in jobs)
+    """Run all jobs that are not finished; the failures' sentences.
+
+    ``KeyboardInterrupt`` passes through once the workers have stopped.
+    """
+    todo = [job for job in jobs if not _was_finished(job)]
+    units = sum(map(_units, jobs))
     crew: list[_Worker] = []
     try:
-        with tqdm(total=units, unit="step", disable=quiet, desc="training", smoothing=0.05) as bar:
-            for _ in range(workers):
+        # What an earlier run did is not this one's speed: it counts as where the bar starts.
+        start = units - sum(map(_units, todo))
+        with tqdm(total=units, initial=start, unit="step", disable=quiet, desc="training", smoothing=0.05) as bar:
+            for _ in range(min(workers, len(todo))):
                 _hire(crew)
-            return _dispatch(jobs, crew, bar)
+            return _dispatch(todo, crew, bar)
     finally:
         _dismiss(crew)
+
+
+def _units(job: Job) -> int:
+    return 1 if job.arm is None else job.settings.steps
+
+
+def _was_finished(job: Job) -> bool:
+    """Whether nothing is left to do; a folder that cannot be read is a worker's to fail on."""
+    try:
+        return job.finished and run_job(job)
+    except ValueError:
+        return False
 
 
 def _hire(crew: list[_Worker]) -> None:

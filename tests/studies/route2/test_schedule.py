@@ -41,6 +41,7 @@ from studies.route2.job import (
 )
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, append, write_json
 from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.soak import Soak, differences
 
 ROOT = Path(__file__).parents[3]
 ARMS = (None, "vanilla", "route2-full")
@@ -72,8 +73,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, by
 class Bar:
     """Stands in for tqdm: adds up, and calls ``tap`` with what it has."""
 
-    def __init__(self, total: int, tap: Callable[[int], None] = lambda n: None):
-        self.total, self.n, self._tap = total, 0, tap
+    def __init__(self, total: int, initial: int = 0, tap: Callable[[int], None] = lambda n: None):
+        self.total, self.n, self._tap = total, initial, tap
 
     def __enter__(self) -> "Bar":
         return self
@@ -92,8 +93,8 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The bars that ``run_jobs`` made; put a ``tap`` in to watch the next one."""
     made: dict[str, Any] = {"bars": [], "tap": lambda n: None}
 
-    def make(total: int, **_: object) -> Bar:
-        made["bars"].append(Bar(total, made["tap"]))
+    def make(total: int, initial: int, **_: object) -> Bar:
+        made["bars"].append(Bar(total, initial, made["tap"]))
         return made["bars"][-1]
 
     monkeypatch.setattr(schedule, "tqdm", make)
@@ -104,13 +105,15 @@ def bars(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 # workers
 
 
-def test_two_workers_write_the_same_bytes_as_one(
-    tmp_path: Path, cache: Path, whole: dict[str, bytes], bars: dict[str, Any]
+def test_two_workers_write_the_same_bytes_as_one_and_finished_jobs_need_none(
+    tmp_path: Path, cache: Path, whole: dict[str, bytes], bars: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs = jobs_in(tmp_path, cache)
     assert run_jobs(jobs, 2) == []
     assert contents(jobs) == whole
-    assert [bar.n for bar in bars["bars"]] == [bar.total for bar in bars["bars"]] == [1 + 2 * STEPS]
+    monkeypatch.setattr(schedule, "_hire", None)
+    assert run_jobs(jobs, 2) == []
+    assert [(bar.n, bar.total) for bar in bars["bars"]] == [(1 + 2 * STEPS, 1 + 2 * STEPS)] * 2
 
 
 def test_a_killed_worker_costs_its_own_job_alone_and_is_reported_in_a_sentence(
@@ -490,3 +493,29 @@ def test_a_log_shorter_than_its_checkpoint_is_refused(tmp_path: Path, stopped: J
         log.truncate(10)
     with pytest.raises(ValueError, match=r"has 10 bytes, but the checkpoint was written after \d+: delete that arm's folder"):
         run_job(job)
+
+
+# the soak
+
+
+def test_the_soak_sees_every_difference_but_timings_and_passing_files(tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        arm = tmp_path / side / "strong-0" / "seed-0" / "vanilla"
+        arm.mkdir(parents=True)
+        (arm / METRICS).write_text("same")
+        (arm / TIMINGS).write_text(side)
+        (tmp_path / side / "strong-0" / ".lock").write_text(side)
+        (tmp_path / side / "warmstarts").mkdir()
+        (tmp_path / side / "warmstarts" / "base").write_text(side)
+    assert differences(tmp_path / "a", tmp_path / "b") == []
+    (arm / METRICS).write_text("other")
+    (arm / CHECKPOINT).write_text("left")
+    (arm / ".metrics.tmp").write_text("left")
+    (tmp_path / "a" / "strong-0" / "settings.json").write_text("")
+    names = ["seed-0/vanilla/.metrics.tmp", f"seed-0/vanilla/{CHECKPOINT}", f"seed-0/vanilla/{METRICS}", "settings.json"]
+    assert differences(tmp_path / "a", tmp_path / "b") == [f"strong-0/{name}" for name in names]
+
+
+def test_a_soak_without_kills_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Soak(kills=0)() == 2
+    assert capsys.readouterr().err == "error: kills must be at least 1, not 0\n"
