@@ -115,6 +115,7 @@ class Show:
     arm: str = "route2-full"
     seed: int = 0
     every: Annotated[int, tyro.conf.arg(help="show every n-th step")] = 20
+    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
 
     def __call__(self) -> None:
         from studies.loopholes.presets import get_world
@@ -125,7 +126,7 @@ class Show:
         if self.every < 1:
             raise ValueError(f"every must be at least 1, not {self.every}")
         settings = Settings.read(self.root / "settings.json")
-        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, get_arms((self.arm,))[0])
+        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, get_arms((self.arm,))[0], self.pairs)
         if not job.folder.exists():
             have = sorted(p.name for p in (self.root / f"seed-{self.seed}").glob("*") if p.is_dir())
             raise ValueError(

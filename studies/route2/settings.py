@@ -76,10 +76,8 @@ class Settings:
         """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
         try:
             raw = json.loads(path.read_text())
-            model = MicroConfig(**raw["warm"].pop("model"))
-            warm = WarmStartConfig(**{**raw.pop("warm"), "model": model})
-            warm = replace(warm, betas=tuple(warm.betas))
-            return Settings(**{**raw, "warm": warm, "betas": tuple(raw["betas"])})
+            warm = raw["warm"] | {"model": MicroConfig(**raw["warm"]["model"]), "betas": tuple(raw["warm"]["betas"])}
+            return Settings(**{**raw, "warm": WarmStartConfig(**warm), "betas": tuple(raw["betas"])})
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no settings of this study ({error}); point at a run folder") from error
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny_study import tiny_job
+from tiny_study import tiny_job, tiny_settings
 
 import studies.route2.job as job_module
 from mi_route2.adapters.store import read_tensors
@@ -23,6 +23,7 @@ from studies.loopholes.oracle import Oracle, Verdict
 from studies.route2.arms import ARMS, Arm
 from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, run_job
 from studies.route2.recorder import METRICS, ROLLOUTS, Recorder, read_rows
+from studies.route2.settings import Settings
 
 COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 
@@ -184,3 +185,12 @@ def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, ca
     assert given.identity != own.identity
     a, b = (read_tensors(job.folder / FULL)[0] for job in (own, given))
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_settings_come_back_from_their_file(tmp_path: Path) -> None:
+    settings = tiny_settings(kl=0.5, micro=3)
+    (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
+    assert Settings.read(tmp_path / "settings.json") == settings
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(ValueError, match="run folder"):
+        Settings.read(tmp_path / "settings.json")
