@@ -174,9 +174,9 @@ def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
         name, equals, value = change.partition("=")
         if not equals or name not in known:
             raise ValueError(f"{change!r} is not a setting: give name=value with a name among {', '.join(known)}")
-        kind = int if known[name] is None else type(known[name])
+        kind, may_be_none = (int, True) if known[name] is None else (type(known[name]), name == "kept_rank")
         try:
-            parsed[name] = None if value == "none" else kind(value)
+            parsed[name] = None if value == "none" and may_be_none else kind(value)
         except ValueError as error:
             raise ValueError(f"{name} takes a {kind.__name__}, not {value!r}") from error
     warmed = replace(settings.warm, **{name.removeprefix("warm."): v for name, v in parsed.items() if name in warm})
