@@ -40,7 +40,8 @@ FROZEN = "frozen"
 SVD, LORA = "svd + quarantine", "LoRA + quarantine"
 PEFT, PEFT_SPLIT = "PEFT LoRA", "PEFT LoRA, two adapters"
 FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
-POOLED, MODULE, ACT, FULL = "pooled gradient flag", "gradient flag per module", "pooled activation flag", "full score, a pass of its own"
+POOLED, MODULE, ACT = "pooled gradient flag", "gradient flag per module", "pooled activation flag"
+FULL = "full score, a pass of its own"
 VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
 
 
