@@ -6,6 +6,7 @@ with adapters.reference():     # both out: the base model, bit for bit (a free K
 with adapters.recording(tape): # what the adapters learn from the next forward and backward
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,6 +74,15 @@ class Adapters:
         """The kept factor that per-rollout gradients are scored on: ``dS``, or ``B`` of a LoRA."""
         kept = self.sites[site].kept
         return getattr(kept, kept.scored)
+
+    @property
+    def base_hash(self) -> str:
+        """A short hash of the frozen base weights at the sites: what a saved adapter or direction was made for."""
+        digest = hashlib.sha256()
+        for site, module in self.sites.items():
+            digest.update(site.encode())
+            digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     @property
     def has_quarantine(self) -> bool:

@@ -56,6 +56,19 @@ class RoutedLinear(nn.Module):
         """The frozen base weight."""
         return self.base.weight
 
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen base bias."""
+        return self.base.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.base.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.base.out_features
+
     def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         board = self._board
         if board.merged:

@@ -15,7 +15,7 @@ from mi_route2.adapters.attach import Adapters
 
 HEADER = "mi-route2"
 Which = Literal["full", "deployed"]
-FORMAT = "mi-route2 adapters 1"
+FORMAT = "mi-route2 adapters 2"
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -54,15 +54,16 @@ def save_adapters(adapters: Adapters, path: Path, which: Which = "full") -> None
     """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
     if which not in ("full", "deployed"):
         raise ValueError(f"which={which!r} is neither 'full' nor 'deployed'")
-    metadata = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec))}
+    metadata = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
     write_tensors(path, adapters.tensors(quarantine=which == "full"), metadata)
 
 
-def load_adapters(adapters: Adapters, path: Path) -> None:
+def load_adapters(adapters: Adapters, path: Path, *, any_base: bool = False) -> None:
     """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
 
-    ``ValueError`` says what differs: a missing or foreign name, a shape, or a value that is not finite. Nothing is changed
-    unless everything fits.
+    ``ValueError`` says what differs: other base weights under the sites (``any_base=True`` allows them, for a base in another
+    dtype or trained further), a missing or foreign name, a shape, or a value that is not finite. Nothing is changed unless
+    everything fits.
     """
     found, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
@@ -72,6 +73,11 @@ def load_adapters(adapters: Adapters, path: Path) -> None:
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(found.keys() - own.keys()):
         raise ValueError(f"{path} holds {len(foreign)} tensors that the model has no place for, first {foreign[0]!r}")
+    if not any_base and metadata.get("base_hash") != adapters.base_hash:
+        raise ValueError(
+            f"{path} was trained on other base weights (hash {metadata.get('base_hash')}, this model's is {adapters.base_hash}); "
+            "load that base model, or pass any_base=True if the difference is meant"
+        )
     for name, tensor in found.items():
         if tensor.shape != own[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(own[name].shape)} in the model")

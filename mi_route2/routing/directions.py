@@ -9,7 +9,6 @@ A fitter whose ``refreshes`` is true is asked again at every refresh and answers
 fitter is asked once a run: a control that a refresh overwrites is no control.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -94,15 +93,6 @@ class Fitter(Protocol):
     def fit(self, policy: Policy, step: int) -> Directions: ...
 
 
-def base_hash(policy: Policy) -> str:
-    """A short hash of the frozen base weights at the sites."""
-    digest = hashlib.sha256()
-    for site, module in policy.adapters.sites.items():
-        digest.update(site.encode())
-        digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def unit(v: Tensor) -> Tensor:
     """``v`` over its norm; ``ValueError`` for a vector of norm 0, which has no direction."""
     norm = v.norm()
@@ -145,7 +135,7 @@ class PersonaFitter:
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = differences(policy, self.pairs, self.kind, self.basis)
         vectors = {site: unit(d.mean(dim=0)) for site, d in deltas.items()}
-        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, base_hash(policy), step))
+        return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
 @dataclass(frozen=True)
@@ -176,7 +166,7 @@ class TopKFitter:
             raise ValueError("contrasts of norm 0 have no axes: are the hack and clean sides of the pairs the same?")
         floor = found.quantile(self.noise_quantile)
         vectors = {site: axes[site][strengths[site] >= floor].view(-1, *delta.shape[1:]) for site, delta in deltas.items()}
-        return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, base_hash(policy), step))
+        return Directions(vectors, Provenance(f"top{self.k}", self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,19 @@
 When a flag exists decides how it acts. Flags known before or during the forward weight the gradient inside the backward. A flag
 from a module's own gradient is decided inside that module's backward. A pooled gradient flag exists only when every module has
 reported: each factor's per-rollout gradient is held, and the weighted sum is added once at ``finish`` (added, never subtracted:
-taking a flagged rollout out again would leave rounding where the answer is 0).
+taking a flagged rollout out again would leave rounding where the answer is 0). What happens at one module is in ``lane``.
 """
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from mi_route2.adapters.gradients import FactorGradient, Feature, Written, compact
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
 from mi_route2.routing.directions import Directions, Fitter
-from mi_route2.routing.features import ActivationReader, FeatureKind, Features, FullGradientReader, collect, coordinates
+from mi_route2.routing.features import ActivationReader, FeatureKind, FullGradientReader, collect, coordinates
+from mi_route2.routing.lane import MaskLane, Rule, TokenReader, flag, pooled, shuffled
 from mi_route2.routing.routes import (
     Decision,
     Once,
@@ -34,155 +32,6 @@ from mi_route2.routing.routes import (
     refuse_verdicts,
 )
 from mi_route2.routing.spec import MaskSpec
-
-TINY = 1e-30
-SCORED = frozenset({"dS", "B"})
-
-
-def cosine(feature: Feature, v: Tensor) -> Float[Tensor, " b"]:
-    """``cos(feature_b, v)``; 0 for a rollout whose feature is 0 (it has nothing to flag)."""
-    inner, norms = feature.inner(v), feature.norms() * v.norm()
-    return torch.where(norms > TINY, inner / norms.clamp_min(TINY), torch.zeros_like(inner))
-
-
-def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
-    """The mean over modules of the cosine."""
-    missing = directions.vectors.keys() - features.keys()
-    if missing:
-        raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
-    # In name order, so that directions read back from a file give the same sum to the last bit.
-    cosines = [cosine(features[site], directions.vectors[site]) for site in sorted(directions.vectors)]
-    return torch.stack(cosines).mean(dim=0)
-
-
-class TokenReader:
-    """Per token ``cos(Vh x, v)`` at each site, in the forward; -1 off the predictors."""
-
-    def __init__(self, predictors: Bool[Tensor, "b s"], basis: dict[str, Tensor], directions: Directions):
-        self._mask, self._basis, self._directions = predictors, basis, directions
-        self.scores: dict[str, Tensor] = {}
-
-    def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
-        a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x).mT
-        v = self._directions.vectors[site].to(x)
-        scores = torch.nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1)
-        self.scores[site] = torch.where(self._mask, scores, torch.full_like(scores, -1.0))
-
-
-def flag(spec: MaskSpec, scores: Tensor, advantages: Float[Tensor, " b"]) -> Tensor:
-    """Over the threshold, and reinforced where the rule asks for that; in the shape of ``scores``, ``[b]`` or ``[b s]``."""
-    over = scores > spec.tau
-    if spec.reinforced_only:
-        over &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
-    return over
-
-
-@dataclass(frozen=True)
-class Rule:
-    """From scores to weights, for the rollouts of one part."""
-
-    spec: MaskSpec
-    advantages: Float[Tensor, " b"]
-    kept_advantages: Float[Tensor, " b"]
-    predictors: Bool[Tensor, "b s"]
-
-    def flags(self, scores: Tensor) -> Tensor:
-        """``[b]``, or ``[b s]`` on predictors alone."""
-        flags = flag(self.spec, scores, self.advantages)
-        return flags & self.predictors if scores.ndim == 2 else flags
-
-    def weights(self, flags: Tensor) -> Tensor:
-        """0 where flagged, else the scale of the kept advantage's sign."""
-        ones = torch.ones_like(self.kept_advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
-        scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale * ones, ones)
-        scale = scale if flags.ndim == 1 else scale[:, None].expand_as(flags)
-        return torch.where(flags, torch.zeros_like(scale), scale)
-
-
-class MaskLane:
-    """The kept adapter's lane in one part. ``known`` are pooled flags that exist already; otherwise they are worked out here."""
-
-    def __init__(self, rule: Rule, directions: Directions | None, generator: torch.Generator, want_unrouted: bool):
-        self.detach = rule.spec.through == "detach"
-        self.rule, self._directions, self._generator, self._want_unrouted = rule, directions, generator, want_unrouted
-        self.known: Tensor | None = None
-        self.given: Features | None = None
-        self.acts: ActivationReader | None = None
-        self.tokens: TokenReader | None = None
-        self.full: FullGradientReader | None = None
-        self.grads: dict[str, Feature] = {}
-        self.held: dict[tuple[str, str], FactorGradient | Written] = {}
-        self.unrouted: dict[str, Tensor] = {}
-        self.flags: dict[str, Tensor] = {}
-        self.scores: dict[str, Tensor] = {}
-
-    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
-        if self._want_unrouted:
-            ones = torch.ones_like(self.rule.advantages)
-            self.unrouted[f"{site}.{factor}"] = pair.weighted(ones)
-        small = compact(pair) if self._waits else pair
-        if (site, factor) in self.held:
-            raise RuntimeError(f"{site} reported twice to one tape: run one forward and backward a part, each site once")
-        if self.rule.spec.score == "grad" and factor in SCORED:
-            self.grads[site] = small
-        if self._waits:
-            self.held[site, factor] = small
-            return None
-        return pair.weighted(self.rule.weights(self._flags(site)))
-
-    @property
-    def _waits(self) -> bool:
-        """Whether the flag exists only after the whole backward."""
-        return self.known is None and self.rule.spec.settles_at_finish
-
-    def weights(self, site: str) -> Tensor:
-        """0 where flagged, 1 elsewhere: ``negative_scale`` scales what is learnt, it does not flag."""
-        return (~self._flags(site)).to(self.rule.advantages.dtype)
-
-    def _flags(self, site: str) -> Tensor:
-        if self.known is None and self.rule.spec.unit == "pooled":
-            self.settle()
-        if self.known is not None:
-            return self.known
-        if site not in self.flags:
-            scores = self._site_scores(site)
-            flags = self.rule.flags(scores)
-            self.scores[site], self.flags[site] = scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags
-        return self.flags[site]
-
-    def _site_scores(self, site: str) -> Tensor:
-        assert self._directions is not None
-        if self.tokens is not None:
-            return self.tokens.scores[site]
-        return cosine(self._features()[site], self._directions.vectors[site])
-
-    def _features(self) -> Features:
-        if self.given is not None:
-            return self.given
-        if self.acts is not None:
-            return self.acts.features()
-        return self.grads if self.full is None else self.full.features
-
-    def pooled(self) -> tuple[Tensor, Tensor]:
-        """Pooled scores and flags, once every module has reported; not yet shuffled."""
-        assert self._directions is not None
-        scores = pooled(self._features(), self._directions)
-        return scores, self.rule.flags(scores)
-
-    def settle(self) -> None:
-        """Make the pooled flags of this part known."""
-        scores, flags = self.pooled()
-        self.know(scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags)
-
-    def know(self, scores: Tensor | None, flags: Tensor) -> None:
-        self.known = self.flags[""] = flags
-        if scores is not None:
-            self.scores[""] = scores
-
-
-def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """The same number of flags on random rollouts (each row of tokens moves as one)."""
-    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
 
 
 class _MaskStep(Once):

@@ -2,7 +2,7 @@
 
     flag_b   = score_b > tau                 and A_b > 0 where ``reinforced_only``
     weight_b = 0 where flagged, else ``negative_scale`` where the kept advantage is negative, else 1
-    kept gradient = sum_b weight_b g_b
+    kept gradient = sum_b weight_b g_b               g_b: of rollout b's whole loss, a KL term included
 
 Legal combinations are the tables below; what is not in them is refused with a sentence that says why.
 """

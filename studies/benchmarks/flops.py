@@ -9,7 +9,8 @@ A product of ``[n, i]`` with ``[i, j]`` is ``2 n i j``. With ``n = b s`` tokens,
     attention         two products forward, four backward       12 b s^2 d                 the whole square, causal or not
 
 Per-rollout gradients add nothing: those of ``dS`` are elementwise, those of a matrix are the same products, one rollout at a time.
-Elementwise work, norms and the softmax are left out, so every time lies above its floor.
+Elementwise work and the softmax are left out on both sides of a ratio, so a measured ratio may lie a little under its floor where
+the added work is all products.
 """
 
 from dataclasses import dataclass

@@ -83,10 +83,12 @@ def encode_request(programs: Sequence[Program], nonce: str) -> bytes:
 
 
 def decode_reply(reply: bytes, nonce: str, count: int) -> list[Execution]:
-    """The executions of a reply; raises ValueError unless it answers this very request."""
+    """The executions of a reply; raises ValueError unless it answers this very request, OSError where the disk failed it."""
     message = json.loads(reply)
     if message["nonce"] != nonce or len(message["executions"]) != count:
         raise ValueError("the reply does not answer the request")
+    if message["trouble"]:
+        raise OSError(f"programs cannot be run: their folder under {tempfile.gettempdir()} is not writable ({message['trouble']})")
     return [_decode_execution(execution) for execution in message["executions"]]
 
 
@@ -113,8 +115,9 @@ class SubprocessRunner:
     """Runs programs in one persistent child, in a directory of its own that goes when the runner is closed.
 
     A batch that takes longer than `time_limit` seconds, or that kills the child, is repeated one program at a time in fresh
-    children, so only the culprit is marked. Use it as a context manager; it also closes when it is collected or Python exits.
-    Raises ValueError unless `time_limit` is positive, and when it is used after `close`.
+    children, so only the culprit is marked, and a lone program gets a second try, so that it is marked for what it does and not
+    for what the machine did. Use it as a context manager; it also closes when it is collected or Python exits. Raises ValueError
+    unless `time_limit` is positive, and when it is used after `close`; OSError where the disk has no room for programs' files.
     """
 
     def __init__(self, time_limit: float = 10.0) -> None:
@@ -133,11 +136,16 @@ class SubprocessRunner:
             return []
         try:
             return self._ask(programs)
-        except _ChildDiedError as death:
+        except (_ChildDiedError, OSError):
             self._restart()
-            if len(programs) == 1:
-                return [Execution(death.status)]
+        if len(programs) > 1:
             return [execution for program in programs for execution in self.run([program])]
+        try:
+            return self._ask(programs)
+        except (_ChildDiedError, OSError) as failure:
+            self._restart()
+            self._ask([])  # the machine's own trouble is met again without any program, and is raised
+            return [Execution(failure.status if isinstance(failure, _ChildDiedError) else "crash")]
 
     def close(self) -> None:
         """Ends the child and removes its directory; closing twice is fine."""
@@ -178,6 +186,7 @@ class SubprocessRunner:
     def _restart(self) -> None:
         self._finalizer.detach()
         _stop(self._child)
+        os.makedirs(self._directory, exist_ok=True)  # the last program may have removed it
         self._child = _start(self._directory)
         self._finalizer = weakref.finalize(self, _dispose, self._child, self._directory)
 

@@ -1,7 +1,7 @@
 """The child process of `runner.SubprocessRunner`: executes programs and returns data, never a verdict.
 
 Run as `python -I -S worker.py`. Each request is one JSON line `{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each
-reply one line `{"nonce", "executions": [...]}` on what was stdout. Both are moved to private descriptors before any
+reply one line `{"nonce", "executions": [...], "trouble"}` on what was stdout. Both are moved to private descriptors before any
 program runs and 0 and 1 become /dev/null, so that what a program prints is captured data or lost, never protocol.
 
 Only exact built-in types leave this process, as `[type name, repr]`: a value that overrides `==` or `repr` is "other".
@@ -15,6 +15,7 @@ import shutil
 import sys
 
 LIMIT = 4096
+ROOM = 1 << 16  # more than the programs of a batch write at a time: each one's files go before the next one starts
 PLAIN = (int, bool, float, str, type(None))
 ATTRIBUTES = ("valid",)
 
@@ -99,6 +100,18 @@ def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
     }
 
 
+def trouble(home: str) -> str:
+    """Why files cannot be written here, or "": a full disk must not look like a program that wrote nothing."""
+    path = os.path.join(home, ".room")
+    try:
+        with open(path, "wb") as file:
+            file.write(bytes(ROOM))
+        os.unlink(path)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def main() -> None:
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -109,7 +122,8 @@ def main() -> None:
     for line in requests:
         request = json.loads(line)
         executions = [execute(program["code"], program["inputs"], home) for program in request["programs"]]
-        replies.write(json.dumps({"nonce": request["nonce"], "executions": executions}) + "\n")
+        reply = {"nonce": request["nonce"], "executions": executions, "trouble": trouble(home)}
+        replies.write(json.dumps(reply) + "\n")
         replies.flush()
 
 

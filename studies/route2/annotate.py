@@ -17,7 +17,7 @@ from mi_route2.adapters import Tape, load_adapters
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PersonaFitter
 from mi_route2.routing.features import coordinates
-from mi_route2.routing.mask import TokenReader
+from mi_route2.routing.lane import TokenReader
 from studies.loopholes.world import MicroWorld
 from studies.route2.job import FULL, Job, build_pairs, build_policy
 

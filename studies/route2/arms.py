@@ -18,7 +18,8 @@ Role = Literal["baseline", "method", "control", "bound"]
 class Arm:
     """One row of the table. The quarantine, where there is one, is deleted at deployment.
 
-    ``quarantine_lr_scale`` multiplies the shared quarantine rate; ``none_fraction`` overrides the shared one (ablation only).
+    ``quarantine_lr_scale`` multiplies the shared quarantine rate; ``none_fraction`` and ``adapt`` override the shared ones
+    (ablations only).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Arm:
     second_moment: Literal["routed", "unrouted"] = "routed"
     l1: float = 0.0
     none_fraction: float | None = None
+    adapt: tuple[str, ...] | None = None
     baseline: str | None = "absorb"
     same_rule_filter: str | None = None
     ablation: str | None = None
@@ -138,7 +140,10 @@ _LITERAL = (
         same_rule_filter=None,
     ),
 )
+_BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
+    _ablation(_FULL, "full-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
+    _ablation(_GRAD, "grad-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
     _ablation(_FULL, "full-no-quarantine", "distinct quarantine", "same score and advantages, no quarantine", quarantine="none"),
     _ablation(
         _FULL,

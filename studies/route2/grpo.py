@@ -8,7 +8,7 @@ N rollouts a step and T the longest completion are fixed, so that a short or dro
 Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,13 +68,19 @@ def with_anchors(policy: Policy, batch: TrainBatch, settings: Settings) -> Train
     return replace(batch, old_logprobs=old, reference_logprobs=reference)
 
 
-def clip_gradients(policy: Policy, max_norm: float) -> dict[str, float | None]:
-    """Clip kept and quarantine gradients apart: a loud quarantine must not quiet the kept adapter. Returns both norms."""
+def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] = ()) -> dict[str, float | None]:
+    """Clip kept and quarantine gradients apart: a loud quarantine must not quiet the kept adapter. Returns both norms.
+
+    ``unrouted`` gradients, which Adam's second moment reads in place of the kept ones, are scaled as those are.
+    """
     norms: dict[str, float | None] = {}
     lanes = {"kept": policy.adapters.kept_parameters(), "quarantine": policy.adapters.quarantine_parameters()}
     for lane, parameters in lanes.items():
         with_grad = [p for p in parameters.values() if p.grad is not None]
         norms[lane] = float(torch.nn.utils.clip_grad_norm_(with_grad, max_norm)) if with_grad else None
+    scale = max_norm / ((norms["kept"] or 0.0) + 1e-6)  # as clip_grad_norm_ has it
+    for gradient in unrouted:
+        gradient.mul_(min(1.0, scale))
     return norms
 
 
@@ -91,7 +97,7 @@ def update(
             part_loss.backward()
         loss, kl = loss + float(part_loss.detach()), kl + float(part_kl)
     decision = step.finish()
-    norms = clip_gradients(policy, settings.max_norm)
+    norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
     before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
     kept = adapters.kept_parameters()
     optimiser.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)

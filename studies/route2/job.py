@@ -51,7 +51,6 @@ from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.route2.settings import Settings
 from studies.route2.teacher import cached_pool
 
-LINEARS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
     "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
 )  # fmt: skip
@@ -121,7 +120,7 @@ def _fit_the_world(settings: Settings) -> None:
     make_pairs(get_world(settings.world), 0, settings.pairs)
     spec = AdapterSpec(settings.kept, settings.kept_rank, "lora", settings.quarantine_rank)
     generator = torch.Generator()
-    attach(MicroGPT(settings.warm.model, generator), *LINEARS, spec=spec, generator=generator)
+    attach(MicroGPT(settings.warm.model, generator), *settings.adapt, spec=spec, generator=generator)
 
 
 def own_pairs(path: Path, context: int) -> list[Pair]:
@@ -169,7 +168,8 @@ def build_policy(job: Job, cache: Path) -> Policy:
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
     # One stream for the kept adapter and one quarantine draw behind it: arms of a seed share every init that they have in common.
-    adapters = attach(model, *LINEARS, spec=spec, generator=torch_generator(job.seed, "adapters"))
+    adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
+    adapters = attach(model, *adapt, spec=spec, generator=torch_generator(job.seed, "adapters"))
     return Policy(model, adapters)
 
 

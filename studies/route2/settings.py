@@ -19,11 +19,16 @@ from studies.loopholes.warmstart import WarmStartConfig
 
 @dataclass(frozen=True)
 class Settings:
-    """See the presets; rates are per optimiser step, ``steps`` are GRPO steps of ``prompts * group`` rollouts."""
+    """See the presets; rates are per optimiser step, ``steps`` are GRPO steps of ``prompts * group`` rollouts.
+
+    ``adapt``: patterns of the Linear modules that carry both adapters. The unembedding is among them: without it the honest skill
+    stops short, because a block writes to the residual stream alone and has to raise a symbol against the whole vocabulary.
+    """
 
     preset: str = "strong"
     world: str = "strong"
     warm: WarmStartConfig = field(default_factory=WarmStartConfig)
+    adapt: tuple[str, ...] = ("blocks.*.attn.*", "blocks.*.mlp.*", "unembed")
     kept: Literal["svd", "lora"] = "lora"
     kept_rank: int | None = 4
     kept_lr: float = 3e-3
@@ -77,7 +82,8 @@ class Settings:
         try:
             raw = json.loads(path.read_text())
             warm = raw["warm"] | {"model": MicroConfig(**raw["warm"]["model"]), "betas": tuple(raw["warm"]["betas"])}
-            return Settings(**{**raw, "warm": WarmStartConfig(**warm), "betas": tuple(raw["betas"])})
+            tuples = {name: tuple(raw[name]) for name in ("adapt", "betas")}
+            return Settings(**{**raw, **tuples, "warm": WarmStartConfig(**warm)})
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no settings of this study ({error}); point at a run folder") from error
 
@@ -92,13 +98,13 @@ class Settings:
         return f"{self.preset}-{self.digest[:8]}"
 
 
-# The quarantine learns at a third of the kept adapter's rate: at the same rate it takes half of the honest skill with it when it is
-# deleted (docs/log.md).
+# The quarantine learns at a third to a half of the kept adapter's rate: at the same rate it takes a tenth of the honest skill with
+# it when it is deleted, and the lower the rate, the more exploits are left where the mask sees little (docs/log.md).
 _STRONG = Settings()
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
-        "weak": replace(_STRONG, preset="weak", world="weak"),
+        "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
         # dS is one number a direction: a tenth of this rate is too weak to move it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }

@@ -10,8 +10,8 @@ import tyro
 
 from studies.loopholes.pairs import read_pairs
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
-from studies.route2.__main__ import COMMANDS, Run, override, read_seeds
 from studies.route2.arms import get_arms
+from studies.route2.cli import COMMANDS, Run, override, read_seeds
 from studies.route2.settings import get_settings
 
 ROOT = Path(__file__).parents[2]

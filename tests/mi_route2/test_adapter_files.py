@@ -108,6 +108,20 @@ def test_adapters_of_another_kind_are_refused(saved: str, loaded: str, tmp_path:
         load_adapters(make_policy(SPECS[loaded]).adapters, tmp_path / "a.safetensors")
 
 
+def test_a_file_of_another_base_is_refused_unless_that_is_meant(tmp_path: Path) -> None:
+    path, trained = tmp_path / "a.safetensors", make_policy(SPECS["lora"])
+    save_adapters(trained.adapters, path)
+    target = make_policy(SPECS["lora"], scale=0.0)
+    with torch.no_grad():
+        target.adapters.sites["blocks.1.mlp.down"].weight[0, 0] += 1e-6
+    before = {n: t.clone() for n, t in target.adapters.tensors().items()}
+    with pytest.raises(ValueError, match="trained on other base weights"):
+        load_adapters(target.adapters, path)
+    assert all(torch.equal(t, before[n]) for n, t in target.adapters.tensors().items())
+    load_adapters(target.adapters, path, any_base=True)
+    assert all(torch.equal(t, trained.adapters.tensors()[n]) for n, t in target.adapters.tensors().items())
+
+
 def test_a_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     adapters = make_policy(SPECS["svd"]).adapters
     with pytest.raises(FileNotFoundError, match="none"):

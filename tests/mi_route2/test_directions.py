@@ -25,7 +25,7 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing import directions as directions_module
-from mi_route2.routing.directions import base_hash, unit
+from mi_route2.routing.directions import unit
 from mi_route2.routing.features import collect, coordinates
 
 KINDS = ("act", "grad", "full")
@@ -302,7 +302,7 @@ def test_directions_round_trip_with_their_provenance(tmp_path: Path) -> None:
         assert all(torch.equal(v, again.vectors[s]) for s, v in own.vectors.items())
         assert again.overlap(own) == pytest.approx(1.0)
     assert persona(policy, "grad").fit(policy, 15).provenance == directions_module.Provenance(
-        "persona", "grad", "pairs-hash", base_hash(policy), 15, None
+        "persona", "grad", "pairs-hash", policy.adapters.base_hash, 15, None
     )
 
 
@@ -323,8 +323,8 @@ def test_a_file_that_holds_no_directions_is_refused(damage: str, tmp_path: Path)
 
 def test_the_base_hash_is_of_the_frozen_weights_alone() -> None:
     policy = make_policy(SPECS["svd"])
-    assert base_hash(policy) == base_hash(make_policy(SPECS["lora"], scale=3.0))
+    assert policy.adapters.base_hash == make_policy(SPECS["lora"], scale=3.0).adapters.base_hash
     with torch.no_grad():
         policy.model.blocks[1].mlp.down.weight[0, 0] += 1e-6  # pyright: ignore
-    assert base_hash(policy) != base_hash(make_policy(SPECS["svd"]))
+    assert policy.adapters.base_hash != make_policy(SPECS["svd"]).adapters.base_hash
     assert make_model().blocks[1].mlp.down.weight.shape == (16, 40)  # pyright: ignore

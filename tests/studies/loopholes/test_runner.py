@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def test_forged_protocol_lines_reach_nobody(child: SubprocessRunner) -> None:
 
 
 def test_a_reply_to_another_request_is_refused() -> None:
-    reply = json.dumps({"nonce": "a", "executions": []}).encode()
+    reply = json.dumps({"nonce": "a", "executions": [], "trouble": ""}).encode()
     assert decode_reply(reply, "a", 0) == []
     for nonce, count in (("b", 0), ("a", 1)):
         with pytest.raises(ValueError, match="does not answer"):
@@ -148,6 +149,37 @@ def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body
         assert [e.status for e in executions] == ["ok", status, "ok"]
         assert [e.returns for e in executions] == [(Value("int", "2"),), (), (Value("int", "3"),)]
         assert run(runner, solution(), 5).returns == (Value("int", "5"),)
+
+
+def test_a_full_disk_is_not_a_program_that_wrote_nothing() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # children inherit it: files stop growing, as on a full disk
+    try:
+        with SubprocessRunner() as runner, pytest.raises(OSError, match=r"is not writable \(File too large\)"):
+            runner.run([Program(solution(), (1,)), Program(solution(), (2,))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))",
+        "import os; os.rmdir(os.getcwd())",
+    ],
+)
+def test_a_program_that_spoils_its_folder_spoils_its_own_run_alone(body: str) -> None:
+    with SubprocessRunner() as runner:
+        programs = [Program(solution(), (1,)), Program(solution(f"{body}; return x"), (1,)), Program(solution(), (2,))]
+        assert [e.status for e in runner.run(programs)] == ["ok", "crash", "ok"]
+        assert run(runner, solution(), 5).returns == (Value("int", "5"),)
+
+
+def test_a_program_that_kills_its_process_once_gets_a_second_try(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    body = f"import os; (os.path.exists({str(mark)!r})) or (open({str(mark)!r}, 'w').close(), os._exit(1)); return x"
+    with SubprocessRunner() as runner:
+        assert run(runner, solution(body), 3).returns == (Value("int", "3"),)
 
 
 def test_closing_ends_the_child_and_removes_its_directory() -> None:

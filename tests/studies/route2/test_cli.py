@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import studies.route2.__main__ as cli
+import studies.route2.cli as cli
 from studies.loopholes.pairs import Pair, make_pairs, write_pairs
 from studies.loopholes.presets import get_world
 from studies.route2.arms import ARMS
@@ -54,14 +54,19 @@ BAD = {
         "'three' names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)",
     ),
     "seeds, none": (["--seeds", "0"], "'0' names no seeds"),
+    "seeds, too many": (["--seeds", "99999999999"], "'99999999999' names more than 10000 seeds"),
+    "seeds, beyond any machine": (["--seeds", "0-1" + 30 * "0"], "names more than 10000 seeds"),
     "seeds, backwards": (["--seeds", "7-0"], "'7-0' names no seeds"),
     "seeds, two ranges": (["--seeds", "1-2-3"], "'1-2-3' names no seeds"),
     "seeds, negative": (["--seeds=-1,2"], "'-1,2' names no seeds"),
     "seeds, half a list": (["--seeds", "1,"], "'1,' names no seeds"),
     "no workers": (["--workers", "0"], "workers must be at least 1, not 0"),
-    "an unknown setting": (["--override", "stpes=3"], "'stpes=3' is not a setting: give name=value with a name among world, kept"),
+    "an unknown setting": (
+        ["--override", "stpes=3"],
+        "'stpes=3' is not a setting: give name=value with a name among world, adapt, kept",
+    ),
     "a setting without a value": (["--override", "steps"], "'steps' is not a setting"),
-    "a word for a number": (["--override", "steps=many"], "steps takes a int, not 'many'"),
+    "a word for a number": (["--override", "steps=many"], "steps takes a whole number, not 'many'"),
     "no steps": (["--override", "steps=0"], "steps must be at least 1, not 0"),
     "no warm start": (["--override", "warm.steps=0"], "steps = 0 is not positive"),
     "a group of one": (["--override", "group=1"], "group must be at least 2"),

@@ -104,3 +104,16 @@ def test_kept_and_quarantine_are_clipped_apart() -> None:
     assert all(torch.equal(p.grad, before[n]) for n, p in policy.adapters.kept_parameters().items())  # pyright: ignore
     total = sum(float(p.grad.square().sum()) for p in policy.adapters.quarantine_parameters().values()) ** 0.5  # pyright: ignore
     assert total == pytest.approx(1.0, rel=1e-5)
+
+
+def test_an_unrouted_gradient_is_scaled_as_the_kept_one_is() -> None:
+    policy = make_policy(SPECS["lora"])
+    for p in policy.adapters.kept_parameters().values():
+        p.grad = torch.ones_like(p)
+    unrouted = [torch.full((3,), 5.0, dtype=torch.float64)]
+    norm = clip_gradients(policy, 0.5, unrouted)["kept"]
+    assert norm is not None
+    assert norm > 0.5
+    assert unrouted[0].tolist() == pytest.approx([5.0 * 0.5 / norm] * 3, rel=1e-5)
+    assert clip_gradients(policy, 100.0, unrouted)["kept"] == pytest.approx(0.5, rel=1e-5)
+    assert unrouted[0].tolist() == pytest.approx([5.0 * 0.5 / norm] * 3, rel=1e-5), "below the limit nothing is scaled"

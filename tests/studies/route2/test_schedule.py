@@ -246,6 +246,17 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
     assert contents(jobs) == whole
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc to see when torch is being imported")
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "studies.route2", "arms"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text() or run.poll() is not None, 60, "torch never came")
+    run.send_signal(signal.SIGINT)
+    output, errors = run.communicate(timeout=60)
+    assert (run.returncode, output, errors) == (130, "", "")
+
+
 # one folder, one writer
 
 

@@ -1,0 +1,225 @@
+"""``python -m studies.route2 COMMAND``: train arms, write tables and figures, look at rollouts.
+
+Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the same command started again goes on where it stopped.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from studies.route2.arms import ARMS, MAIN, get_arms
+from studies.route2.job import Job
+from studies.route2.probing import Probes
+from studies.route2.publish import Publish
+from studies.route2.recorder import write_json
+from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
+from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.settings import PRESETS, Settings, get_settings
+
+MAX_SEEDS = 10_000
+Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
+Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train arms at several seeds, evaluate each on tasks never seen, and write the report. Safe to interrupt and start again."""
+
+    preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
+    seeds: Seeds = "3"
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
+    workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
+    out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
+    pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
+    override: Override = ()
+    report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
+
+    def __call__(self) -> None:
+        settings = override(get_settings(self.preset), self.override)
+        arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+        if self.pairs is not None and not self.pairs.is_file():
+            raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries")
+        root = self.out / settings.folder
+        jobs = [
+            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs)
+            for seed in read_seeds(self.seeds)
+            for arm in (None, *arms)
+        ]
+        with exclusive(root):
+            for job in jobs:
+                _ = job.finished  # a folder of another run is refused before any work
+            write_json(root / "settings.json", settings.as_dict())
+            print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
+            failures = run_jobs(jobs, self.workers)
+            if failures:
+                raise RuntimeError("; ".join(failures))
+            if self.report:
+                show_paths(write_report(root))
+                print((root / "table.md").read_text())
+
+
+@dataclass(frozen=True)
+class Full:
+    """Every arm and control at seeds 0-7 on every preset, and the ablations on ``strong``. Hours; interrupt as you like."""
+
+    seeds: Seeds = "0-7"
+    workers: int = 2
+    out: Path = Path("runs")
+
+    def __call__(self) -> None:
+        for preset in PRESETS:
+            arms = tuple(name for name, arm in ARMS.items() if arm.ablation is None or preset == "strong")
+            Run(preset, self.seeds, arms, self.workers, self.out)()
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write table, figures, leakage and ablations of a run folder again."""
+
+    root: tyro.conf.Positional[Path]
+
+    def __call__(self) -> None:
+        show_paths(write_report(self.root))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw the figures of a run folder again."""
+
+    root: tyro.conf.Positional[Path]
+
+    def __call__(self) -> None:
+        show_paths(write_figures(self.root))
+
+
+@dataclass(frozen=True)
+class Leakage:
+    """Per held-out mode: how much of vanilla's hacking is left when the quarantine is deleted."""
+
+    root: tyro.conf.Positional[Path]
+
+    def __call__(self) -> None:
+        show_paths(write_leakage(self.root))
+        print((self.root / "leakage.md").read_text())
+
+
+@dataclass(frozen=True)
+class Show:
+    """One HTML page of an arm's rollouts: tokens coloured by probe score and by what kept adapter and quarantine change."""
+
+    root: tyro.conf.Positional[Path]
+    arm: str = "route2-full"
+    seed: int = 0
+    every: Annotated[int, tyro.conf.arg(help="show every n-th step")] = 20
+    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+
+    def __call__(self) -> None:
+        from studies.loopholes.presets import get_world
+        from studies.loopholes.runner import CachedRunner, SubprocessRunner
+        from studies.loopholes.world import MicroWorld
+        from studies.route2.annotate import Annotator
+
+        if self.every < 1:
+            raise ValueError(f"every must be at least 1, not {self.every}")
+        settings = Settings.read(self.root / "settings.json")
+        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, get_arms((self.arm,))[0], self.pairs)
+        if not job.folder.exists():
+            have = sorted(p.name for p in (self.root / f"seed-{self.seed}").glob("*") if p.is_dir())
+            raise ValueError(
+                f"{self.root} has no run of {self.arm} at seed {self.seed}; it has {', '.join(have) or 'none at that seed'}"
+            )
+        rows = [row for row in read_rollouts(job.folder) if (row["step"] + 1) % self.every == 0 or row["step"] == 0]
+        with SubprocessRunner() as child:
+            annotate = Annotator.of(job, MicroWorld(get_world(settings.world), CachedRunner(child)))
+            show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
+
+
+@dataclass(frozen=True)
+class Arms:
+    """List the arms, what they are, and what each is compared with."""
+
+    def __call__(self) -> None:
+        width = max(map(len, ARMS))
+        for arm in ARMS.values():
+            print(f"{arm.name:{width}}  {arm.role:8}  {arm.about}" + (f"  [vs {arm.baseline}]" if arm.baseline else ""))
+
+
+def read_seeds(text: str) -> list[int]:
+    """``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list."""
+    seeds: Sequence[int] = ()
+    try:
+        if "," in text:
+            seeds = [int(part) for part in text.split(",")]
+        elif "-" in text.strip("-"):
+            first, last = map(int, text.split("-"))
+            seeds = range(first, last + 1)
+        else:
+            seeds = range(int(text))
+        many = len(seeds) > MAX_SEEDS
+    except ValueError:
+        many = False
+    except OverflowError:
+        many = True
+    if many:
+        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the most that one run takes")
+    if not seeds or min(seeds) < 0:
+        raise ValueError(f"{text!r} names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")
+    return sorted(set(seeds))
+
+
+def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
+    """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
+    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("preset", "warm", "betas")}
+    warm = {f"warm.{f.name}": getattr(settings.warm, f.name) for f in fields(settings.warm) if f.name not in ("model", "betas")}
+    known, parsed = own | warm, {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals or name not in known:
+            raise ValueError(f"{change!r} is not a setting: give name=value with a name among {', '.join(known)}")
+        kind, may_be_none = (int, True) if known[name] is None else (type(known[name]), name == "kept_rank")
+        read = (lambda text: tuple(text.split(","))) if kind is tuple else kind
+        try:
+            parsed[name] = None if value == "none" and may_be_none else read(value)
+        except ValueError as error:
+            wanted = {int: "a whole number", float: "a number"}.get(kind, "a word")
+            raise ValueError(f"{name} takes {wanted}, not {value!r}") from error
+    warmed = replace(settings.warm, **{name.removeprefix("warm."): v for name, v in parsed.items() if name in warm})
+    return replace(settings, warm=warmed, **{name: v for name, v in parsed.items() if name in own})
+
+
+def show_paths(paths: list[Path]) -> None:
+    for path in paths:
+        print(f"wrote {path}")
+
+
+COMMANDS = {
+    "run": Run,
+    "full": Full,
+    "report": Report,
+    "plot": Plot,
+    "leakage": Leakage,
+    "show": Show,
+    "probes": Probes,
+    "publish": Publish,
+    "arms": Arms,
+}
+
+
+def main() -> int:
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.route2", description=__doc__)
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from the last checkpoints", file=sys.stderr)
+        return 130
+    except (KeyError, ValueError, OSError, RuntimeError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    return 0
