@@ -1,13 +1,24 @@
-"""Which Linears of a model: glob patterns over module names, with a count that can be asserted.
+"""Addresses in a model: ``Site``, a point of a layer; ``Slot``, a logical Linear; and how both are selected by name.
 
-``select(model, "blocks.*.attn.q", expect=2)`` returns ``{name: module}`` in the model's own order. Nothing selected is an
-error that names the nearest candidates, so that a silent no-match cannot happen.
+    Site.parse("blocks.3.resid_mid")         Site(3, "kept_a", "mlp.down")
+    select(model, "blocks.*.attn.q", expect=2)
+
+Nothing selected is an error that names the nearest candidates, so that a silent no-match cannot happen.
 """
 
 import difflib
+import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from mi_route2.architectures import ADAPTER_POINTS, POINTS, Architecture, LinearAt, architecture_of, heads
+
+_SITE = re.compile(r"blocks\.(\d+)\.(?:(attn\.\w+|mlp\.\w+)\.)?(\w+)")
+_UNEMBED = re.compile(r"unembed\.(\w+)")
 
 
 def nearest(name: str, known: list[str], n: int = 5) -> str:
@@ -16,19 +27,118 @@ def nearest(name: str, known: list[str], n: int = 5) -> str:
     return ", ".join(close) if close else "none at all"
 
 
-def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[str, nn.Linear]:
-    """The ``nn.Linear`` modules whose dotted name matches one of the glob ``patterns``.
+@dataclass(frozen=True, order=True)
+class Site:
+    """A point of a layer. ``linear`` names the logical Linear whose adapters are meant, for the adapters' own points.
+
+    The unembedding has no layer: ``Site(None, "kept_a", "unembed")``. ``KeyError`` for an unknown point, ``ValueError`` where
+    ``linear`` is missing or has no place.
+    """
+
+    layer: int | None
+    point: str
+    linear: str = ""
+
+    def __post_init__(self) -> None:
+        if self.point not in POINTS and self.point not in ADAPTER_POINTS:
+            known = [*POINTS, *ADAPTER_POINTS]
+            raise KeyError(f"{self.point!r} is not a point: the nearest are {nearest(self.point, known)}; all: {', '.join(known)}")
+        if (self.point in ADAPTER_POINTS) != bool(self.linear):
+            raise ValueError(
+                f"{self.point!r} is a point of {'the adapters at one Linear: name it' if not self.linear else 'a block'}, "
+                "as in Site(3, 'kept_a', 'mlp.down') and Site(3, 'resid_mid')"
+            )
+        if (self.layer is None) != (self.linear == "unembed"):
+            raise ValueError(f"layer {self.layer!r} does not fit {self.linear or self.point!r}: only the unembedding has no layer")
+
+    @property
+    def slot(self) -> str:
+        """The logical Linear of an adapter point, ``blocks.3.mlp.down``."""
+        return self.linear if self.layer is None else f"blocks.{self.layer}.{self.linear}"
+
+    def __str__(self) -> str:
+        return f"{self.slot}.{self.point}" if self.linear else f"blocks.{self.layer}.{self.point}"
+
+    @staticmethod
+    def parse(text: str) -> "Site":
+        """The site that ``str`` wrote; ``ValueError`` for a text of another form."""
+        if found := _SITE.fullmatch(text):
+            return Site(int(found[1]), found[3], found[2] or "")
+        if found := _UNEMBED.fullmatch(text):
+            return Site(None, found[1], "unembed")
+        raise ValueError(f"{text!r} is not a site: write blocks.3.resid_mid, blocks.3.mlp.down.kept_a or unembed.kept_a")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A logical Linear of a model: the module at ``path``, or those of its outputs that ``rows`` names, where it is fused."""
+
+    name: str
+    path: str
+    module: nn.Module
+    rows: Int[Tensor, " d_out"] | None = None
+    transposed: bool = False
+
+    @property
+    def weight(self) -> Float[Tensor, "d_out d_in"]:
+        """The weight as an ``nn.Linear`` would have it; a view where nothing is fused."""
+        weight = self.module.get_parameter("weight")
+        weight = weight.mT if self.transposed else weight
+        return weight if self.rows is None else weight[self.rows.to(weight.device)]
+
+
+def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out"] | None:
+    """Which outputs of a fused module of ``width`` outputs belong to a part; ``None`` where it is not fused."""
+    if at.fused is None:
+        return None
+    part, parts, how = at.fused
+    index = torch.arange(width)
+    return index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
+
+
+def _slot(model: nn.Module, name: str, path: str, at: LinearAt) -> Slot:
+    module = model.get_submodule(path)
+    weight = module.get_parameter("weight")
+    return Slot(name, path, module, fused_rows(at, weight.shape[1 if at.transposed else 0], heads(model, "q")), at.transposed)
+
+
+def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
+    """The module path of every block."""
+    return [f"{architecture.blocks}.{i}" for i, _ in enumerate(model.get_submodule(architecture.blocks).children())]
+
+
+def slots(model: nn.Module) -> dict[str, Slot]:
+    """Every logical Linear by name, in the order of the forward. A model of no known architecture has its ``nn.Linear`` modules
+    under their own dotted names."""
+    row = architecture_of(model)
+    if row is None:
+        return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    found = {}
+    for layer, block in enumerate(block_paths(model, row)):
+        for linear, at in row.linears.items():
+            name = f"blocks.{layer}.{linear}"
+            found[name] = _slot(model, name, f"{block}.{at.path}", at)
+    found["unembed"] = _slot(model, "unembed", row.unembed, LinearAt(row.unembed))
+    return found
+
+
+def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) -> dict[str, Slot]:
+    """``select`` over slots that are known already."""
+    if not patterns:
+        raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise KeyError(f"no Linear matches {pattern!r}; the nearest names are: {nearest(pattern, list(known))}")
+    chosen = {name: slot for name, slot in known.items() if any(fnmatchcase(name, p) for p in patterns)}
+    if expect is not None and len(chosen) != expect:
+        raise ValueError(f"{patterns} selected {len(chosen)} Linears, not {expect}: {', '.join(chosen)}")
+    return chosen
+
+
+def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[str, Slot]:
+    """The logical Linears whose name matches one of the glob ``patterns``.
 
     Every pattern must match at least one Linear (``KeyError`` with the nearest names otherwise); ``expect`` asserts the
     total (``ValueError``).
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not patterns:
-        raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in linears):
-            raise KeyError(f"no Linear matches {pattern!r}; the nearest names are: {nearest(pattern, list(linears))}")
-    chosen = {name: module for name, module in linears.items() if any(fnmatchcase(name, p) for p in patterns)}
-    if expect is not None and len(chosen) != expect:
-        raise ValueError(f"{patterns} selected {len(chosen)} Linears, not {expect}: {', '.join(chosen)}")
-    return chosen
+    return matching(slots(model), *patterns, expect=expect)

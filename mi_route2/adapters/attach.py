@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.kept import Kept, LoRA, SVDKept
 from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
-from mi_route2.adapters.routed import RoutedLinear, Switchboard
+from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
-from mi_route2.sites import select
+from mi_route2.sites import Slot, matching, slots
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,13 @@ class AdapterSpec:
 
 
 class Adapters:
-    """All routed Linears of one model, by site name."""
+    """All adapters of one model: ``sites`` by the name of their logical Linear, ``modules`` by the path of the module they wrap."""
 
     def __init__(
-        self, model: nn.Module, sites: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec, thawed: list[nn.Parameter]
+        self, model: nn.Module, modules: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec, thawed: list[nn.Parameter]
     ):
-        self.model, self.sites, self.spec, self._board = model, sites, spec, board
+        self.model, self.modules, self.spec, self._board = model, modules, spec, board
+        self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
@@ -131,13 +132,13 @@ class Adapters:
             raise RuntimeError("merged weights would bypass the open tape; close it first")
         if self._board.merged:
             raise RuntimeError("these weights are merged already; leave merged() before merging anew")
-        for module in self.sites.values():
+        for module in self.modules.values():
             module.merge()
         try:
             with self._switched(merged=True), torch.no_grad():
                 yield
         finally:
-            for module in self.sites.values():
+            for module in self.modules.values():
                 module.unmerge()
 
     def tensors(self, *, quarantine: bool = True) -> dict[str, Tensor]:
@@ -149,8 +150,8 @@ class Adapters:
 
     def detach(self) -> nn.Module:
         """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was."""
-        for site, module in self.sites.items():
-            _replace(self.model, site, module.base)
+        for path, module in self.modules.items():
+            _replace(self.model, path, module.base)
         for p in self._thawed:
             p.requires_grad_(True)
         return self.model
@@ -161,26 +162,27 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def _kept(linear: nn.Linear, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
+def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
+    weight = slot.weight
     if spec.kept == "lora":
         assert spec.rank is not None
-        return LoRA(linear, spec.rank, generator), None
-    svd = decompose(linear.weight, cache_dir).top(spec.rank)
-    return SVDKept(linear, svd), svd.S.to(linear.weight.dtype) if spec.fold else None
+        return LoRA(weight, spec.rank, generator), None
+    svd = decompose(weight, cache_dir).top(spec.rank)
+    return SVDKept(weight, svd), svd.S.to(weight.dtype) if spec.fold else None
 
 
-def _quarantine(linear: nn.Linear, kept: Kept, spec: AdapterSpec, generator: torch.Generator) -> Quarantine | None:
+def _quarantine(slot: Slot, kept: Kept, spec: AdapterSpec, generator: torch.Generator) -> Quarantine | None:
     if spec.quarantine == "none":
         return None
-    return SharedQuarantine(kept) if spec.quarantine == "shared" else LoRA(linear, spec.quarantine_rank, generator)
+    return SharedQuarantine(kept) if spec.quarantine == "shared" else LoRA(slot.weight, spec.quarantine_rank, generator)
 
 
-def refuse_twice(model: nn.Module, chosen: dict[str, nn.Linear]) -> None:
-    """``ValueError`` for a chosen Linear with a second name: under that name it would run without its adapters."""
-    names = {id(module): name for name, module in chosen.items()}
+def refuse_twice(model: nn.Module, chosen: dict[str, Slot]) -> None:
+    """``ValueError`` for a chosen module with a second name: under that name it would run without its adapters."""
+    paths = {id(slot.module): slot.path for slot in chosen.values()}
     for name, module in model.named_modules(remove_duplicate=False):
-        if names.get(id(module), name) != name:
-            raise ValueError(f"{names[id(module)]} and {name} are one Linear, which would run without adapters under one name")
+        if paths.get(id(module), name) != name:
+            raise ValueError(f"{paths[id(module)]} and {name} are one Linear, which would run without adapters under one name")
 
 
 def attach(
@@ -190,25 +192,33 @@ def attach(
     generator: torch.Generator,
     expect: int | None = None,
     cache_dir: Path | None = None,
+    known: dict[str, Slot] | None = None,
 ) -> Adapters:
-    """Freeze ``model`` and put a kept adapter and a quarantine at every Linear that ``patterns`` select.
+    """Freeze ``model`` and put a kept adapter and a quarantine at every logical Linear that ``patterns`` select.
 
-    Random factors come from ``generator``. Errors: a pattern without a match (``KeyError``), a count other than ``expect``,
-    a model that already has adapters, a rank that does not fit, a Linear under two names (``ValueError``); the model is then
-    as it was.
+    Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``
+    (a host that keeps them elsewhere says so). Errors: a pattern without a match (``KeyError``), a count other than ``expect``,
+    a model that already has adapters, a rank that does not fit, a Linear under two names, ``fold`` where Linears are fused
+    (``ValueError``); the model is then as it was.
     """
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
-    chosen = select(model, *patterns, expect=expect)
+    chosen = matching(slots(model) if known is None else known, *patterns, expect=expect)
     refuse_twice(model, chosen)
+    if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
+        raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
     board = Switchboard(sites=len(chosen))
-    sites = {}
-    for name, linear in chosen.items():
-        kept, fold = _kept(linear, spec, generator, cache_dir)
-        sites[name] = RoutedLinear(linear, name, kept, _quarantine(linear, kept, spec, generator), board, fold)
+    by_path: dict[str, list[tuple[Slot, Branch]]] = {}
+    for slot in chosen.values():
+        kept, fold = _kept(slot, spec, generator, cache_dir)
+        branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
+        by_path.setdefault(slot.path, []).append((slot, branch))
+    modules = {
+        path: RoutedLinear([slot for slot, _ in parts], [branch for _, branch in parts], board) for path, parts in by_path.items()
+    }
     thawed = [p for p in model.parameters() if p.requires_grad]
     model.requires_grad_(False)
-    for name, module in sites.items():
-        _replace(model, name, module)
-    return Adapters(model, sites, board, spec, thawed)
+    for path, module in modules.items():
+        _replace(model, path, module)
+    return Adapters(model, modules, board, spec, thawed)

@@ -7,6 +7,8 @@ Both are exactly 0 at init. The factor that per-rollout gradients are scored on 
 is exactly 0); a flagged rollout leaves nothing in either.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -16,11 +18,20 @@ from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
 from mi_route2.adapters.tape import Lane, Tape
 
+Point = Callable[[Tensor], Tensor]
+"""A place in the forward where a hook may read or write."""
 
-def gaussian(rows: int, linear: nn.Linear, generator: torch.Generator) -> Tensor:
+
+def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
     """``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that every device and type starts alike."""
-    draw = torch.randn(rows, linear.in_features, generator=generator, dtype=torch.float64) / linear.in_features**0.5
-    return draw.to(linear.weight.device, torch.float64 if linear.weight.dtype == torch.float64 else torch.float32)
+    d_in = weight.shape[1]
+    draw = torch.randn(rows, d_in, generator=generator, dtype=torch.float64) / d_in**0.5
+    return draw.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
+
+
+def same(x: Tensor) -> Tensor:
+    """The point where nobody listens."""
+    return x
 
 
 class SVDKept(nn.Module):
@@ -30,21 +41,21 @@ class SVDKept(nn.Module):
     Vh: Tensor
     scored = "dS"
 
-    def __init__(self, linear: nn.Linear, svd: SVD):
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], svd: SVD):
         super().__init__()
-        dtype = linear.weight.dtype
+        dtype = weight.dtype
         self.register_buffer("U", svd.U.to(dtype), persistent=False)
         self.register_buffer("Vh", svd.Vh.to(dtype), persistent=False)
-        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=linear.weight.device))
+        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
         """``a = Vh x``: the coordinates that ``dS`` scales."""
         return x @ self.Vh.mT
 
     def forward(
-        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Point = same
     ) -> Float[Tensor, "*batch d_out"]:
-        return apply_factor(self.bottleneck(x), self.dS, tape, lane, site, "dS") @ self.U.mT
+        return apply_factor(point(self.bottleneck(x)), self.dS, tape, lane, site, "dS") @ self.U.mT
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
         """The weight that this adapter adds."""
@@ -59,22 +70,22 @@ class LoRA(nn.Module):
 
     scored = "B"
 
-    def __init__(self, linear: nn.Linear, rank: int, generator: torch.Generator):
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], rank: int, generator: torch.Generator):
         super().__init__()
-        if not 1 <= rank <= min(linear.in_features, linear.out_features):
-            raise ValueError(f"rank {rank} is outside 1..{min(linear.in_features, linear.out_features)} of this Linear")
-        self.A = nn.Parameter(gaussian(rank, linear, generator))
-        self.B = nn.Parameter(torch.zeros(linear.out_features, rank, dtype=self.A.dtype, device=self.A.device))
+        if not 1 <= rank <= min(weight.shape):
+            raise ValueError(f"rank {rank} is outside 1..{min(weight.shape)} of this Linear")
+        self.A = nn.Parameter(gaussian(rank, weight, generator))
+        self.B = nn.Parameter(torch.zeros(weight.shape[0], rank, dtype=self.A.dtype, device=self.A.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
         """``A x``, without a lane."""
         return x @ self.A.to(x.dtype).mT
 
     def forward(
-        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Point = same
     ) -> Float[Tensor, "*batch d_out"]:
         a = apply_factor(x, self.A, tape, lane, site, "A")
-        return apply_factor(a, self.B, tape, lane, site, "B")
+        return apply_factor(point(a), self.B, tape, lane, site, "B")
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
         """The weight that this adapter adds."""

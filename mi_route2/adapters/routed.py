@@ -4,9 +4,12 @@
     fold:  y = U ((S + dS) * (Vh x)) + bias + quarantine(x)      (full-rank SVD kept adapter: two matmuls in place of three)
 
 With both adapters at init, ``y`` equals the base bit for bit (unfolded); with both switched off it does so always, folded or not.
+Where several logical Linears are fused in one module, each has a ``Branch`` on its own rows of the output.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -17,6 +20,7 @@ from mi_route2.adapters.factors import L1, ReadOutput, apply_factor
 from mi_route2.adapters.kept import Kept, SVDKept
 from mi_route2.adapters.quarantine import Quarantine
 from mi_route2.adapters.tape import Tape
+from mi_route2.sites import Slot
 
 
 @dataclass
@@ -30,71 +34,72 @@ class Switchboard:
     sites: int = 0
 
 
-class RoutedLinear(nn.Module):
-    """Wraps ``base`` (frozen) with a kept adapter and, optionally, a quarantine."""
+class Point(nn.Identity):
+    """A place where hooks read or write; the value passes through."""
+
+
+class Branch(nn.Module):
+    """The adapters at one logical Linear, and the points at which hooks see them.
+
+    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]
+    hook_kept         what the kept adapter adds, [b s d_out] (under ``fold`` it is not computed apart, and does not fire)
+    hook_quarantine   what the quarantine adds, [b s d_out]
+    hook_mask         1 where the kept adapter learns and 0 where it is flagged, [b] or [b s], in a pass under a mask route: what
+                      a hook returns is what happens. It fires in the forward where flags exist by then, else in the backward,
+                      and for pooled gradient flags when the step is finished
+
+    Nothing fires while weights are merged.
+    """
 
     S: Tensor
-    merged_weight: Tensor
 
-    def __init__(
-        self,
-        base: nn.Linear,
-        site: str,
-        kept: Kept,
-        quarantine: Quarantine | None,
-        board: Switchboard,
-        fold: Tensor | None,
-    ):
+    def __init__(self, slot: Slot, kept: Kept, quarantine: Quarantine | None, board: Switchboard, fold: Tensor | None):
         super().__init__()
-        self.base, self.site, self.kept, self.quarantine = base, site, kept, quarantine
-        self._board = board
+        self.site, self.kept, self.quarantine = slot.name, kept, quarantine
+        self._slot, self._board = (slot,), board  # a tuple hides the base module: it is not a part of this one
         self.register_buffer("S", fold, persistent=False)
-        self.register_buffer("merged_weight", None, persistent=False)
+        self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.hook_mask = Point(), Point(), Point(), Point()
 
     @property
-    def weight(self) -> Tensor:
-        """The frozen base weight."""
-        return self.base.weight
+    def weight(self) -> Float[Tensor, "d_out d_in"]:
+        """The frozen base weight of this logical Linear."""
+        return self._slot[0].weight
 
     @property
-    def bias(self) -> Tensor | None:
-        """The frozen base bias."""
-        return self.base.bias
+    def folded(self) -> bool:
+        """Whether the base matmul is a part of the kept adapter's."""
+        return self.S is not None and self._board.kept
 
-    @property
-    def in_features(self) -> int:
-        return self.base.in_features
-
-    @property
-    def out_features(self) -> int:
-        return self.base.out_features
-
-    def forward(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        board = self._board
-        if board.merged:
-            return functional.linear(x, self.merged_weight, self.base.bias)
-        tape = board.tape
+    def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
+        """``y``, the base's output, with the adapters added (``None``: the base is folded in)."""
+        board, tape = self._board, self._board.tape
         if tape is not None:
-            tape.saw_forward(self.site)
-            rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
-            if tape.inputs is not None:
-                tape.inputs.read(self.site, rows)
-        y = self._base_and_kept(x, tape) if board.kept else self.base(x)
+            self._read(x, tape)
+        if y is None:
+            y = self._folded_kept(x, tape)
+        elif board.kept:
+            lane = None if tape is None else tape.kept
+            y = y + self.hook_kept(self.kept(x, tape, lane, self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None:
-            y = y + self._quarantined(x, tape)
+            y = y + self.hook_quarantine(self._quarantined(x, tape))
         if tape is not None and tape.outputs is not None and torch.is_grad_enabled():
             y = ReadOutput.apply(y, x, tape, self.site)
         return y  # pyright: ignore[reportReturnType]
 
-    def _base_and_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
-        lane = None if tape is None else tape.kept
-        if self.S is None:
-            return self.base(x) + self.kept(x, tape, lane, self.site)
-        kept = self.kept
+    def _read(self, x: Tensor, tape: Tape) -> None:
+        tape.saw_forward(self.site, self.hook_mask)
+        rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
+        if tape.inputs is not None:
+            tape.inputs.read(self.site, rows)
+        if tape.kept is not None and self._board.kept:
+            tape.kept.decide(self.site)
+
+    def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
+        kept, lane = self.kept, None if tape is None else tape.kept
         assert isinstance(kept, SVDKept)
-        a = kept.bottleneck(x)
+        a = self.hook_kept_a(kept.bottleneck(x))
         scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, lane, self.site, "dS")
-        return functional.linear(scaled, kept.U, self.base.bias)
+        return functional.linear(scaled, kept.U, self._slot[0].module.bias)  # pyright: ignore[reportArgumentType]
 
     def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:
         assert self.quarantine is not None
@@ -104,15 +109,72 @@ class RoutedLinear(nn.Module):
             y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)
         return y  # pyright: ignore[reportReturnType]
 
+    def merged(self, weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
+        """``weight`` and the weights of what is switched on."""
+        if self._board.kept:
+            weight = weight + self.kept.delta().to(weight.dtype)
+        if self._board.quarantine and self.quarantine is not None:
+            weight = weight + self.quarantine.delta().to(weight.dtype)
+        return weight
+
+
+class RoutedLinear(nn.Module):
+    """Wraps ``base`` (frozen) with the branches of its logical Linears: ``route``, or ``route_q`` and so on where it is fused."""
+
+    merged_weight: Tensor
+
+    def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
+        super().__init__()
+        self.base, self._transposed, self._board = slots[0].module, slots[0].transposed, board
+        self._names: list[str] = []
+        for slot, branch in zip(slots, branches, strict=True):
+            self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
+            self.add_module(self._names[-1], branch)
+            self.register_buffer(f"{self._names[-1]}_rows", slot.rows, persistent=False)
+        self.register_buffer("merged_weight", None, persistent=False)
+
+    @property
+    def branches(self) -> list[tuple[Branch, Tensor | None]]:
+        """Every branch with its rows of the output (``None``: all)."""
+        return [(getattr(self, name), getattr(self, f"{name}_rows")) for name in self._names]
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen base weight, as the base stores it."""
+        return self.base.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen base bias."""
+        return self.base.bias  # pyright: ignore[reportReturnType]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0 if self._transposed else 1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1 if self._transposed else 0]
+
+    def forward(self, x: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
+        if self._board.merged:
+            return functional.linear(x, self.merged_weight, self.bias)
+        branches = self.branches
+        if branches[0][0].folded:
+            return branches[0][0](x, None)
+        y = self.base(x, *args, **kwargs)
+        for branch, rows in branches:
+            y = branch(x, y) if rows is None else y.index_copy(-1, rows, branch(x, y[..., rows]))
+        return y
+
     @torch.no_grad()
     def merge(self) -> None:
         """Write ``W`` plus what is switched on into one weight, for fast generation without gradients."""
-        total = self.base.weight.detach().to(torch.float64)
-        if self._board.kept:
-            total = total + self.kept.delta().to(torch.float64)
-        if self._board.quarantine and self.quarantine is not None:
-            total = total + self.quarantine.delta().to(torch.float64)
-        self.merged_weight = total.to(self.base.weight.dtype)
+        weight = self.weight.detach()
+        total = (weight.mT if self._transposed else weight).to(torch.float64)
+        for branch, rows in self.branches:
+            total = branch.merged(total) if rows is None else total.index_copy(0, rows, branch.merged(total[rows]))
+        self.merged_weight = total.to(weight.dtype)
 
     def unmerge(self) -> None:
         self.register_buffer("merged_weight", None, persistent=False)

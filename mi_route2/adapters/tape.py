@@ -7,7 +7,7 @@ the backward. The layout is stated by whoever makes the tape and is never guesse
 rollouts would flag tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Bool
@@ -31,6 +31,10 @@ class Lane(Protocol):
         """``[b]`` or ``[b, s]``, 0 where flagged at this site; asked for only where ``detach`` is set."""
         ...
 
+    def decide(self, site: str) -> None:
+        """Told in the forward, once the site's input was read: what is decided by then may be settled now."""
+        ...
+
 
 class LearnNothing:
     """A lane under which an adapter stays in the forward and learns nothing; ``blocked`` rollouts send nothing through it."""
@@ -39,6 +43,9 @@ class LearnNothing:
         self.detach, self._blocked = blocked is not None, blocked
 
     def gradient(self, site: str, factor: str, pair: object) -> None:
+        return None
+
+    def decide(self, site: str) -> None:
         return None
 
     def weights(self, site: str) -> Tensor:
@@ -88,7 +95,7 @@ class Tape:
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
-        self._forward: set[str] = set()
+        self._forward: dict[str, Callable[[Tensor], Tensor] | None] = {}
         self._backward: set[str] = set()
 
     def rows(self, t: Tensor) -> Tensor:
@@ -102,8 +109,14 @@ class Tape:
             "give the tape the layout of the batch that the model runs"
         )
 
-    def saw_forward(self, site: str) -> None:
-        self._forward.add(site)
+    def saw_forward(self, site: str, mask: Callable[[Tensor], Tensor] | None = None) -> None:
+        """``mask`` is the site's point for masks, where hooks may overrule them."""
+        self._forward[site] = mask
+
+    def mask(self, site: str, keep: Tensor) -> Tensor:
+        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point."""
+        point = self._forward.get(site)
+        return keep if point is None else point(keep)
 
     def saw_backward(self, site: str) -> None:
         self._backward.add(site)

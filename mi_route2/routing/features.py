@@ -70,6 +70,9 @@ class GradientReader:
         if factor in self._scored:
             self.features[site] = compact(pair)
 
+    def decide(self, site: str) -> None:
+        return None
+
     def weights(self, site: str) -> Tensor:
         raise RuntimeError(f"a reading lane has no weights (asked at {site})")
 

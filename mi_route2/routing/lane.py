@@ -4,6 +4,7 @@ A lane is told of every factor's gradient, a module at a time. Where its flags e
 they need every module (a pooled gradient score) it holds what it was told until the step is finished.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,12 +72,11 @@ class Rule:
         flags = flag(self.spec, scores, self.advantages)
         return flags & self.predictors if scores.ndim == 2 else flags
 
-    def weights(self, flags: Tensor) -> Tensor:
-        """0 where flagged, else the scale of the kept advantage's sign."""
+    def weights(self, keep: Tensor) -> Tensor:
+        """``keep`` (1 learn, 0 flagged) times the scale of the kept advantage's sign."""
         ones = torch.ones_like(self.kept_advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
         scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale * ones, ones)
-        scale = scale if flags.ndim == 1 else scale[:, None].expand_as(flags)
-        return torch.where(flags, torch.zeros_like(scale), scale)
+        return keep * (scale if keep.ndim == 1 else scale[:, None])
 
 
 class MaskLane:
@@ -95,6 +95,8 @@ class MaskLane:
         self.unrouted: dict[str, Tensor] = {}
         self.flags: dict[str, Tensor] = {}
         self.scores: dict[str, Tensor] = {}
+        self.overrule: Callable[[str, Tensor], Tensor] = lambda site, keep: keep
+        self._keep: dict[str, Tensor] = {}
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
         if self._want_unrouted:
@@ -108,7 +110,15 @@ class MaskLane:
         if self._waits:
             self.held[site, factor] = small
             return None
-        return pair.weighted(self.rule.weights(self._flags(site)))
+        return pair.weighted(self.rule.weights(self.weights(site)))
+
+    def decide(self, site: str) -> None:
+        """Flags that the forward gives, of this site or of the whole rollout, pass the site's mask point while it runs."""
+        in_forward = (
+            self.tokens is not None or (self.acts is not None and self.rule.spec.unit == "rollout") or self.given is not None
+        )
+        if self.known is not None or in_forward:
+            self.weights(site)
 
     @property
     def _waits(self) -> bool:
@@ -116,8 +126,17 @@ class MaskLane:
         return self.known is None and self.rule.spec.settles_at_finish
 
     def weights(self, site: str) -> Tensor:
-        """0 where flagged, 1 elsewhere: ``negative_scale`` scales what is learnt, it does not flag."""
-        return (~self._flags(site)).to(self.rule.advantages.dtype)
+        """0 where flagged, 1 elsewhere (``negative_scale`` scales what is learnt, it does not flag), as hooks at the site's mask
+        point leave it; they see it once."""
+        if site not in self._keep:
+            self._keep[site] = self.overrule(site, (~self._flags(site)).to(self.rule.advantages.dtype))
+        return self._keep[site]
+
+    @property
+    def overruled(self) -> bool:
+        """Whether a hook changed a mask."""
+        whole = self.known is not None
+        return any(not torch.equal(keep, (~self.flags["" if whole else site]).to(keep)) for site, keep in self._keep.items())
 
     def _flags(self, site: str) -> Tensor:
         if self.known is None and self.rule.spec.unit == "pooled":

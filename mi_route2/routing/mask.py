@@ -80,7 +80,7 @@ class _MaskStep(Once):
             for (site, factor), gradient in lane.held.items():
                 p = kept[f"{site}.{factor}"]
                 assert lane.known is not None
-                routed = gradient.weighted(lane.rule.weights(lane.known)).to(p.dtype)
+                routed = gradient.weighted(lane.rule.weights(lane.weights(site))).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
         if reduce is not None:
             reduce([*kept.values(), *adapters.quarantine_parameters().values()])
@@ -119,7 +119,8 @@ class _MaskStep(Once):
                 p.grad = unrouted[name]
             reduce(list(carriers.values()))
             unrouted = {name: p.grad for name, p in carriers.items() if p.grad is not None}
-        return Decision(scores=scores, flags=flags, unrouted=unrouted)
+        extra = {"overruled": 1.0} if any(lane.overruled for lane in self._lanes) else {}
+        return Decision(scores=scores, flags=flags, unrouted=unrouted, extra=extra)
 
 
 class MaskRoute:
@@ -180,6 +181,7 @@ class MaskRoute:
         """The tape of one part, with the readers that the lane's flags need."""
         b, s = piece.rollouts.tokens.shape
         spec, tape = self.spec, Tape(b, s, kept=lane, l1=l1, real=piece.rollouts.attention)
+        lane.overrule = tape.mask
         if lane.known is not None:
             return tape
         assert self.directions is not None

@@ -1,4 +1,4 @@
-"""Adapters on disk, and the SVD coordinates that they are written in."""
+"""Adapters on disk."""
 
 import json
 import struct
@@ -7,15 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from tiny_policy import SPECS, make_policy, make_rollouts
 
-from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
-from mi_route2.adapters import svd as svd_module
+from mi_route2.adapters import AdapterSpec, load_adapters, save_adapters
 from mi_route2.adapters.store import read_tensors, write_tensors
-from mi_route2.adapters.svd import decompose, weight_hash
 
 TOKENS = make_rollouts(4).tokens
 
@@ -128,92 +123,3 @@ def test_a_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_adapters(adapters, tmp_path / "none.safetensors")
     with pytest.raises(OSError, match="no_such_folder"):
         save_adapters(adapters, tmp_path / "no_such_folder" / "a.safetensors")
-
-
-# ---- SVD coordinates
-
-
-@given(d_out=st.integers(1, 12), d_in=st.integers(1, 12), seed=st.integers(0, 99), rank_one=st.booleans())
-def test_decompose_is_a_signed_svd_of_any_shape(d_out: int, d_in: int, seed: int, rank_one: bool) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(d_out, d_in, generator=generator, dtype=torch.float64)
-    if rank_one:
-        weight = weight[:, :1] @ weight[:1]
-    svd, r = decompose(weight), min(d_out, d_in)
-    eye = torch.eye(r, dtype=torch.float64)
-    assert svd.U.shape == (d_out, r)
-    assert svd.Vh.shape == (r, d_in)
-    assert torch.allclose(svd.U @ svd.S.diag() @ svd.Vh, weight, rtol=0, atol=1e-12)
-    assert torch.allclose(svd.U.T @ svd.U, eye, rtol=0, atol=1e-12)
-    assert torch.allclose(svd.Vh @ svd.Vh.T, eye, rtol=0, atol=1e-12)
-    assert (svd.S[:-1] >= svd.S[1:]).all()
-    peak = svd.Vh.abs().argmax(dim=1)
-    assert (svd.Vh[torch.arange(r), peak] > 0).all()
-    top = svd.top(1)
-    assert torch.equal(top.U, svd.U[:, :1])
-    assert torch.equal(top.Vh, svd.Vh[:1])
-
-
-def test_ranks_outside_the_weight_are_refused() -> None:
-    svd = decompose(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
-    for rank in (0, 5, -1):
-        with pytest.raises(ValueError, match=r"outside 1\.\.4"):
-            svd.top(rank)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_a_cache_hit_is_the_miss_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
-    miss = decompose(weight, tmp_path / "new" / "folder")
-    monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: pytest.fail("a hit must not compute"))
-    hit = decompose(weight, tmp_path / "new" / "folder")
-    for name in ("U", "S", "Vh"):
-        assert torch.equal(getattr(hit, name), getattr(miss, name))
-        assert getattr(hit, name).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-
-
-def test_the_hash_tells_shape_type_and_content_apart() -> None:
-    w = torch.zeros(4, 6)
-    variants = [w, w.view(6, 4), w.double(), w.index_fill(0, torch.tensor([1]), 1e-30), w.bfloat16()]
-    assert len({weight_hash(v) for v in variants}) == len(variants)
-    assert weight_hash(torch.arange(6.0).view(2, 3)) != weight_hash(torch.arange(6.0).view(3, 2).mT)
-    assert weight_hash(torch.arange(6.0).view(3, 2).mT) == weight_hash(torch.arange(6.0).view(3, 2).mT.contiguous())
-
-
-@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "no S", "other shape", "flipped", "nan", "other weight"])
-def test_a_damaged_cache_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
-    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sound = decompose(weight, tmp_path)
-    (path,) = tmp_path.iterdir()
-    data, tensors = path.read_bytes(), load_file(path)
-    match damage:
-        case "no S":
-            del tensors["S"]
-        case "other shape":
-            tensors["U"] = tensors["U"][:, :3].clone()
-        case "flipped":
-            tensors["Vh"][2, 4] += 0.1
-        case "nan":
-            tensors["S"][1] = float("nan")
-        case "other weight":
-            other = decompose(weight.flip(0) * 2)
-            tensors = {"U": other.U, "S": other.S, "Vh": other.Vh}
-    save_file(tensors, path)
-    if damage in ("empty", "truncated", "garbage"):
-        path.write_bytes({"empty": b"", "truncated": data[:-5], "garbage": b"\xff" * 64}[damage])
-    again = decompose(weight, tmp_path)
-    assert torch.equal(again.U, sound.U)
-    assert torch.equal(again.Vh, sound.Vh)
-    assert path.read_bytes() == data
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_attach_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tiny_policy import make_model
-
-    first = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
-    assert len(list(tmp_path.iterdir())) == 12
-    monkeypatch.setattr(svd_module.torch.linalg, "svd", lambda *a, **k: pytest.fail("a hit must not compute"))
-    again = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
-    for site, module in first.sites.items():
-        assert torch.equal(module.kept.U, again.sites[site].kept.U)  # pyright: ignore

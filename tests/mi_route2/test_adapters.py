@@ -137,7 +137,7 @@ def test_merged_restores_on_error_and_leaves_no_weight_behind() -> None:
         assert policy.model.state_dict().keys() == names
         raise ZeroDivisionError
     assert torch.is_grad_enabled()
-    assert all(m.merged_weight is None for m in policy.adapters.sites.values())
+    assert all(m.merged_weight is None for m in policy.adapters.modules.values())
     assert torch.equal(logits(policy), plain)
 
 

@@ -29,6 +29,9 @@ class Recorder:
         self.seen[f"{site}.{factor}"] = pair.values()
         return pair.weighted(torch.ones(pair.h.shape[0], dtype=pair.h.dtype))
 
+    def decide(self, site: str) -> None:
+        return None
+
     def weights(self, site: str) -> Tensor:
         raise AssertionError
 
@@ -71,7 +74,7 @@ def test_against_vmap_of_torch_func_at_zero() -> None:
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0))
     oracle = per_sample(adapters, batch.rollouts.tokens, batch.rollouts.predictors, batch.advantages)
     for name, g in oracle.items():
-        site = name.removesuffix(".kept.dS")
+        site = name.removesuffix(".route.kept.dS")
         assert g.abs().max() > 0
         assert torch.allclose(kept[f"{site}.dS"], g, **EXACT), name
 
@@ -86,7 +89,7 @@ def test_the_gate_form_agrees_where_it_is_defined() -> None:
     for site, module in policy.adapters.sites.items():
         gates[site] = torch.ones(len(batch.rollouts), 1, module.kept.dS.numel(), dtype=torch.float64, requires_grad=True)
 
-        def gated(x: Tensor, tape: object, lane: object, s: str, kept: object = module.kept) -> Tensor:
+        def gated(x: Tensor, tape: object, lane: object, s: str, point: object, kept: object = module.kept) -> Tensor:
             return (kept.bottleneck(x) * kept.dS * gates[s]) @ kept.U.mT  # pyright: ignore
 
         originals[site] = module.kept.forward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.kept import LoRA, SVDKept
 from mi_route2.adapters.quarantine import SharedQuarantine
-from mi_route2.adapters.routed import RoutedLinear
+from mi_route2.adapters.routed import Branch
 from mi_route2.rollouts import Policy, Rollouts
 
 Loss = Callable[[Tensor], Tensor]
@@ -26,7 +26,7 @@ Loss = Callable[[Tensor], Tensor]
 class WrittenLinear(nn.Module):
     """One routed Linear with a copy of its factors for every token; ``leaves`` are what gradients are taken of."""
 
-    def __init__(self, module: RoutedLinear, b: int, s: int, cut: Tensor | None, quarantine: bool, features: bool):
+    def __init__(self, module: Branch, b: int, s: int, cut: Tensor | None, quarantine: bool, features: bool):
         super().__init__()
         self._module, self._cut, self._features = (module,), cut, features
 
@@ -54,13 +54,13 @@ class WrittenLinear(nn.Module):
             y = y + self._shared(module, x)
         return y
 
-    def _kept(self, module: RoutedLinear, x: Tensor) -> Tensor:
+    def _kept(self, module: Branch, x: Tensor) -> Tensor:
         own = self.leaves
         if isinstance(module.kept, SVDKept):
             return (x @ module.kept.Vh.T * own["kept.dS"]) @ module.kept.U.T
         return torch.einsum("bsor,bsri,bsi->bso", own["kept.B"], own["kept.A"], x)
 
-    def _shared(self, module: RoutedLinear, x: Tensor) -> Tensor:
+    def _shared(self, module: Branch, x: Tensor) -> Tensor:
         assert isinstance(module.quarantine, SharedQuarantine)
         shared = self.leaves["quarantine.shared"]
         if isinstance(module.kept, SVDKept):

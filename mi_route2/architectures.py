@@ -1,0 +1,243 @@
+"""Where things are in a model: one row of data an architecture. A new architecture is a new row, and nothing else.
+
+Logical Linears have one name everywhere, also where the weights are fused:
+
+    blocks.<layer>.attn.q  .k  .v  .o        blocks.<layer>.mlp.gate  .up  .down        unembed
+
+and so have the points of the residual stream and of attention (``POINTS``). A row says where each is in the Hugging Face (or
+plain torch) module tree, and where TransformerLens's bridge has it; nnsight walks the torch tree, so its paths are the same.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+Side = Literal["input", "output"]
+Fusion = Literal["thirds", "per head"]
+
+POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "resid_pre": "the residual stream as the block reads it, [b s d]",
+        "resid_mid": "the stream between attention and MLP, [b s d]",
+        "resid_post": "the stream as the block leaves it, [b s d]",
+        "attn_in": "what q, k and v read: the normalised stream, [b s d]",
+        "attn_out": "what attention adds to the stream, after a post-norm where there is one, [b s d]",
+        "q": "queries as projected, before any norm or rotation, [b s h dh]",
+        "k": "keys as projected, before any norm or rotation, [b s h dh] (key-value heads)",
+        "v": "values, [b s h dh] (key-value heads)",
+        "z": "mixed values by head, as the output projection reads them, [b s h dh]",
+        "mlp_in": "what the MLP reads: the normalised stream, [b s d]",
+        "mlp_out": "what the MLP adds to the stream, after a post-norm where there is one, [b s d]",
+    }
+)
+"""Points of a block, and what is there."""
+
+ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "kept_a": "the kept adapter's bottleneck, Vh x or A x, [b s r]",
+        "kept_out": "what the kept adapter adds, [b s d_out]",
+        "quarantine_out": "what the quarantine adds, [b s d_out]",
+    }
+)
+"""Points of the adapters at one logical Linear, and what is there."""
+
+HEADED = frozenset({"q", "k", "v", "z"})
+
+
+@dataclass(frozen=True)
+class LinearAt:
+    """A logical Linear: a module under the block, or a part of a fused one's outputs.
+
+    ``fused=(i, n, how)`` is the ``i``-th of ``n`` parts: contiguous ``thirds`` (GPT-2), or interleaved ``per head`` (GPT-NeoX).
+    ``transposed``: the weight is stored ``[d_in d_out]`` (transformers' Conv1D).
+    """
+
+    path: str
+    fused: tuple[int, int, Fusion] | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class At:
+    """A point in the torch tree: one side of a module under the block; ``""`` is the block itself.
+
+    ``linear`` takes a logical Linear's output instead (its rows, where it is fused).
+    """
+
+    path: str
+    side: Side = "output"
+    linear: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row. ``points`` and ``bridge_points`` hold a string of why, where a point does not exist."""
+
+    name: str
+    classes: tuple[str, ...]
+    blocks: str
+    linears: Mapping[str, LinearAt]
+    points: Mapping[str, At | str]
+    unembed: str = "lm_head"
+    bridge_points: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Hook names under ``blocks.<layer>.`` where they differ from ``BRIDGE_POINTS``; one with a space in it is a reason."""
+    bridge_linears: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Component paths under ``blocks.<layer>.`` where they differ from ``BRIDGE_LINEARS``."""
+    positions: bool = True
+    """Whether the model is told positions: a transformers model does not count them over its attention mask."""
+    requires: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of the model's config that this row is for, where a class has several rows."""
+
+
+BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "resid_pre": "hook_in",
+        "resid_mid": "ln2.hook_in",
+        "resid_post": "hook_out",
+        "attn_in": "attn.hook_in",
+        "attn_out": "attn.hook_out",
+        "q": "attn.q.hook_out",
+        "k": "attn.k.hook_out",
+        "v": "attn.v.hook_out",
+        "z": "attn.o.hook_in",
+        "mlp_in": "mlp.hook_in",
+        "mlp_out": "mlp.hook_out",
+    }
+)
+"""TransformerLens hook names under ``blocks.<layer>.``, where an architecture says nothing else."""
+
+BRIDGE_LINEARS: Mapping[str, str] = MappingProxyType(
+    {
+        "attn.q": "attn.q", "attn.k": "attn.k", "attn.v": "attn.v", "attn.o": "attn.o",
+        "mlp.gate": "mlp.gate", "mlp.up": "mlp.in", "mlp.down": "mlp.out",
+    }
+)  # fmt: skip
+"""TransformerLens component paths of the logical Linears, under ``blocks.<layer>.``."""
+
+_LLAMA_LINEARS = {
+    **{f"attn.{name}": LinearAt(f"self_attn.{name}_proj") for name in "qkvo"},
+    **{f"mlp.{name}": LinearAt(f"mlp.{name}_proj") for name in ("gate", "up", "down")},
+}
+_LLAMA_POINTS = {
+    "resid_pre": At("", "input"),
+    "resid_mid": At("post_attention_layernorm", "input"),
+    "resid_post": At(""),
+    "attn_in": At("input_layernorm"),
+    "attn_out": At("self_attn"),
+    "q": At("attn.q", linear=True),
+    "k": At("attn.k", linear=True),
+    "v": At("attn.v", linear=True),
+    "z": At("self_attn.o_proj", "input"),
+    "mlp_in": At("post_attention_layernorm"),
+    "mlp_out": At("mlp"),
+}
+_GEMMA_POINTS = {
+    **_LLAMA_POINTS,
+    "resid_mid": At("pre_feedforward_layernorm", "input"),
+    "attn_out": At("post_attention_layernorm"),
+    "mlp_in": At("pre_feedforward_layernorm"),
+    "mlp_out": At("post_feedforward_layernorm"),
+}
+_GEMMA_BRIDGE = {"attn_out": "ln1_post.hook_out", "mlp_out": "ln2_post.hook_out"}
+_PARALLEL = (
+    "attention and MLP read the same stream in parallel, so there is no stream between them: use resid_pre, attn_out or mlp_out"
+)
+_BRIDGED_PARALLEL = "the bridge builds GPT-NeoX blocks as parallel ones, without a hook between attention and MLP: read it on torch"
+_NEOX_LINEARS = {
+    **{f"attn.{name}": LinearAt("attention.query_key_value", (i, 3, "per head")) for i, name in enumerate("qkv")},
+    "attn.o": LinearAt("attention.dense"),
+    "mlp.up": LinearAt("mlp.dense_h_to_4h"),
+    "mlp.down": LinearAt("mlp.dense_4h_to_h"),
+}
+_NEOX_POINTS = {**_LLAMA_POINTS, "attn_out": At("attention"), "z": At("attention.dense", "input")}
+
+
+def _llama_like(name: str, **changes: object) -> Architecture:
+    given = {"points": _LLAMA_POINTS, **changes}
+    return Architecture(name, (f"{name}ForCausalLM",), "model.layers", _LLAMA_LINEARS, **given)  # pyright: ignore[reportArgumentType]
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        row.name: row
+        for row in (
+            _llama_like("Qwen3"),
+            _llama_like("Llama"),
+            _llama_like("Mistral"),
+            _llama_like("Gemma2", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
+            _llama_like("Gemma3", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
+            Architecture(
+                "GPT2",
+                ("GPT2LMHeadModel",),
+                "transformer.h",
+                {
+                    **{f"attn.{n}": LinearAt("attn.c_attn", (i, 3, "thirds"), True) for i, n in enumerate("qkv")},
+                    "attn.o": LinearAt("attn.c_proj", transposed=True),
+                    "mlp.up": LinearAt("mlp.c_fc", transposed=True),
+                    "mlp.down": LinearAt("mlp.c_proj", transposed=True),
+                },
+                {
+                    **_LLAMA_POINTS,
+                    "resid_mid": At("ln_2", "input"),
+                    "attn_in": At("ln_1"),
+                    "attn_out": At("attn"),
+                    "z": At("attn.c_proj", "input"),
+                    "mlp_in": At("ln_2"),
+                },
+            ),
+            Architecture(
+                "GPTNeoX",
+                ("GPTNeoXForCausalLM",),
+                "gpt_neox.layers",
+                _NEOX_LINEARS,
+                {**_NEOX_POINTS, "resid_mid": _PARALLEL},
+                bridge_points={"resid_mid": _PARALLEL},
+                requires={"use_parallel_residual": True},
+            ),
+            Architecture(
+                "GPTNeoX (sequential)",
+                ("GPTNeoXForCausalLM",),
+                "gpt_neox.layers",
+                _NEOX_LINEARS,
+                {**_NEOX_POINTS, "resid_mid": At("post_attention_layernorm", "input")},
+                bridge_points={"resid_mid": _BRIDGED_PARALLEL},
+                requires={"use_parallel_residual": False},
+            ),
+            Architecture(
+                "MicroGPT",
+                ("MicroGPT",),
+                "blocks",
+                {name: LinearAt(name) for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.up", "mlp.down")},
+                {
+                    **_LLAMA_POINTS,
+                    "resid_mid": At("ln2", "input"),
+                    "attn_in": At("ln1"),
+                    "attn_out": At("attn"),
+                    "z": At("attn.o", "input"),
+                    "mlp_in": At("ln2"),
+                },
+                unembed="unembed",
+                positions=False,
+            ),
+        )
+    }
+)  # fmt: skip
+"""Every known architecture, by name."""
+
+
+def architecture_of(model: object) -> Architecture | None:
+    """The row of a model's class (and config); ``None`` where there is none."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    for row in ARCHITECTURES.values():
+        if name in row.classes and all(getattr(config, key, value) == value for key, value in row.requires.items()):
+            return row
+    return None
+
+
+def heads(model: object, point: str) -> int:
+    """How many heads ``q``, ``k``, ``v`` or ``z`` has, from the model's config."""
+    config = getattr(model, "config", None)
+    queries = next(int(getattr(config, key)) for key in ("num_attention_heads", "n_head", "heads") if hasattr(config, key))
+    grouped = getattr(config, "num_key_value_heads", None)
+    return int(grouped) if point in ("k", "v") and grouped else queries

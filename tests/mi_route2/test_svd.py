@@ -1,0 +1,466 @@
+"""The SVD coordinates of a weight: LAPACK's, the randomised ones of a large weight, and the cache of both."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mi_route2.adapters import attach
+from mi_route2.adapters import svd as svd_module
+from mi_route2.adapters.svd import SVD, decompose, weight_hash
+
+FACTORS = ("U", "S", "Vh")
+LARGE = 1024
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def basis(d: int, k: int, seed: int) -> Tensor:
+    return torch.linalg.qr(torch.randn(d, k, generator=rng(seed), dtype=torch.float64)).Q
+
+
+def built(d_out: int, d_in: int, spectrum: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """``(W, U, V)`` of a weight whose singular values are ``spectrum`` by construction."""
+    U, V = basis(d_out, len(spectrum), seed), basis(d_in, len(spectrum), seed + 1000)
+    return (U * spectrum) @ V.T, U, V
+
+
+def power(k: int, exponent: float) -> Tensor:
+    return torch.arange(1, k + 1, dtype=torch.float64) ** exponent
+
+
+def large(dtype: torch.dtype = torch.float64, exponent: float = -2.0, k: int = 40, d_in: int = LARGE) -> Tensor:
+    return built(LARGE, d_in, power(k, exponent))[0].to(dtype)
+
+
+def equal(a: SVD, b: SVD) -> bool:
+    if (a.residual is None) != (b.residual is None) or any(getattr(a, n).dtype != getattr(b, n).dtype for n in FACTORS):
+        return False
+    same = all(torch.equal(getattr(a, name), getattr(b, name)) for name in FACTORS)
+    return same and (a.residual is None or b.residual is None or torch.equal(a.residual, b.residual))
+
+
+def sine(V: Tensor, W: Tensor) -> float:
+    """The largest sine of a principal angle between two column spaces of one dimension."""
+    return torch.linalg.matrix_norm(W - V @ (V.T @ W), ord=2).item()
+
+
+def never(*args: object, **kwargs: object) -> None:
+    pytest.fail("this must not compute")
+
+
+def forbid_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.linalg, "svd", never)
+    monkeypatch.setattr(torch.linalg, "qr", never)
+
+
+def read_metadata(data: bytes) -> dict[str, str]:
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length])["__metadata__"]
+
+
+# ---- the whole SVD
+
+
+@given(d_out=st.integers(1, 12), d_in=st.integers(1, 12), seed=st.integers(0, 99), rank_one=st.booleans())
+def test_decompose_is_a_signed_svd_of_any_shape(d_out: int, d_in: int, seed: int, rank_one: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(d_out, d_in, generator=generator, dtype=torch.float64)
+    if rank_one:
+        weight = weight[:, :1] @ weight[:1]
+    svd, r = decompose(weight), min(d_out, d_in)
+    eye = torch.eye(r, dtype=torch.float64)
+    assert svd.U.shape == (d_out, r)
+    assert svd.Vh.shape == (r, d_in)
+    assert torch.allclose(svd.U @ svd.S.diag() @ svd.Vh, weight, rtol=0, atol=1e-12)
+    assert torch.allclose(svd.U.T @ svd.U, eye, rtol=0, atol=1e-12)
+    assert torch.allclose(svd.Vh @ svd.Vh.T, eye, rtol=0, atol=1e-12)
+    assert (svd.S[:-1] >= svd.S[1:]).all()
+    peak = svd.Vh.abs().argmax(dim=1)
+    assert (svd.Vh[torch.arange(r), peak] > 0).all()
+    top = svd.top(1)
+    assert torch.equal(top.U, svd.U[:, :1])
+    assert torch.equal(top.Vh, svd.Vh[:1])
+
+
+def test_ranks_outside_the_weight_are_refused() -> None:
+    svd = decompose(torch.randn(4, 6, generator=torch.Generator().manual_seed(0)))
+    for rank in (0, 5, -1):
+        with pytest.raises(ValueError, match=r"outside 1\.\.4"):
+            svd.top(rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_hit_is_the_miss_bit_for_bit(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(0)).to(dtype)
+    miss = decompose(weight, tmp_path / "new" / "folder")
+    monkeypatch.setattr(torch.linalg, "svd", lambda *a, **k: pytest.fail("a hit must not compute"))
+    hit = decompose(weight, tmp_path / "new" / "folder")
+    for name in ("U", "S", "Vh"):
+        assert torch.equal(getattr(hit, name), getattr(miss, name))
+        assert getattr(hit, name).dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_the_hash_tells_shape_type_and_content_apart() -> None:
+    w = torch.zeros(4, 6)
+    variants = [w, w.view(6, 4), w.double(), w.index_fill(0, torch.tensor([1]), 1e-30), w.bfloat16()]
+    assert len({weight_hash(v) for v in variants}) == len(variants)
+    assert weight_hash(torch.arange(6.0).view(2, 3)) != weight_hash(torch.arange(6.0).view(3, 2).mT)
+    assert weight_hash(torch.arange(6.0).view(3, 2).mT) == weight_hash(torch.arange(6.0).view(3, 2).mT.contiguous())
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "garbage", "no S", "other shape", "flipped", "nan", "other weight"])
+def test_a_damaged_cache_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
+    weight = torch.randn(5, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    sound = decompose(weight, tmp_path)
+    (path,) = tmp_path.iterdir()
+    data, tensors = path.read_bytes(), load_file(path)
+    match damage:
+        case "no S":
+            del tensors["S"]
+        case "other shape":
+            tensors["U"] = tensors["U"][:, :3].clone()
+        case "flipped":
+            tensors["Vh"][2, 4] += 0.1
+        case "nan":
+            tensors["S"][1] = float("nan")
+        case "other weight":
+            other = decompose(weight.flip(0) * 2)
+            tensors = {"U": other.U, "S": other.S, "Vh": other.Vh}
+    save_file(tensors, path)
+    if damage in ("empty", "truncated", "garbage"):
+        path.write_bytes({"empty": b"", "truncated": data[:-5], "garbage": b"\xff" * 64}[damage])
+    again = decompose(weight, tmp_path)
+    assert torch.equal(again.U, sound.U)
+    assert torch.equal(again.Vh, sound.Vh)
+    assert path.read_bytes() == data
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_attach_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_policy import make_model
+
+    first = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 12
+    monkeypatch.setattr(svd_module.torch.linalg, "svd", lambda *a, **k: pytest.fail("a hit must not compute"))
+    again = attach(make_model(), "blocks.*", generator=torch.Generator(), cache_dir=tmp_path)
+    for site, module in first.sites.items():
+        assert torch.equal(module.kept.U, again.sites[site].kept.U)  # pyright: ignore
+
+
+@given(d_out=st.integers(1, 12), d_in=st.integers(1, 12), seed=st.integers(0, 99), data=st.data())
+def test_a_rank_cuts_the_whole_svd_of_a_small_weight_bit_for_bit(d_out: int, d_in: int, seed: int, data: st.DataObject) -> None:
+    weight = torch.randn(d_out, d_in, generator=rng(seed))
+    rank = data.draw(st.integers(1, min(d_out, d_in)))
+    assert equal(decompose(weight, rank=rank), decompose(weight).top(rank))
+
+
+def test_the_randomised_svd_stands_in_for_few_coordinates_of_large_weights_only() -> None:
+    whole = large(torch.float32)
+    narrow = whole[:-1]
+    for weight, rank, exact in ((narrow, 4, True), (narrow.T, 4, True), (whole, 129, True), (whole, 128, False), (whole, 1, False)):
+        svd = decompose(weight, rank=rank)
+        assert (svd.residual is None) == exact, (tuple(weight.shape), rank)
+        assert (svd.error == 0) == exact
+        assert svd.S.shape == (rank,)
+        if exact:
+            U, S, Vh = torch.linalg.svd(weight, full_matrices=False)
+            assert torch.equal(svd.S, S[:rank])
+            assert torch.equal(svd.Vh.abs(), Vh[:rank].abs())
+            assert torch.equal(svd.U.abs(), U[:, :rank].abs())
+
+
+# ---- a few leading coordinates
+
+
+@given(
+    d_out=st.integers(2, 40),
+    d_in=st.integers(2, 40),
+    exponent=st.floats(-3, 0),
+    iterations=st.integers(0, 3),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_what_the_residual_says_holds(
+    d_out: int, d_in: int, exponent: float, iterations: int, seed: int, data: st.DataObject
+) -> None:
+    k = min(d_out, d_in)
+    weight, _, _ = built(d_out, d_in, power(k, exponent), seed)
+    rank = data.draw(st.integers(1, k))
+    svd = randomised_svd(weight, rank, rng(seed), oversampling=1, iterations=iterations)
+    U, S, V = svd.U, svd.S, svd.Vh.T
+    for Q in (U, V):
+        assert torch.allclose(Q.T @ Q, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert torch.allclose(U.T @ weight, S[:, None] * V.T, rtol=0, atol=1e-12)
+    R = weight @ V - U * S
+    assert torch.allclose(svd.residual, R.norm(dim=0), rtol=0, atol=1e-12)
+    assert svd.error == pytest.approx((R.norm() / S.norm()).item(), abs=1e-12)
+    # exact triplets of W - R Vh, and so Weyl's bound on each singular value
+    nearby = weight - R @ V.T
+    assert torch.allclose(nearby @ V, U * S, rtol=0, atol=1e-12)
+    assert torch.allclose(nearby.T @ U, V * S, rtol=0, atol=1e-12)
+    true = torch.linalg.svdvals(weight)
+    assert ((S[:, None] - true).abs().amin(dim=1) <= svd.residual + 1e-12).all()
+    # what the leading r hold between them, from below and from above
+    ratio = (true[:rank].norm() / S.norm()).item()
+    assert ratio >= (1 + svd.error**2) ** 0.5 - 1e-12
+    rest = nearby - (U * S) @ V.T
+    if torch.linalg.matrix_norm(rest, ord=2) <= S[-1]:  # no leading direction was missed
+        assert ratio <= 1 + svd.error + 1e-12
+
+
+@pytest.mark.parametrize(("d_out", "d_in"), [(160, 240), (240, 160), (200, 200)])
+@pytest.mark.parametrize("exponent", [-0.5, -1.0, -2.0])
+def test_values_and_subspaces_are_those_of_the_whole_svd(d_out: int, d_in: int, exponent: float) -> None:
+    rank, spectrum = 12, power(min(d_out, d_in), exponent)
+    weight, U, V = built(d_out, d_in, spectrum)
+    svd, whole = randomised_svd(weight, rank, rng()), decompose(weight).top(rank)
+    bound = {-0.5: 1e-2, -1.0: 1e-4, -2.0: 1e-7}[exponent]
+    assert svd.error < bound
+    assert torch.allclose(svd.S, whole.S, rtol=bound**2, atol=0), "values are second order in the error"
+    assert torch.allclose(whole.S, spectrum[:rank], rtol=1e-12, atol=0)
+    # Wedin: the angle of either subspace is at most |R| over the gap at the cut
+    gap = (svd.S[-1] - spectrum[rank]).item()
+    R = weight @ svd.Vh.T - svd.U * svd.S
+    wedin = torch.linalg.matrix_norm(R, ord=2).item() / gap
+    assert wedin < 0.5
+    for ours, theirs, made in ((svd.U, whole.U, U), (svd.Vh.T, whole.Vh.T, V)):
+        assert sine(theirs, made[:, :rank]) < 1e-11
+        assert sine(theirs, ours) <= wedin + 1e-12
+    assert torch.allclose(svd.Vh[:4], whole.Vh[:4], rtol=0, atol=bound), "one by one and with their signs"
+    assert torch.allclose(svd.U[:, :4], whole.U[:, :4], rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("true_rank", [0, 1, 7, 8])
+def test_a_weight_of_no_more_than_that_rank_is_recovered(true_rank: int) -> None:
+    spectrum = power(8, -0.5) * (torch.arange(8) < true_rank)
+    weight, _, _ = built(90, 130, spectrum)
+    svd = randomised_svd(weight, 8, rng())
+    assert torch.allclose((svd.U * svd.S) @ svd.Vh, weight, rtol=0, atol=1e-10)
+    assert torch.allclose(svd.S, spectrum, rtol=0, atol=1e-10)
+    assert svd.residual.max() < 1e-10
+    assert svd.error < 1e-10
+    if true_rank:
+        through = decompose(large(exponent=0.0, k=true_rank), rank=8)
+        assert torch.allclose((through.U * through.S) @ through.Vh, large(exponent=0.0, k=true_rank), rtol=0, atol=1e-10)
+
+
+def test_it_improves_with_iterations_and_columns() -> None:
+    weight, _, _ = built(200, 300, power(200, -0.5))
+    by_iterations = [randomised_svd(weight, 10, rng(), iterations=i).error for i in (0, 1, 2, 4, 8)]
+    assert all(worse > 1.5 * better for worse, better in zip(by_iterations[:-1], by_iterations[1:]))
+    by_columns = [randomised_svd(weight, 10, rng(), iterations=2, oversampling=c).error for c in (10, 40, 120)]
+    assert all(worse > 1.5 * better for worse, better in zip(by_columns[:-1], by_columns[1:]))
+
+
+def test_the_weight_alone_decides_the_result() -> None:
+    weight, other = large(), large(exponent=-1.0)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = decompose(weight, rank=6)
+    assert torch.equal(torch.get_rng_state(), before), "it draws from no generator but its own"
+    torch.manual_seed(2)
+    assert equal(decompose(weight, rank=6), first)
+    assert equal(decompose(weight.T.contiguous().T, rank=6), first)
+    direct = randomised_svd(weight, 6, rng(int(weight_hash(weight)[:15], 16)))
+    assert equal(direct, first)
+    assert not equal(randomised_svd(other, 6, rng(0)), randomised_svd(other, 6, rng(1))), "a generator that is not read"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_any_type_is_decomposed_in_float32_at_least(dtype: torch.dtype) -> None:
+    weight = large(dtype, d_in=1100)
+    svd = decompose(weight, rank=6)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    U, S, Vh = torch.linalg.svd(weight.double(), full_matrices=False)
+    bound = 1e-9 if dtype == torch.float64 else 1e-4
+    assert {svd.U.dtype, svd.S.dtype, svd.Vh.dtype, svd.residual.dtype} == {wide}
+    assert torch.allclose(svd.S.double(), S[:6], rtol=bound, atol=0)
+    peak = svd.Vh.abs().argmax(dim=1)
+    assert (svd.Vh[torch.arange(6), peak] > 0).all()
+    sign = (svd.Vh.double() * Vh[:6]).sum(dim=1).sign()
+    assert torch.allclose(svd.Vh.double(), Vh[:6] * sign[:, None], rtol=0, atol=bound)
+    assert torch.allclose(svd.U.double(), U[:, :6] * sign, rtol=0, atol=bound)
+
+
+def test_a_cut_keeps_the_residual_of_what_is_left() -> None:
+    weight, _, _ = built(60, 80, power(60, -0.5))
+    svd = randomised_svd(weight, 9, rng(), iterations=1)
+    cut = svd.top(4)
+    R = weight @ cut.Vh.T - cut.U * cut.S
+    assert torch.allclose(cut.residual, R.norm(dim=0), rtol=0, atol=1e-12)
+    assert 0 < cut.error < svd.error
+    assert cut.error == pytest.approx((R.norm() / cut.S.norm()).item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("rank", [0, -3, LARGE + 1])
+def test_a_rank_outside_a_large_weight_is_refused_before_any_work(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = large(torch.float32)
+    forbid_work(monkeypatch)
+    for cache in (None, tmp_path / "new"):
+        with pytest.raises(ValueError, match=rf"rank {rank} is outside 1\.\.{LARGE} of this weight"):
+            decompose(weight, cache, rank=rank)
+    with pytest.raises(ValueError, match=rf"outside 1\.\.{LARGE}"):
+        randomised_svd(weight, rank, rng())
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_over_the_tolerance_is_said_and_one_under_it_is_not(tmp_path: Path) -> None:
+    noise = torch.randn(LARGE, LARGE, generator=rng())
+    sentence = r"the leading 4 singular vectors of a 1024x1024 weight are known up to an error of \d\.\d%, over 1%.*full SVD"
+    for _ in range(2):  # a result from the cache is no better
+        with pytest.warns(UserWarning, match=sentence):
+            svd = decompose(noise, tmp_path, rank=4)
+        assert svd.error > TOLERANCE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert 0 < decompose(large(), rank=4).error < TOLERANCE
+        decompose(noise, tmp_path)  # what the sentence advises
+        assert decompose(noise, tmp_path, rank=4).error == 0
+
+
+# ---- the cache
+
+
+def test_a_cached_randomised_svd_is_read_and_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = large()
+    miss, uncached = decompose(weight, tmp_path, rank=6), decompose(weight, rank=6)
+    forbid_work(monkeypatch)
+    assert equal(decompose(weight, tmp_path, rank=6), miss)
+    assert equal(uncached, miss)
+    for other in ({"rank": 7}, {"rank": 5}, {}):
+        with pytest.raises(pytest.fail.Exception, match="must not compute"):
+            decompose(weight, tmp_path, **other)
+
+
+def test_every_rank_has_a_file_of_its_own_and_the_whole_svd_serves_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = large(torch.float32)
+    ranks = {rank: decompose(weight, tmp_path, rank=rank) for rank in (3, 6)}
+    assert len(list(tmp_path.iterdir())) == 2
+    assert equal(decompose(weight, tmp_path, rank=3), ranks[3])
+    whole = decompose(weight, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    assert whole.S.shape == (LARGE,)
+    forbid_work(monkeypatch)
+    for rank in (3, 6, 50, 500, LARGE):
+        served = decompose(weight, tmp_path, rank=rank)
+        assert equal(served, whole.top(rank))
+        assert served.error == 0
+
+
+def test_other_settings_are_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = large(exponent=-0.5, k=LARGE)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="over 1%"):
+        patch.setattr(svd_module, "_ITERATIONS", 1)
+        decompose(weight, tmp_path, rank=6)
+    assert equal(decompose(weight, tmp_path, rank=6), decompose(weight, rank=6))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "no residual", "flipped", "kinder residual", "rank 7", "whole"])
+def test_a_damaged_randomised_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
+    weight = large(torch.float32)
+    sound = decompose(weight, tmp_path, rank=6)
+    (path,) = tmp_path.iterdir()
+    data, tensors = path.read_bytes(), load_file(path)
+    seven = tmp_path / "seven"
+    match damage:
+        case "truncated":
+            path.write_bytes(data[:-5])
+        case "garbage":
+            path.write_bytes(b"\xff" * 64)
+        case "no residual":
+            del tensors["residual"]
+        case "flipped":
+            tensors["U"][2, 4] += 0.1
+        case "kinder residual":
+            tensors["residual"] /= 2
+        case "rank 7":  # a sound file, sealed, of the same weight
+            decompose(weight, seven, rank=7)
+            next(seven.iterdir()).replace(path)
+        case "whole":  # sealed too
+            decompose(weight, seven)
+            next(seven.iterdir()).replace(path)
+    if damage in ("no residual", "flipped", "kinder residual"):
+        meta = read_metadata(data)
+        save_file(tensors, path, metadata=meta)
+    assert path.read_bytes() != data
+    assert equal(decompose(weight, tmp_path, rank=6), sound)
+    assert path.read_bytes() == data
+
+
+def test_a_damaged_whole_file_does_not_serve_a_rank(tmp_path: Path) -> None:
+    weight = large(torch.float32)
+    decompose(weight, tmp_path)
+    (path,) = tmp_path.iterdir()
+    tensors, meta = load_file(path), read_metadata(path.read_bytes())
+    tensors["Vh"][0] *= -1
+    save_file(tensors, path, metadata=meta)
+    assert equal(decompose(weight, tmp_path, rank=6), decompose(weight, rank=6))
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weight = large(torch.float32)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk would
+    try:
+        with pytest.raises(Exception, match=r"(?i)large|error"):
+            decompose(weight, tmp_path, rank=6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(svd_module, "_PATIENCE", 0.01)
+    monkeypatch.setattr(svd_module, "_TICK", 0.01)
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, weight: Tensor, rank: int | None) -> str:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream)
+        decompose(weight, rank=rank)
+    return stream.getvalue()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_long_computation_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = large(torch.float32)
+    stages = shown(monkeypatch, Terminal(), weight, 64)
+    assert "SVD of 1024x1024, rank 64" in stages
+    assert "/19 " in stages, "2 * 8 + 3 products"
+    assert stages.endswith("\r"), "and is gone afterwards"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_lapack_shows_how_long_it_runs_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(svd_module, "_PATIENCE", 0.05)
+    text = shown(monkeypatch, Terminal(), large(torch.float32), None)
+    assert "SVD of 1024x1024: 00:00" in text
+    assert "%" not in text, "a share that nobody knows"
+
+
+def test_nothing_is_shown_where_it_is_quick_small_or_not_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = large(torch.float32)
+    assert shown(monkeypatch, Terminal(), weight, 6) == ""
+    monkeypatch.setattr(svd_module, "_PATIENCE", 0.0)
+    monkeypatch.setattr(svd_module, "_TICK", 0.001)
+    assert shown(monkeypatch, Terminal(), weight[:200, :200], None) == ""
+    assert shown(monkeypatch, io.StringIO(), weight, 64) == ""
