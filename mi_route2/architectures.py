@@ -42,7 +42,11 @@ ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
 )
 """Points of the adapters at one logical Linear, and what is there."""
 
+LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
+"""Logical Linears of a block; which of them there are, an architecture's row says. ``unembed`` has no block."""
+
 HEADED = frozenset({"q", "k", "v", "z"})
+"""Points that are by head."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class Architecture:
     """Whether the model is told positions: a transformers model does not count them over its attention mask."""
     requires: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Values of the model's config that this row is for, where a class has several rows."""
+    exact_eager: bool = False
+    """Whether eager attention keeps the model's type: transformers' softmax is float32 elsewhere, which makes a float64 model's
+    logits NaN under left padding (its mask is float64's lowest number, so minus infinity in float32)."""
 
 
 BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
@@ -150,7 +157,12 @@ _NEOX_LINEARS = {
     "mlp.up": LinearAt("mlp.dense_h_to_4h"),
     "mlp.down": LinearAt("mlp.dense_4h_to_h"),
 }
-_NEOX_POINTS = {**_LLAMA_POINTS, "attn_out": At("attention"), "z": At("attention.dense", "input")}
+_NEOX_POINTS = {
+    **_LLAMA_POINTS,
+    "attn_out": At("post_attention_dropout"),
+    "z": At("attention.dense", "input"),
+    "mlp_out": At("post_mlp_dropout"),
+}
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:
@@ -185,6 +197,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "z": At("attn.c_proj", "input"),
                     "mlp_in": At("ln_2"),
                 },
+                exact_eager=True,
             ),
             Architecture(
                 "GPTNeoX",
@@ -236,8 +249,11 @@ def architecture_of(model: object) -> Architecture | None:
 
 
 def heads(model: object, point: str) -> int:
-    """How many heads ``q``, ``k``, ``v`` or ``z`` has, from the model's config."""
+    """How many heads ``q``, ``k``, ``v`` or ``z`` has, from the model's config; ``ValueError`` where it does not say."""
     config = getattr(model, "config", None)
-    queries = next(int(getattr(config, key)) for key in ("num_attention_heads", "n_head", "heads") if hasattr(config, key))
+    keys = ("num_attention_heads", "n_head", "heads")
+    queries = next((int(getattr(config, key)) for key in keys if hasattr(config, key)), None)
+    if queries is None:
+        raise ValueError(f"the config of this {type(model).__name__} gives no number of heads: it needs one of {', '.join(keys)}")
     grouped = getattr(config, "num_key_value_heads", None)
     return int(grouped) if point in ("k", "v") and grouped else queries

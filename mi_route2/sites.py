@@ -10,15 +10,18 @@ import difflib
 import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import total_ordering
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mi_route2.architectures import ADAPTER_POINTS, POINTS, Architecture, LinearAt, architecture_of, heads
+from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS, Architecture, LinearAt, architecture_of, heads
 
-_SITE = re.compile(r"blocks\.(\d+)\.(?:(attn\.\w+|mlp\.\w+)\.)?(\w+)")
+_SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
+_POINTS = (*POINTS, *ADAPTER_POINTS)
+_LINEARS = (*LINEARS, "unembed")
 
 
 def nearest(name: str, known: list[str], n: int = 5) -> str:
@@ -27,12 +30,13 @@ def nearest(name: str, known: list[str], n: int = 5) -> str:
     return ", ".join(close) if close else "none at all"
 
 
-@dataclass(frozen=True, order=True)
+@total_ordering
+@dataclass(frozen=True)
 class Site:
     """A point of a layer. ``linear`` names the logical Linear whose adapters are meant, for the adapters' own points.
 
-    The unembedding has no layer: ``Site(None, "kept_a", "unembed")``. ``KeyError`` for an unknown point, ``ValueError`` where
-    ``linear`` is missing or has no place.
+    The unembedding has no layer: ``Site(None, "kept_a", "unembed")``. Sites sort by layer, the unembedding last. ``KeyError`` for
+    an unknown point or Linear, ``ValueError`` where ``linear`` is missing or has no place, and for a layer that cannot be.
     """
 
     layer: int | None
@@ -40,9 +44,9 @@ class Site:
     linear: str = ""
 
     def __post_init__(self) -> None:
-        if self.point not in POINTS and self.point not in ADAPTER_POINTS:
-            known = [*POINTS, *ADAPTER_POINTS]
-            raise KeyError(f"{self.point!r} is not a point: the nearest are {nearest(self.point, known)}; all: {', '.join(known)}")
+        for name, known, what in ((self.point, _POINTS, "a point"), (self.linear or "unembed", _LINEARS, "a logical Linear")):
+            if name not in known:
+                raise KeyError(f"{name!r} is not {what}: the nearest are {nearest(name, list(known))}; all: {', '.join(known)}")
         if (self.point in ADAPTER_POINTS) != bool(self.linear):
             raise ValueError(
                 f"{self.point!r} is a point of {'the adapters at one Linear: name it' if not self.linear else 'a block'}, "
@@ -50,6 +54,17 @@ class Site:
             )
         if (self.layer is None) != (self.linear == "unembed"):
             raise ValueError(f"layer {self.layer!r} does not fit {self.linear or self.point!r}: only the unembedding has no layer")
+        if self.layer is not None and self.layer < 0:
+            raise ValueError(
+                f"layer {self.layer} cannot be: layers count from 0 at the first, and no negative number stands for the last"
+            )
+
+    def __lt__(self, other: object) -> bool:
+        return self._place < other._place if isinstance(other, Site) else NotImplemented
+
+    @property
+    def _place(self) -> tuple[bool, int, str, str]:
+        return self.layer is None, self.layer or 0, self.linear, self.point
 
     @property
     def slot(self) -> str:
@@ -96,30 +111,45 @@ def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out
     return index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
 
 
-def _slot(model: nn.Module, name: str, path: str, at: LinearAt) -> Slot:
-    module = model.get_submodule(path)
-    weight = module.get_parameter("weight")
-    return Slot(name, path, module, fused_rows(at, weight.shape[1 if at.transposed else 0], heads(model, "q")), at.transposed)
+def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Module:
+    """The module at ``path``; ``ValueError`` where the tree is not the one that the architecture's row describes."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(
+            f"this {type(model).__name__} has no module {path!r}, which the row {architecture.name!r} of architectures.py names: "
+            "its tree was changed (a wrapper, or TransformerLens's bridge), or another version of the library built it"
+        ) from error
 
 
 def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
     """The module path of every block."""
-    return [f"{architecture.blocks}.{i}" for i, _ in enumerate(model.get_submodule(architecture.blocks).children())]
+    return [f"{architecture.blocks}.{i}" for i, _ in enumerate(module_at(model, architecture, architecture.blocks).children())]
+
+
+def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, linear: str) -> Slot:
+    """The logical Linear ``linear`` of a block, or the unembedding (``None``, ``"unembed"``)."""
+    if layer is None:
+        name, at, path = linear, LinearAt(architecture.unembed), architecture.unembed
+    else:
+        name, at = f"blocks.{layer}.{linear}", architecture.linears[linear]
+        path = f"{architecture.blocks}.{layer}.{at.path}"
+    module = module_at(model, architecture, path)
+    weight = module.get_parameter("weight")
+    width = weight.shape[1 if at.transposed else 0]
+    rows = None if at.fused is None else fused_rows(at, width, heads(model, "q"))
+    return Slot(name, path, module, rows, at.transposed)
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:
     """Every logical Linear by name, in the order of the forward. A model of no known architecture has its ``nn.Linear`` modules
-    under their own dotted names."""
+    under their own dotted names. ``ValueError`` for a known one whose module tree is another."""
     row = architecture_of(model)
     if row is None:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    found = {}
-    for layer, block in enumerate(block_paths(model, row)):
-        for linear, at in row.linears.items():
-            name = f"blocks.{layer}.{linear}"
-            found[name] = _slot(model, name, f"{block}.{at.path}", at)
-    found["unembed"] = _slot(model, "unembed", row.unembed, LinearAt(row.unembed))
-    return found
+    layers = range(len(block_paths(model, row)))
+    found = [slot_at(model, row, layer, linear) for layer in layers for linear in row.linears]
+    return {slot.name: slot for slot in (*found, slot_at(model, row, None, "unembed"))}
 
 
 def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) -> dict[str, Slot]:

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from mi_route2.adapters.kept import Kept, LoRA, SVDKept
 from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
@@ -57,6 +58,8 @@ class Adapters:
         self.model, self.modules, self.spec, self._board = model, modules, spec, board
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
+        self.cache_dir: Path | None = None
+        """Where SVDs of the base weights are kept, for whoever needs them later."""
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
         """``{"site.name": parameter}`` of the kept adapter."""
@@ -84,6 +87,21 @@ class Adapters:
             digest.update(site.encode())
             digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that the adapters hold, by kind. The base's weights are the model's own; only ``merged`` holds as much again.
+
+        ``kept`` and ``quarantine`` are trainable, ``factors`` the frozen SVD factors, ``rows`` tell which outputs of a fused module
+        are whose, ``merged`` the merged weights (inside of that context).
+        """
+        held: dict[str, list[Tensor | None]] = {
+            "kept": [*self.kept_parameters().values()],
+            "quarantine": [*self.quarantine_parameters().values()],
+            "factors": [t for branch in self.sites.values() for t in (*branch.kept.buffers(), branch.S)],
+            "rows": [rows for module in self.modules.values() for _, rows in module.branches],
+            "merged": [module.merged_weight for module in self.modules.values()],
+        }
+        return {kind: sum(t.numel() * t.element_size() for t in tensors if t is not None) for kind, tensors in held.items()}
 
     @property
     def has_quarantine(self) -> bool:
@@ -167,7 +185,7 @@ def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: 
     if spec.kept == "lora":
         assert spec.rank is not None
         return LoRA(weight, spec.rank, generator), None
-    svd = decompose(weight, cache_dir).top(spec.rank)
+    svd = decompose(weight, cache_dir, rank=spec.rank)
     return SVDKept(weight, svd), svd.S.to(weight.dtype) if spec.fold else None
 
 
@@ -210,7 +228,8 @@ def attach(
         raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
     board = Switchboard(sites=len(chosen))
     by_path: dict[str, list[tuple[Slot, Branch]]] = {}
-    for slot in chosen.values():
+    # SVDs of large weights take minutes; a small model shows no bar
+    for slot in tqdm(chosen.values(), desc="adapters", unit="Linear", delay=3, leave=False, disable=None):
         kept, fold = _kept(slot, spec, generator, cache_dir)
         branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
         by_path.setdefault(slot.path, []).append((slot, branch))
@@ -221,4 +240,6 @@ def attach(
     model.requires_grad_(False)
     for path, module in modules.items():
         _replace(model, path, module)
-    return Adapters(model, modules, board, spec, thawed)
+    adapters = Adapters(model, modules, board, spec, thawed)
+    adapters.cache_dir = cache_dir
+    return adapters

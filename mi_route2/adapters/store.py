@@ -1,35 +1,77 @@
-"""Adapters on disk: safetensors with the spec in the header, checked on load; the deployed file holds no quarantine tensor."""
+"""Adapters on disk: safetensors with the spec in the header, checked on load; the deployed file holds no quarantine tensor.
 
+    save_adapters(adapters, "a.safetensors")          one file, into adapters that stand already: load_adapters
+    save_pretrained(adapters, "folder")               with a readable config beside it, attached in one step: from_pretrained
+
+Names are logical Linears, so a file from one host loads on every other. The header carries a SHA-256 of the tensors and of the
+rest of the header: one flipped bit is an error, not another model.
+"""
+
+import dataclasses
+import glob
+import hashlib
 import json
 import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from mi_route2.adapters.attach import Adapters
+from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 
 HEADER = "mi-route2"
+CHECKSUM = "checksum"
 Which = Literal["full", "deployed"]
 FORMAT = "mi-route2 adapters 2"
+CONFIG, TENSORS = "route2_config.json", "route2_adapters.safetensors"
+_KEYS = ("format", "which", "spec", "base_hash")
+_CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256")
+
+
+@runtime_checkable
+class Attaches(Protocol):
+    """What a host has in common with a torch model here: adapters can be attached to it."""
+
+    def attach(
+        self,
+        *patterns: str,
+        spec: AdapterSpec | None = None,
+        generator: torch.Generator,
+        expect: int | None = None,
+        cache_dir: Path | None = None,
+    ) -> Adapters: ...
+
+
+def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
+        found.update(t.view(-1).view(torch.uint8).numpy().data)  # a view: tensors may be large
+    return found.hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename).
+    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename), with its checksum.
 
     The metadata goes into one header entry, as JSON: with several, safetensors orders them at random and the same content
     would give other bytes.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    header = {**metadata, CHECKSUM: digest(tensors, metadata)}
     try:
         save_file(
             {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
             partial,
-            metadata={HEADER: json.dumps(metadata, sort_keys=True)},
+            metadata={HEADER: json.dumps(header, sort_keys=True)},
         )
         with partial.open("rb") as written:
             os.fsync(written.fileno())
@@ -41,34 +83,86 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole."""
+    """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole or was changed.
+
+    A file without a checksum (written by an earlier version) is read as it is.
+    """
     try:
         with safe_open(path, framework="pt") as handle:
             header = json.loads((handle.metadata() or {}).get(HEADER, "{}"))
-            return {name: handle.get_tensor(name) for name in handle.keys()}, header  # noqa: SIM118
+            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} has a header that is no JSON object; delete it and write it again")
+    checksum = header.pop(CHECKSUM, None)
+    if checksum is not None and checksum != digest(tensors, header):
+        raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
+    return tensors, header
 
 
-def save_adapters(adapters: Adapters, path: Path, which: Which = "full") -> None:
+@contextmanager
+def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Context: an empty folder beside ``folder``, which takes its name on a clean exit and is gone on any other.
+
+    ``FileExistsError`` where ``folder`` is a file, or a folder with something in it: ``overwrite=True`` replaces all of that.
+    """
+    target = Path(folder).resolve()
+    if target.exists() and not target.is_dir():
+        raise FileExistsError(f"{target} is a file: give a folder")
+    if target.is_dir() and any(target.iterdir()) and not overwrite:
+        raise FileExistsError(f"{target} is not empty: choose another folder, or pass overwrite=True to replace all that is in it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial, former = (target.with_name(f".{target.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(partial, ignore_errors=True)  # a process of the same number, killed long ago
+    partial.mkdir()
+    try:
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as written:
+                    os.fsync(written.fileno())
+        if target.exists():
+            target.replace(former)
+        partial.replace(target)
+    except SafetensorError as error:
+        raise OSError(f"could not write {target}: {error}") from error
+    finally:
+        if former.exists() and not target.exists():
+            former.replace(target)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def save_adapters(adapters: Adapters, path: Path | str, which: Which = "full") -> None:
     """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
+    write_tensors(Path(path), adapters.tensors(quarantine=_which(which) == "full"), _metadata(adapters, which))
+
+
+def _which(which: str) -> str:
     if which not in ("full", "deployed"):
         raise ValueError(f"which={which!r} is neither 'full' nor 'deployed'")
-    metadata = {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
-    write_tensors(path, adapters.tensors(quarantine=which == "full"), metadata)
+    return which
 
 
-def load_adapters(adapters: Adapters, path: Path, *, any_base: bool = False) -> None:
+def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
+    return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
+
+
+def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False) -> None:
     """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
 
-    ``ValueError`` says what differs: other base weights under the sites (``any_base=True`` allows them, for a base in another
-    dtype or trained further), a missing or foreign name, a shape, or a value that is not finite. Nothing is changed unless
-    everything fits.
+    ``ValueError`` says what differs: a changed byte, other base weights under the sites or another type of number
+    (``any_base=True`` allows both, for a base in another dtype or trained further, and converts), a missing or foreign name, a
+    shape, or a value that is not finite. Nothing is changed unless everything fits.
     """
+    path = Path(path)
     found, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of adapters (format {metadata.get('format')!r}, expected {FORMAT!r})")
-    own = adapters.tensors(quarantine=metadata.get("which") != "deployed")
+    if unknown := sorted(metadata.keys() - set(_KEYS)):
+        raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
+    own = adapters.tensors(quarantine=_which(metadata.get("which", "full")) == "full")
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(found.keys() - own.keys()):
@@ -79,9 +173,119 @@ def load_adapters(adapters: Adapters, path: Path, *, any_base: bool = False) -> 
             "load that base model, or pass any_base=True if the difference is meant"
         )
     for name, tensor in found.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(own[name].shape)} in the model")
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"{name} in {path} holds values that are not finite")
+        _refuse_misfit(path, name, tensor, own[name], any_base)
     for name, tensor in found.items():
         own[name].copy_(tensor)
+
+
+def _refuse_misfit(path: Path, name: str, tensor: Tensor, own: Tensor, any_base: bool) -> None:
+    if tensor.shape != own.shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)} in {path}, but {tuple(own.shape)} in the model")
+    if tensor.dtype != own.dtype and not (any_base and tensor.is_floating_point()):
+        raise ValueError(
+            f"{name} is {tensor.dtype} in {path}, but {own.dtype} in the model; load the base in the type that it was trained in, "
+            "or pass any_base=True to convert"
+        )
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{name} in {path} holds values that are not finite")
+
+
+def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "deployed", *, overwrite: bool = False) -> None:
+    """Write the adapters as a folder: ``route2_config.json`` (what stands where, on which base) and the safetensors file.
+
+    ``deployed`` leaves the quarantine out. ``ValueError`` for values that are not finite, ``FileExistsError`` for a folder that
+    holds something (``overwrite=True`` replaces it), ``OSError`` where the disk is full: then nothing was written.
+    """
+    tensors = adapters.tensors(quarantine=_which(which) == "full")
+    refuse_infinite(tensors)
+    metadata = _metadata(adapters, which)
+    with whole_folder(folder, overwrite=overwrite) as partial:
+        write_tensors(partial / TENSORS, tensors, metadata)
+        base = str(getattr(getattr(adapters.model, "config", None), "_name_or_path", ""))
+        config = {**metadata, "spec": asdict(adapters.spec), "sites": list(adapters.sites), "base": base}
+        config["sha256"] = _sha256(partial / TENSORS)
+        (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
+    """``ValueError`` naming the first tensor with a value that is not finite."""
+    for name, t in tensors.items():
+        if not torch.isfinite(t).all():
+            raise ValueError(f"{name} holds values that are not finite: nothing was written")
+
+
+def from_pretrained(
+    model: nn.Module | Attaches, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None
+) -> Adapters:
+    """Attach what ``save_pretrained`` wrote to a torch model or to any host, in one step.
+
+    A deployed folder gives adapters without a quarantine. ``cache_dir`` keeps SVDs, as in ``attach``: an SVD kept adapter saves
+    ``dS`` alone, and ``U`` and ``Vh`` come from the base weights. Errors as in ``load_adapters``, and ``FileNotFoundError`` for
+    what is not there, ``KeyError`` for a site that the model lacks; the model is then as it was.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    spec = _spec(folder / CONFIG, config)
+    if _which(config["which"]) == "deployed":
+        spec = dataclasses.replace(spec, quarantine="none")
+    patterns = [glob.escape(site) for site in config["sites"]]
+    # Every random factor is replaced by what the file holds, so the generator's seed is of no account.
+    given: dict[str, Any] = {"spec": spec, "generator": torch.Generator().manual_seed(0), "cache_dir": cache_dir}
+    on = attach(model, *patterns, **given) if isinstance(model, nn.Module) else model.attach(*patterns, **given)
+    try:
+        load_adapters(on, folder / TENSORS, any_base=any_base)
+    except BaseException:
+        on.detach()
+        raise
+    return on
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: give one that save_pretrained wrote")
+    path, tensors = folder / CONFIG, folder / TENSORS
+    if not path.is_file():
+        of_peft = (folder / "adapter_config.json").exists()
+        hint = "; it is a PEFT adapter, which peft.PeftModel.from_pretrained loads" if of_peft else ""
+        raise FileNotFoundError(f"{folder} has no {CONFIG}, so save_pretrained did not write it{hint}")
+    if not tensors.is_file():
+        raise FileNotFoundError(f"{folder} has no {TENSORS}: copy the folder again, whole")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON ({error}); copy the folder again, whole") from error
+    known = config.get("format") if isinstance(config, dict) else None
+    if known != FORMAT:
+        raise ValueError(f"{path} is of the unknown format {known!r}: this version reads {FORMAT!r}")
+    if differing := sorted(config.keys() ^ set(_CONFIG_KEYS)):
+        raise ValueError(f"{path} should hold exactly {', '.join(_CONFIG_KEYS)}, and differs in {', '.join(differing)}")
+    if _sha256(tensors) != config["sha256"]:
+        raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the folder again, whole")
+    _refuse_other_config(path, config, tensors)
+    return config
+
+
+def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> None:
+    """What the config says beside the tensor file must be what that file says itself."""
+    with safe_open(tensors, framework="pt") as handle:
+        inside = json.loads((handle.metadata() or {}).get(HEADER, "{}"))
+        names = list(handle.keys())
+    inside["spec"] = json.loads(inside["spec"])
+    for key in _KEYS:
+        if inside[key] != config[key]:
+            raise ValueError(f"{path} was changed: its {key} is {config[key]!r}, but {inside[key]!r} in {TENSORS}")
+    sites = sorted({name.partition(".")[2].rpartition(".")[0] for name in names})
+    if not isinstance(config["sites"], list) or sorted(config["sites"]) != sites:
+        raise ValueError(f"{path} was changed: its sites are {config['sites']}, but {sites} in {TENSORS}")
+
+
+def _spec(path: Path, config: dict[str, Any]) -> AdapterSpec:
+    try:
+        return AdapterSpec(**config["spec"])
+    except TypeError as error:  # a field that this version does not have
+        raise ValueError(f"{path} describes adapters that this version does not know ({error})") from error

@@ -37,21 +37,22 @@ class Lane(Protocol):
 
 
 class LearnNothing:
-    """A lane under which an adapter stays in the forward and learns nothing; ``blocked`` rollouts send nothing through it."""
+    """A lane under which an adapter stays in the forward and learns nothing; what ``like`` flags sends nothing through it."""
 
-    def __init__(self, blocked: Bool[Tensor, " b"] | None = None):
-        self.detach, self._blocked = blocked is not None, blocked
+    def __init__(self, like: Lane | None = None):
+        self.detach, self._like = like is not None, like
 
     def gradient(self, site: str, factor: str, pair: object) -> None:
         return None
 
     def decide(self, site: str) -> None:
-        return None
+        if self._like is not None:
+            self._like.decide(site)
 
     def weights(self, site: str) -> Tensor:
-        if self._blocked is None:
+        if self._like is None:
             raise RuntimeError(f"a lane that blocks nothing has no weights (asked at {site})")
-        return (~self._blocked).float()
+        return self._like.weights(site)
 
 
 @runtime_checkable
@@ -114,9 +115,12 @@ class Tape:
         self._forward[site] = mask
 
     def mask(self, site: str, keep: Tensor) -> Tensor:
-        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point."""
+        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point; ``ValueError`` where they change its shape."""
         point = self._forward.get(site)
-        return keep if point is None else point(keep)
+        new = keep if point is None else point(keep)
+        if new.shape != keep.shape:
+            raise ValueError(f"a hook at {site}.hook_mask returned a mask of shape {list(new.shape)}, not {list(keep.shape)}")
+        return new
 
     def saw_backward(self, site: str) -> None:
         self._backward.add(site)

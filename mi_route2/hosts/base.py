@@ -64,7 +64,7 @@ class Host(Protocol):
         ...
 
     def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Context: every forward through this host runs under ``edits``. On a clean exit each must have fired (``RuntimeError``)."""
+        """Context: every forward through this host runs under ``edits``. On a clean exit all must have fired (``RuntimeError``)."""
         ...
 
 
@@ -107,44 +107,31 @@ class Fired:
             )
 
 
+def fitting(site: Site, value: Tensor, new: object) -> Tensor:
+    """``new``, an edit's answer; ``ValueError`` where it cannot stand in the place of ``value``."""
+    if not isinstance(new, Tensor):
+        raise ValueError(f"the edit of {site} returned a {type(new).__name__}: return None to read only, or a tensor to write")
+    if new.shape != value.shape:
+        raise ValueError(f"the edit of {site} returned a tensor of shape {list(new.shape)}, but the site has {list(value.shape)}")
+    return new
+
+
 def whole_stream(edits: Mapping[Site, Edit]) -> dict[Site, Edit]:
-    """Edits of ``resid_mid`` made whole: a block adds its MLP to the stream that it kept, not to what its norm was given.
+    """Edits with those of ``resid_mid`` made whole: the block adds its MLP to the stream itself, not to what its norm was given.
 
-        x' = f(x) at the norm,  out' = out + (x' - x) at the block's output
-
-    An edit of the same block's ``resid_post`` comes after.
+    The norm is given the very tensor that the block goes on with, so it is overwritten in place, and the stream is then what the
+    edit returned to the last bit, in any precision. Adding the difference behind the block would leave rounding, in half precision
+    a lot. The edit sees a copy: what it keeps stays as it was.
     """
-    whole = dict(edits)
-    for site in [site for site in edits if site.point == "resid_mid"]:
-        whole[site], after = _carried(edits[site])
-        post = Site(site.layer, "resid_post")
-        own = edits.get(post)
-        whole[post] = after if own is None else _then(after, own)
-    return whole
+    return {site: _overwriting(site, edit) if site.point == "resid_mid" else edit for site, edit in edits.items()}
 
 
-def _carried(edit: Edit) -> tuple[Edit, Edit]:
-    change: list[Tensor] = []
+def _overwriting(site: Site, edit: Edit) -> Edit:
+    def overwrite(x: Tensor) -> Tensor | None:
+        new = edit(x.clone())
+        return None if new is None else x.copy_(fitting(site, x, new))
 
-    def at_norm(x: Tensor) -> Tensor | None:
-        new = edit(x)
-        if new is not None:
-            change.append(new - x)
-        return new
-
-    def at_output(x: Tensor) -> Tensor | None:
-        return x + change.pop() if change else None
-
-    return at_norm, at_output
-
-
-def _then(first: Edit, second: Edit) -> Edit:
-    def both(x: Tensor) -> Tensor | None:
-        changed = first(x)
-        again = second(x if changed is None else changed)
-        return changed if again is None else again
-
-    return both
+    return overwrite
 
 
 def reader(into: dict[Site, Tensor], site: Site) -> Edit:

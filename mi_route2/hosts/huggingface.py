@@ -1,4 +1,8 @@
-"""A plain torch model as a host: a transformers model or the micro model, hooked by torch's own module hooks."""
+"""A plain torch model as a host: a transformers model or the micro model, hooked by torch's own module hooks.
+
+Gradient checkpointing runs a block's modules again in the backward, so edits must still be there: ``backward()`` belongs inside of
+``hooks``. Both ways to get this wrong are errors, since the gradients would be those of another forward.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.routed import Branch
-from mi_route2.architectures import ADAPTER_POINTS, Architecture, At, heads
-from mi_route2.hosts.base import Edit, Fired, known_architecture, positions, reader, split_heads, whole_stream
+from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
+from mi_route2.hosts.base import Edit, Fired, fitting, known_architecture, positions, reader, split_heads, whole_stream
 from mi_route2.rollouts import Policy
-from mi_route2.sites import Site, block_paths, nearest, slots
+from mi_route2.sites import Site, block_paths, module_at, nearest, slot_at
 
 HOOKS = {"kept_a": "hook_kept_a", "kept_out": "hook_kept", "quarantine_out": "hook_quarantine"}
 """The adapter's points by the name of their module in a ``Branch``."""
@@ -33,7 +37,7 @@ class Tap:
 
     def read(self, site: Site, raw: Tensor) -> Tensor:
         """The module's value in the point's shape."""
-        return split_heads(site, raw if self.rows is None else raw[..., self.rows], self.heads)
+        return split_heads(site, raw if self.rows is None else raw[..., self.rows.to(raw.device)], self.heads)
 
     def write(self, raw: Tensor, new: Tensor) -> Tensor:
         """``raw`` with the point's value replaced."""
@@ -59,15 +63,13 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     at = architecture.points[site.point]
     if isinstance(at, str):
         raise ValueError(f"{architecture.name} has no {site.point}: {at}")
-    return _tap(model, paths[site.layer], at, site)
-
-
-def _tap(model: nn.Module, block: str, at: At, site: Site) -> Tap:
-    count = heads(model, site.point)
+    count = heads(model, site.point) if site.point in HEADED else 1
     if at.linear:
-        slot = slots(model)[f"blocks.{site.layer}.{at.path}"]
+        slot = slot_at(model, architecture, site.layer, at.path)
         return Tap(slot.path, "output", slot.rows, count)
-    return Tap(f"{block}.{at.path}" if at.path else block, at.side, None, count)
+    path = f"{paths[site.layer]}.{at.path}" if at.path else paths[site.layer]
+    module_at(model, architecture, path)
+    return Tap(path, at.side, None, count)
 
 
 class TorchHost:
@@ -96,13 +98,25 @@ class TorchHost:
         return out if isinstance(out, Tensor) else out.logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
-        """What the model is told beside the tokens: nothing where nothing stands left of a real token."""
+        """What the model is told beside the tokens: nothing of the mask where no padding stands left of a real token.
+
+        ``ValueError`` where the model would answer such padding with NaN: eager attention in float64.
+        """
         extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
             return extra
         if self.architecture.positions:
             extra["position_ids"] = positions(attention)
+            self._refuse_nan()
         return extra | {"attention_mask": attention.long()}
+
+    def _refuse_nan(self) -> None:
+        eager = getattr(getattr(self.model, "config", None), "_attn_implementation", None) == "eager"
+        if eager and not self.architecture.exact_eager and next(self.model.parameters()).dtype == torch.float64:
+            raise ValueError(
+                f"{type(self.model).__name__} with eager attention in float64 gives NaN where padding stands left of a token (its "
+                "softmax is float32): load it with attn_implementation='sdpa' where it has that, pad on the right, or use float32"
+            )
 
     def address(self, site: Site) -> str:
         tap = tap_of(self.model, self.architecture, site)
@@ -118,21 +132,79 @@ class TorchHost:
 
     @contextmanager
     def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
-        fired = Fired(edits)
-        whole = whole_stream(edits)
-        taps = {site: tap_of(self.model, self.architecture, site) for site in whole}
+        taps = {site: tap_of(self.model, self.architecture, site) for site in edits}
+        modules = {site: self.model.get_submodule(tap.path) for site, tap in taps.items()}
+        fired, again = Fired(edits), Replays(self.model)
         with ExitStack() as handles:
-            for site, tap in taps.items():
-                handles.callback(_attach_hook(self.model.get_submodule(tap.path), site, tap, whole[site], fired).remove)
+            handles.callback(again.root.remove)
+            for site, edit in whole_stream(edits).items():
+                handles.callback(_attach_hook(modules[site], site, taps[site], edit, fired, again).remove)
             yield
+        again.guard(modules)
         fired.demand(self.address)
 
 
-def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fired) -> RemovableHandle:
+class Replays:
+    """Under gradient checkpointing a forward's modules run once more in its backward: have those that were edited done so?"""
+
+    def __init__(self, model: nn.Module):
+        self._graded = torch.is_grad_enabled()
+        self._due: dict[Site, int] = {}
+        self.root = model.register_forward_pre_hook(self._started, prepend=True)
+
+    def _started(self, _module: nn.Module, _args: Any) -> None:
+        self._graded = torch.is_grad_enabled()  # reentrant checkpointing switches it off inside
+
+    def edited(self, site: Site) -> None:
+        """Told of every value that was replaced. ``RuntimeError`` in the replay of a forward that ran without the edit."""
+        if in_backward():
+            if not self._due.get(site):
+                raise RuntimeError(
+                    f"the backward runs the forward again (gradient checkpointing) and meets the edit of {site}, under which that "
+                    "forward did not run: run this backward outside of hooks()"
+                )
+            self._due[site] -= 1
+        elif self._graded and checkpointing():
+            self._due[site] = self._due.get(site, 0) + 1
+
+    def guard(self, modules: Mapping[Site, nn.Module]) -> None:
+        """Leave a guard on each module whose replay is still to come; it goes with the next forward."""
+        for site in (site for site, due in self._due.items() if due):
+            _guard(modules[site], site)
+
+
+def _guard(module: nn.Module, site: Site) -> None:
+    def check(_module: nn.Module, _args: Any) -> None:
+        handle.remove()
+        if in_backward():
+            raise RuntimeError(
+                f"the backward runs the forward again (gradient checkpointing), but the edit of {site} is gone: run backward() "
+                "inside of hooks()"
+            )
+
+    handle = module.register_forward_pre_hook(check, prepend=True)
+
+
+def in_backward() -> bool:
+    """Whether this code runs in the replay of a checkpointed forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def checkpointing() -> bool:
+    """Whether this code, in a forward that was called with gradients on, is under torch's gradient checkpointing."""
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return not torch.is_grad_enabled() or (saving is not None and saving[0].__module__ == "torch.utils.checkpoint")
+
+
+def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays) -> RemovableHandle:
     def edited(raw: Tensor) -> Tensor | None:
         fired.saw(site)
-        new = edit(tap.read(site, raw))
-        return None if new is None else tap.write(raw, new)
+        value = tap.read(site, raw)
+        new = edit(value)
+        if new is None:
+            return None
+        again.edited(site)
+        return tap.write(raw, fitting(site, value, new))
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         by_place = bool(args) and isinstance(args[0], Tensor)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, compact, wide
+from mi_route2.adapters.kept import SVDKept
+from mi_route2.adapters.routed import Branch
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
@@ -28,10 +30,13 @@ Features = Mapping[str, Feature]
 def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
     """``Vh`` of every site's base weight: the coordinates of activation directions.
 
-    They are those of ``dS`` (the leading ``rank``), and all of them where the kept adapter is a LoRA, which has none of its own.
+    They are those of ``dS``, the adapter's own, and all of them where the kept adapter is a LoRA, which has none of its own.
     """
-    rank = adapters.spec.rank if adapters.spec.kept == "svd" else None
-    return {site: decompose(module.weight).top(rank).Vh for site, module in adapters.sites.items()}
+
+    def of(branch: Branch) -> Tensor:
+        return branch.kept.Vh if isinstance(branch.kept, SVDKept) else decompose(branch.weight, adapters.cache_dir).Vh
+
+    return {site: of(branch) for site, branch in adapters.sites.items()}
 
 
 class ActivationReader:

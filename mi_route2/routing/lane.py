@@ -102,15 +102,17 @@ class MaskLane:
         if self._want_unrouted:
             ones = torch.ones_like(self.rule.advantages)
             self.unrouted[f"{site}.{factor}"] = pair.weighted(ones)
-        small = compact(pair) if self._waits else pair
+        scored = self.rule.spec.score == "grad" and factor in SCORED
+        # Scored gradients are read three times (inner product, norm, weighted sum): one product over the tokens will do for all.
+        small = compact(pair) if self._waits or scored else pair
         if (site, factor) in self.held:
             raise RuntimeError(f"{site} reported twice to one tape: run one forward and backward a part, each site once")
-        if self.rule.spec.score == "grad" and factor in SCORED:
+        if scored:
             self.grads[site] = small
         if self._waits:
             self.held[site, factor] = small
             return None
-        return pair.weighted(self.rule.weights(self.weights(site)))
+        return small.weighted(self.rule.weights(self.weights(site)))
 
     def decide(self, site: str) -> None:
         """Flags that the forward gives, of this site or of the whole rollout, pass the site's mask point while it runs."""

@@ -9,6 +9,8 @@ reported: each factor's per-rollout gradient is held, and the weighted sum is ad
 taking a flagged rollout out again would leave rounding where the answer is 0). What happens at one module is in ``lane``.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -32,6 +34,11 @@ from mi_route2.routing.routes import (
     refuse_verdicts,
 )
 from mi_route2.routing.spec import MaskSpec
+
+
+def _either(first: Tape, second: Tape) -> Callable[[str, Tensor], Tensor]:
+    """A mask passes its point in one of two passes, whichever comes to it first: the other's tape has not seen the site then."""
+    return lambda site, keep: second.mask(site, first.mask(site, keep))
 
 
 class _MaskStep(Once):
@@ -64,10 +71,11 @@ class _MaskStep(Once):
                 lane.know(None if scores is None else scores[index], flags[index])
             tape = route.tape(policy, lane, piece, l1=0.0 if split else l1)
             if split:
-                assert flags is not None
                 tape.quarantine = LearnNothing()
-                blocked = LearnNothing(flags[index] if spec.through == "detach" else None)
-                self.parts.append(Part(piece, Tape(b, s, kept=blocked, l1=l1, real=piece.rollouts.attention), piece.advantages))
+                blocked = LearnNothing(lane) if spec.through == "detach" else LearnNothing()
+                first = Tape(b, s, kept=blocked, l1=l1, real=piece.rollouts.attention)
+                lane.overrule = _either(first, tape)
+                self.parts.append(Part(piece, first, piece.advantages))
             self.parts.append(Part(piece, tape, kept_advantages[index]))
             self._lanes.append(lane)
 

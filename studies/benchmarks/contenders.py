@@ -68,7 +68,7 @@ class Bench:
     def policy(self, spec: AdapterSpec) -> Policy:
         """The decoder with this library's adapters."""
         model, generator = self.model(), torch.Generator().manual_seed(self._seed)
-        patterns = [f"*.{site}" for site in SITES]
+        patterns = ("blocks.*.attn.*", "blocks.*.mlp.*")
         count = len(SITES) * self.size.layers
         adapters = attach(model, *patterns, spec=spec, generator=generator, expect=count, cache_dir=self._cache_dir)
         move([*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], generator)

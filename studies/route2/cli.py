@@ -11,8 +11,9 @@ from typing import Annotated
 
 import tyro
 
+from mi_route2.hosts import HOSTS
 from studies.route2.arms import ARMS, MAIN, get_arms
-from studies.route2.job import Job
+from studies.route2.job import PRECISIONS, Job
 from studies.route2.probing import Probes
 from studies.route2.publish import Publish
 from studies.route2.recorder import write_json
@@ -36,6 +37,8 @@ class Run:
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
     override: Override = ()
+    host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
+    precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISIONS)}")] = "float32"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
 
     def __call__(self) -> None:
@@ -45,9 +48,10 @@ class Run:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
             raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries")
-        root = self.out / settings.folder
+        elsewhere = [own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual]
+        root = self.out / "-".join([settings.folder, *elsewhere])
         jobs = [
-            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs)
+            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, self.host, self.precision)
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]

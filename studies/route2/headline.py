@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from mi_route2.stats import Summary, median, outliers
 from studies.route2.arms import ARMS
 from studies.route2.report.text import interval, markdown_table, number
@@ -40,6 +42,7 @@ SAID: Mapping[str, str] = MappingProxyType(
     }
     | {route: f"{kind} flags, quarantine deleted" for route, kind in zip(ROUTES, ("activation", "gradient", "full-gradient"))}
 )
+LEAST_DRAWS = 8  # below that a rank correlation says nothing
 EARLY = 30  # steps over which a mask's quality is read: later a mask that failed meets other rollouts than one that held
 
 Row = Mapping[str, Any]
@@ -191,11 +194,11 @@ def _verdict(result: Result) -> str:
 
 
 def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
-    """tables.md: the main rows, what the quarantine adds, seeds that stand out, and what was expected.
+    """tables.md: the main rows, what the quarantine adds, seeds that stand out, every random draw, and what was expected.
 
     ``trained``: an arm's solve rate on training tasks in its last steps.
     """
-    parts = [_main_table(result), _filter_table(result), _outlier_table(result, quality)]
+    parts = [_main_table(result), _filter_table(result), _outlier_table(result, quality), _draws_table(result, quality)]
     parts.append(_expected_table(result, trained, prototype))
     return "\n".join(part for part in parts if part)
 
@@ -238,6 +241,24 @@ def _outlier_table(result: Result, quality: Quality) -> str:
     header += ["mask AUROC", "other seeds", "mask recall", "other seeds"]
     note = f"Quarantine on: that rate before the deletion. Mask: mean over the first {EARLY} steps; other seeds: their median."
     return f"Seeds that stand out ({rule}). {note}\n\n{markdown_table(header, body)}"
+
+
+def _draws_table(result: Result, quality: Quality) -> str:
+    """Every random direction of route2-full's rule, by how well it happened to rank hacks early on."""
+    found = []
+    for arm in (arm for arm in CONTROLS if getattr(ARMS[arm].route, "fitter", "") == "haar" and arm in result.rows):
+        row = result.rows[arm]
+        for i, seed in enumerate(row["seed_ids"]):
+            luck = quality.get((arm, seed), {}).get("auroc")
+            if luck is not None:
+                found.append((luck, arm, seed, row[HACK]["seeds"][i], row[SOLVE]["seeds"][i]))
+    if len(found) < LEAST_DRAWS:
+        return ""
+    rho, p = map(float, spearmanr([draw[0] for draw in found], [draw[3] for draw in found]))  # pyright: ignore[reportArgumentType]
+    body = [[arm, str(seed), number(luck), number(hack), number(solve)] for luck, arm, seed, hack, solve in sorted(found)]
+    header = ["draw", "seed", "mask AUROC by luck", "hack, held out", "solve"]
+    said = f"Spearman correlation of the two: {number(rho)} ({'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(found)})."
+    return f"Every random direction, by its mask over the first {EARLY} steps. {said}\n\n{markdown_table(header, body)}"
 
 
 def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:

@@ -7,16 +7,18 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mi_route2.adapters import AdapterSpec, attach, save_adapters
+from mi_route2.hosts import HOSTS, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
     EraseRoute,
@@ -55,11 +57,16 @@ CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
     "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
 )  # fmt: skip
 CHECKPOINT_EVERY = 20
+PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 
 
 @dataclass(frozen=True)
 class Job:
-    """``arm`` is ``None`` for the base model: warm start and evaluation alone. ``pairs`` replaces the world's own pairs."""
+    """``arm`` is ``None`` for the base model: warm start and evaluation alone. ``pairs`` replaces the world's own pairs.
+
+    ``host`` is the library whose hooks the model runs under, ``precision`` the type that it is trained in (the warm start is
+    float32, and is cast): neither changes what is computed, but for rounding.
+    """
 
     root: Path
     cache: Path
@@ -67,9 +74,14 @@ class Job:
     seed: int
     arm: Arm | None
     pairs: Path | None = None
+    host: str = "torch"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         """Refuse at once, by ``ValueError``, what would otherwise fail once base models are trained."""
+        for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(known)}")
         _fit_the_world(self.settings)
         if self.pairs is not None:
             own_pairs(self.pairs, self.settings.warm.model.context)
@@ -93,8 +105,13 @@ class Job:
     def identity(self) -> str:
         """A hash of everything that the job's result depends on, beside the code."""
         pairs = None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
-        described = json.dumps([self.settings.digest, self.seed, self.spec, pairs], sort_keys=True)
+        described = json.dumps([self.settings.digest, self.seed, self.spec, pairs, *self.elsewhere], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """Host and precision, where they are not the usual ones."""
+        return tuple(own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual)
 
     @property
     def finished(self) -> bool:
@@ -164,13 +181,15 @@ def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
 def build_policy(job: Job, cache: Path) -> Policy:
     """The warm-started model with the job's adapters at init."""
     settings, arm = job.settings, job.arm
-    model = warm_start(get_world(settings.world), settings.warm, job.seed, cache, progress=False)
+    model = warm_start(get_world(settings.world), settings.warm, job.seed, cache, progress=False).to(PRECISIONS[job.precision])
+    host = open_host(job.host, model)
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
     # One stream for the kept adapter and one quarantine draw behind it: arms of a seed share every init that they have in common.
     adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
-    adapters = attach(model, *adapt, spec=spec, generator=torch_generator(job.seed, "adapters"))
-    return Policy(model, adapters)
+    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"))
+    # The model itself samples (its modules are the host's by now); what is learnt from, fitted on and scored runs through the host.
+    return Policy(model, adapters, host.policy(adapters).forward)
 
 
 def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:

@@ -42,7 +42,8 @@ class Published:
 
     def outliers(self) -> dict[tuple[str, int], list[str]]:
         """The cells of the table of seeds that stand out."""
-        lines = self.tables.partition("Seeds that stand out")[2].partition("Means beside")[0].splitlines()
+        after = self.tables.partition("Seeds that stand out")[2]
+        lines = after.partition("Every random")[0].partition("Means beside")[0].splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][2:]
         return {(row[0], int(row[1])): row for row in rows}
 
@@ -72,69 +73,82 @@ def test_every_route_hacks_less_and_solves_more_than_what_has_no_signal(strong: 
 def test_the_flags_do_the_work(strong: Published) -> None:
     assert strong.directions("route2-full", "filter-full") == (0, 0, 0)
     assert strong.directions("route2-grad", "filter-grad") == (0, 0, 0)
-    hack, _, solve = strong.directions("route2-act", "filter-act")
-    assert (hack, solve) == (-1, -1)
+    hack, exploit, solve = strong.directions("route2-act", "filter-act")
+    assert (hack, exploit, solve) == (0, -1, 0)
     pair = strong.result.difference("route2-act", "filter-act")
     assert pair is not None
-    assert max(abs(pair[HACK]["mean"]), abs(pair[SOLVE]["mean"])) < 0.05  # "a little"
+    assert abs(pair[EXPLOIT]["mean"]) < 0.01  # "by half a point"
 
 
-def test_where_the_flags_of_route2_grad_failed_deleting_the_quarantine_took_more_than_a_third_of_the_hacking(
+def test_one_seed_of_the_gradient_flags_failed_with_and_one_without_a_quarantine_and_its_mask_was_worse_from_the_start(
     strong: Published,
 ) -> None:
-    failed = [seed for arm, seed in strong.outliers() if arm == "route2-grad"]
-    assert len(failed) == 2
-    for seed in failed:
-        *_, auroc, others, _, _ = strong.outliers()["route2-grad", seed]
-        assert float(auroc) < float(others)
-        assert strong.seed("route2-grad", HACK, seed) < 2 / 3 * strong.seed("route2-grad", ON, seed)
-    assert strong.mean("absorb", HACK) > 5 / 6 * strong.mean("absorb", ON)
+    failed = {arm: row for (arm, _), row in strong.outliers().items() if arm in (*ROUTES, *FILTERS)}
+    assert set(failed) == {"route2-grad", "filter-grad"}
+    assert failed["route2-grad"][1] != failed["filter-grad"][1]
+    for *_, auroc, others, recall, usual in failed.values():
+        assert float(auroc) < float(others) - 0.1
+        assert float(recall) < float(usual) - 0.1
 
 
-def test_one_seed_of_filter_grad_failed_with_an_ordinary_early_mask(strong: Published) -> None:
-    rows = [row for (arm, _), row in strong.outliers().items() if arm == "filter-grad"]
-    assert sum(float(row[-4]) >= float(row[-3]) - 0.02 for row in rows) == 1
-
-
-def test_a_random_direction_is_not_harmless_and_solves_less(strong: Published) -> None:
+def test_a_random_direction_is_a_lottery_that_its_luck_decides(strong: Published) -> None:
+    found = re.search(r"of the two: (-?\.\d+) \(p (?:< )?(\.\d+), n (\d+)\)", strong.tables)
+    assert found
+    assert float(found[1]) < -0.3
+    assert float(found[2]) < 0.05
+    lines = strong.tables.partition("by its mask over")[2].partition("Means beside")[0].splitlines()
+    draws = [[float(cell) for cell in line.strip("|").split("|")[2:4]] for line in lines if line.startswith("| haar")]
+    assert len(draws) == int(found[3]) == 24
+    lucky = [luck for luck, hack in draws if hack < 0.05]
+    assert len(lucky) == 5
+    assert min(lucky) > 0.5
     for control in ("haar", "haar-2", "haar-3"):
-        assert strong.mean(control, HACK) < strong.mean("absorb", HACK) - 0.2
         assert strong.mean(control, SOLVE) < min(strong.mean(route, SOLVE) for route in ROUTES)
 
 
 def test_the_older_arms(strong: Published) -> None:
     assert strong.directions("erase", "vanilla")[0] == 0
-    assert strong.mean("route-additive", HACK) < 0.2
+    assert strong.mean("route-additive", HACK) < 0.3 < strong.mean("absorb", HACK)
     assert strong.mean("route-additive", SOLVE) < strong.mean("base", SOLVE)
-    assert strong.mean("filter-known", HACK) > 0.9 * strong.mean("vanilla", HACK)
+    assert strong.mean("filter-known", HACK) > 0.8 * strong.mean("vanilla", HACK)
+    assert strong.mean("filter-known", "deploy_hack_known") < 0.1
 
 
 def test_on_weak_the_plain_rules_fail_and_hack_alone_flatters(weak: Published) -> None:
     for arm in ("route2-act", "filter-act", "route2-grad", "filter-grad"):
-        assert weak.mean(arm, HACK) > weak.mean("oracle", HACK) + 0.2
-    assert weak.mean("route2-act", HACK) < weak.mean("absorb", HACK) - 0.2
-    assert weak.directions("route2-act", "absorb")[1] == 0
+        assert weak.mean(arm, HACK) > weak.mean("base", HACK)
+    assert weak.mean("filter-act", HACK) < 0.5 * weak.mean("vanilla", HACK)
+    assert weak.mean("filter-act", EXPLOIT) > 0.95 * weak.mean("vanilla", EXPLOIT)
 
 
 def test_on_weak_the_full_rule_holds_and_beats_the_bound(weak: Published) -> None:
     for arm in ("route2-full", "filter-full"):
         assert weak.mean(arm, HACK) < weak.mean("base", HACK)
-        assert weak.mean(arm, SOLVE) > 2 * weak.mean("base", SOLVE)
+        assert weak.mean(arm, SOLVE) > 3 * weak.mean("base", SOLVE)
         assert weak.mean(arm, HACK) < weak.mean("oracle", HACK)
         assert weak.mean(arm, SOLVE) > weak.mean("oracle", SOLVE)
-    assert weak.directions("route2-full", "filter-full")[2] == -1
+    assert weak.mean("route2-full", EXPLOIT) < weak.mean("base", EXPLOIT)
 
 
-def test_on_delta_s_absorb_absorbs_and_no_route_solves_more_than_its_filter(delta_s: Published) -> None:
-    assert delta_s.mean("absorb", HACK) < 0.5 * delta_s.mean("vanilla", HACK)
+def test_on_weak_a_route_exploits_less_and_solves_less_than_its_filter(weak: Published) -> None:
     for route, name in zip(ROUTES, FILTERS, strict=True):
-        if delta_s.result.difference(route, name) is not None:
-            assert delta_s.directions(route, name)[2] <= 0
+        assert weak.mean(route, EXPLOIT) < weak.mean(name, EXPLOIT)
+        assert weak.directions(route, name)[2] == -1
+    assert weak.directions("route2-act", "filter-act") == (1, -1, -1)
+    assert [weak.directions(route, name)[1] for route, name in zip(ROUTES[1:], FILTERS[1:], strict=True)] == [0, 0]
+
+
+def test_on_delta_s_every_route_ends_near_the_bound_and_beside_its_filter(delta_s: Published) -> None:
+    for route, name in zip(ROUTES, FILTERS, strict=True):
+        assert delta_s.mean(route, HACK) < 0.05
+        assert delta_s.mean(route, SOLVE) > 2 * delta_s.mean("base", SOLVE)
+        assert delta_s.directions(route, name)[:2] == (0, 0)
+    assert [delta_s.directions(route, name)[2] for route, name in zip(ROUTES, FILTERS, strict=True)] == [0, 0, -1]
 
 
 @pytest.mark.parametrize("preset", ["strong", "weak"])
 def test_what_differs_from_the_prototype(preset: str, request: pytest.FixtureRequest) -> None:
-    """Full rules hack as little; solve rates are lower; training tasks are solved no better than unseen ones."""
+    """Routes hack as little and solve as much; filters solve training tasks no better than unseen ones; vanilla solves more."""
     published: Published = request.getfixturevalue(preset)
     lines = published.tables.partition("prototype:\n")[2].splitlines()
     rows = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line.strip("|").split("|")])}
@@ -144,15 +158,14 @@ def test_what_differs_from_the_prototype(preset: str, request: pytest.FixtureReq
         assert found, text
         return float(found[0])
 
-    for arm in ("route2-full", "filter-full"):
-        assert first(rows[arm][2]) < first(rows[arm][1]) + 0.03
+    def interval(text: str) -> tuple[float, float]:
+        low, high = re.findall(r"-?\d*\.\d+", text)[1:]
+        return float(low), float(high)
+
     for arm in (*ROUTES, "filter-grad", "filter-full"):
-        assert first(rows[arm][4]) < first(rows[arm][3])
+        assert first(rows[arm][2]) < first(rows[arm][1]) + 0.07  # route2-grad's mean carries one failed seed on strong
+        assert interval(rows[arm][2])[0] < first(rows[arm][1])
+        assert first(rows[arm][4]) > first(rows[arm][3])
     for arm in ("filter-grad", "filter-full"):
         assert abs(first(rows[arm][5]) - first(rows[arm][4])) < 0.05
-    assert abs(first(rows["base"][4]) - first(rows["base"][3])) < 0.05
-    if preset == "weak":
-        assert first(rows["route2-act"][2]) > first(rows["route2-act"][1]) + 0.2
-        assert first(rows["route2-grad"][2]) > first(rows["route2-grad"][1]) + 0.2
-    else:
-        assert first(rows["absorb"][2]) > first(rows["absorb"][1]) + 0.1
+    assert first(rows["vanilla"][4]) > first(rows["vanilla"][3]) + 0.1

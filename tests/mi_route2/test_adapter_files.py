@@ -1,16 +1,26 @@
 """Adapters on disk."""
 
+import functools
 import json
 import struct
-from dataclasses import replace
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import families
 import pytest
 import torch
-from tiny_policy import SPECS, make_policy, make_rollouts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tiny_policy import SPECS, make_model, make_policy, make_rollouts
 
-from mi_route2.adapters import AdapterSpec, load_adapters, save_adapters
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
+from mi_route2.adapters.routed import RoutedLinear
+from mi_route2.adapters.store import CONFIG, HEADER, TENSORS, from_pretrained, read_tensors, save_pretrained, write_tensors
+from mi_route2.hosts import HOSTS, open_host
 
 TOKENS = make_rollouts(4).tokens
 
@@ -66,6 +76,11 @@ def test_a_deployed_file_fits_a_model_without_a_quarantine(tmp_path: Path) -> No
         ("empty", "not a whole safetensors file"),
         ("deployed with quarantine", "no place for"),
         ("undeclared", "not a file of adapters"),
+        ("format", "not a file of adapters"),
+        ("type", r"down\.dS is torch\.float32 in .*a\.safetensors, but torch\.float64 in the model"),
+        ("integers", r"is torch\.int64 in"),
+        ("which", "which='some' is neither"),
+        ("header", "unknown entry 'note'"),
     ],
 )
 def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tmp_path: Path) -> None:
@@ -85,6 +100,16 @@ def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tm
         meta["which"] = "deployed"
     elif change == "undeclared":
         meta = {}
+    elif change == "format":
+        meta["format"] = "mi-route2 adapters 3"
+    elif change == "type":
+        tensors[name] = tensors[name].float()
+    elif change == "integers":
+        tensors[name] = tensors[name].long()
+    elif change == "which":
+        meta["which"] = "some"
+    elif change == "header":
+        meta["note"] = "mine"
     write_tensors(path, tensors, meta)
     if change in ("truncated", "garbage", "empty"):
         data = path.read_bytes()
@@ -123,3 +148,198 @@ def test_a_missing_file_and_folder_are_named(tmp_path: Path) -> None:
         load_adapters(adapters, tmp_path / "none.safetensors")
     with pytest.raises(OSError, match="no_such_folder"):
         save_adapters(adapters, tmp_path / "no_such_folder" / "a.safetensors")
+
+
+def test_another_type_of_number_is_converted_only_when_that_is_meant(tmp_path: Path) -> None:
+    path, trained = tmp_path / "a.safetensors", make_policy(SPECS["lora"])
+    save_adapters(trained.adapters, path)
+    tensors, meta = read_tensors(path)
+    write_tensors(path, {name: t.float() for name, t in tensors.items()}, meta)
+    target = make_policy(SPECS["lora"], scale=0.0)
+    with pytest.raises(ValueError, match=r"is torch\.float32 in .* any_base=True to convert"):
+        load_adapters(target.adapters, path)
+    load_adapters(target.adapters, path, any_base=True)
+    own = trained.adapters.tensors()
+    assert all(torch.equal(t, own[n].float().double()) for n, t in target.adapters.tensors().items())
+
+
+def test_a_file_from_before_checksums_loads(tmp_path: Path) -> None:
+    path, policy = tmp_path / "a.safetensors", make_policy(SPECS["lora"])
+    header = {"format": "mi-route2 adapters 2", "which": "full", "spec": json.dumps(asdict(SPECS["lora"]))}
+    header["base_hash"] = policy.adapters.base_hash
+    save_file(policy.adapters.tensors(), path, metadata={HEADER: json.dumps(header)})
+    target = make_policy(SPECS["lora"], scale=0.0)
+    load_adapters(target.adapters, path)
+    assert torch.equal(target.model(TOKENS), policy.model(TOKENS))
+
+
+def flip(path: Path, whole: bytes, bit: int) -> None:
+    byte, place = divmod(bit % (8 * len(whole)), 8)
+    path.write_bytes(whole[:byte] + bytes([whole[byte] ^ (1 << place)]) + whole[byte + 1 :])
+
+
+ONCE = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@functools.cache
+def written() -> tuple[bytes, Adapters, dict[str, torch.Tensor]]:
+    """A file's bytes, adapters that it would fit, and what they hold before it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_adapters(make_policy(SPECS["svd"]).adapters, Path(folder) / "a")
+        whole = (Path(folder) / "a").read_bytes()
+    target = make_policy(SPECS["svd"], seed=8).adapters
+    return whole, target, {name: t.clone() for name, t in target.tensors().items()}
+
+
+@ONCE
+@given(bit=st.integers(0, 2**40), in_header=st.booleans())
+def test_one_flipped_bit_anywhere_is_an_error(bit: int, in_header: bool, tmp_path: Path) -> None:
+    whole, target, before = written()
+    (length,) = struct.unpack("<Q", whole[:8])
+    start, count = (0, 8 + length) if in_header else (8 + length, len(whole) - 8 - length)
+    flip(tmp_path / "a.safetensors", whole, 8 * start + bit % (8 * count))
+    with pytest.raises(ValueError, match=r"a\.safetensors"):
+        load_adapters(target, tmp_path / "a.safetensors")
+    assert all(torch.equal(t, before[name]) for name, t in target.tensors().items())
+
+
+# ---- a folder: save_pretrained, from_pretrained
+
+
+def same(left: Adapters, right: Adapters, *, quarantine: bool) -> bool:
+    a, b = left.tensors(quarantine=quarantine), right.tensors()
+    return a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+
+
+def test_a_folder_attaches_and_loads_in_one_step(spec: AdapterSpec, tmp_path: Path) -> None:
+    policy = make_policy(spec)
+    save_pretrained(policy.adapters, tmp_path / "kept")
+    save_pretrained(policy.adapters, str(tmp_path / "all"), "full")
+    kept, everything = make_model(), make_model()
+    on_kept, on_all = from_pretrained(kept, tmp_path / "kept"), from_pretrained(everything, str(tmp_path / "all"))
+    assert same(policy.adapters, on_kept, quarantine=False)
+    assert same(policy.adapters, on_all, quarantine=True)
+    assert not on_kept.quarantine_parameters()
+    assert on_kept.spec == replace(spec, quarantine="none")
+    assert on_all.spec == spec
+    assert torch.equal(everything(TOKENS), policy.model(TOKENS))
+    with policy.adapters.deployed():
+        assert torch.equal(kept(TOKENS), policy.model(TOKENS))
+    names = header(tmp_path / "kept" / TENSORS).keys() - {"__metadata__"}
+    assert names == {f"kept.{name}" for name in policy.adapters.kept_parameters()}
+
+
+@pytest.mark.parametrize("loaded", HOSTS)
+@pytest.mark.parametrize("saved", HOSTS)
+@pytest.mark.parametrize("name", ["Qwen3", "GPT2", "GPTNeoX"])
+def test_a_folder_from_one_host_loads_on_every_other(name: str, saved: str, loaded: str, tmp_path: Path) -> None:
+    for spec in ("svd-low", "lora"):
+        source = open_host(saved, families.make_family(name, attn="eager"))
+        drawn = torch.Generator().manual_seed(7)
+        adapters = families.move(source.attach("blocks.*", spec=families.SPECS[spec], generator=drawn))
+        save_pretrained(adapters, tmp_path / spec)
+        target = open_host(loaded, families.make_family(name, attn="eager"))
+        found = from_pretrained(target, tmp_path / spec)
+        assert same(adapters, found, quarantine=False)
+        assert found.base_hash == adapters.base_hash
+        with adapters.deployed(), torch.no_grad():
+            tolerance = 1e-6 if name == "GPTNeoX" and "transformer_lens" in (saved, loaded) else 1e-10
+            tokens = families.make_tokens()[0]
+            assert torch.allclose(target.logits(tokens), source.logits(tokens), rtol=0, atol=tolerance)
+
+
+def edit(**changes: Any) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())
+        for key, value in changes.items():
+            config = {k: v for k, v in config.items() if k != key} | ({} if value is None else {key: value})
+        (folder / CONFIG).write_text(json.dumps(config))
+
+    return apply
+
+
+def change_a_weight(folder: Path) -> None:
+    flip(folder / TENSORS, (folder / TENSORS).read_bytes(), -3)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
+    "no config": (lambda f: (f / CONFIG).unlink(), FileNotFoundError, "has no route2_config.json"),
+    "no tensors": (lambda f: (f / TENSORS).unlink(), FileNotFoundError, "has no route2_adapters.safetensors"),
+    "half a config": (lambda f: (f / CONFIG).write_text("{"), ValueError, "is not JSON"),
+    "binary config": (lambda f: (f / CONFIG).write_bytes(b"\xff"), ValueError, "is not JSON"),
+    "no object": (lambda f: (f / CONFIG).write_text("[]"), ValueError, "unknown format None"),
+    "format": (edit(format="mi-route2 adapters 9"), ValueError, "unknown format 'mi-route2 adapters 9'"),
+    "missing entry": (edit(base_hash=None), ValueError, "differs in base_hash"),
+    "foreign entry": (edit(note="x"), ValueError, "differs in note"),
+    "flipped byte": (change_a_weight, ValueError, "is damaged: its checksum"),
+    "spec": (edit(spec=asdict(SPECS["svd"])), ValueError, "was changed: its spec"),
+    "which": (edit(which="full"), ValueError, "was changed: its which"),
+    "base hash": (edit(base_hash="0"), ValueError, "was changed: its base_hash"),
+    "fewer sites": (edit(sites=["blocks.0.attn.q"]), ValueError, "was changed: its sites"),
+    "no sites": (edit(sites="blocks.*"), ValueError, "was changed: its sites"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_folder_that_does_not_fit_leaves_the_model_as_it_was(fault: str, tmp_path: Path) -> None:
+    break_it, error, sentence = FAULTS[fault]
+    save_pretrained(make_policy(SPECS["lora"]).adapters, tmp_path / "a")
+    break_it(tmp_path / "a")
+    assert_refused(make_model(), tmp_path / "a", error, sentence)
+
+
+def assert_refused(model: torch.nn.Module, folder: Path, error: type[Exception], sentence: str) -> None:
+    next(model.parameters()).requires_grad_(False)
+    before = {name: (p, p.clone(), p.requires_grad) for name, p in model.named_parameters()}
+    with pytest.raises(error, match=sentence):
+        from_pretrained(model, folder)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    assert all(after[n] is p and torch.equal(p, value) and p.requires_grad == grad for n, (p, value, grad) in before.items())
+    assert not [m for m in model.modules() if isinstance(m, RoutedLinear)]
+
+
+def test_a_folder_for_another_model_leaves_it_as_it_was(tmp_path: Path) -> None:
+    save_pretrained(make_policy(SPECS["lora"]).adapters, tmp_path / "a")
+    other = make_model()
+    with torch.no_grad():
+        other.get_parameter("blocks.1.mlp.down.weight")[0, 0] += 1
+    assert_refused(other, tmp_path / "a", ValueError, "trained on other base weights")
+    assert_refused(make_model(torch.float32), tmp_path / "a", ValueError, "trained on other base weights")
+    assert_refused(families.make_family("Llama"), tmp_path / "a", ValueError, "trained on other base weights")
+    assert_refused(torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "a", KeyError, "no Linear matches")
+    assert_refused(make_model(), tmp_path / "none", FileNotFoundError, "none is no folder")
+
+
+def test_another_base_is_taken_when_that_is_meant(tmp_path: Path) -> None:
+    trained = make_policy(SPECS["lora"])
+    save_pretrained(trained.adapters, tmp_path / "a")
+    found = from_pretrained(make_model(torch.float32), tmp_path / "a", any_base=True)
+    own = trained.adapters.tensors(quarantine=False)
+    assert all(torch.equal(t, own[name].float()) for name, t in found.tensors().items())
+
+
+@ONCE
+@given(bit=st.integers(0, 2**40))
+def test_a_flipped_bit_of_the_config_is_an_error_or_of_no_account(bit: int, tmp_path: Path) -> None:
+    """Of no account in the name of the base, which is for people."""
+    policy = make_policy(SPECS["lora"])
+    save_pretrained(policy.adapters, tmp_path / "a", overwrite=True)
+    flip(tmp_path / "a" / CONFIG, (tmp_path / "a" / CONFIG).read_bytes(), bit)
+    try:
+        found = from_pretrained(make_model(), tmp_path / "a")
+    except (ValueError, KeyError):
+        return
+    assert same(policy.adapters, found, quarantine=False)
+
+
+def test_sites_of_a_model_without_a_row_are_read_as_names_not_patterns(tmp_path: Path) -> None:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.ModuleDict({"a[b]": torch.nn.Linear(3, 3), "ab": torch.nn.Linear(3, 3)})
+
+    adapters = attach(
+        model(), "a[[]b]", spec=AdapterSpec(kept="lora", rank=2, quarantine="none"), generator=torch.Generator().manual_seed(0)
+    )
+    save_pretrained(adapters, tmp_path / "a")
+    assert list(from_pretrained(model(), tmp_path / "a").sites) == ["a[b]"]

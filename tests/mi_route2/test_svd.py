@@ -1,17 +1,25 @@
 """The SVD coordinates of a weight: LAPACK's, the randomised ones of a large weight, and the cache of both."""
 
+import io
+import json
+import resource
+import struct
+import sys
+import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mi_route2.adapters import attach
 from mi_route2.adapters import svd as svd_module
-from mi_route2.adapters.svd import SVD, decompose, weight_hash
+from mi_route2.adapters.svd import SVD, TOLERANCE, decompose, randomised_svd, weight_hash
 
 FACTORS = ("U", "S", "Vh")
 LARGE = 1024
@@ -163,8 +171,7 @@ def test_a_rank_cuts_the_whole_svd_of_a_small_weight_bit_for_bit(d_out: int, d_i
 
 def test_the_randomised_svd_stands_in_for_few_coordinates_of_large_weights_only() -> None:
     whole = large(torch.float32)
-    narrow = whole[:-1]
-    for weight, rank, exact in ((narrow, 4, True), (narrow.T, 4, True), (whole, 129, True), (whole, 128, False), (whole, 1, False)):
+    for weight, rank, exact in ((whole[:-1], 4, True), (whole, 129, True), (whole, 128, False), (whole, 1, False)):
         svd = decompose(weight, rank=rank)
         assert (svd.residual is None) == exact, (tuple(weight.shape), rank)
         assert (svd.error == 0) == exact
@@ -206,7 +213,7 @@ def test_what_the_residual_says_holds(
     assert torch.allclose(nearby @ V, U * S, rtol=0, atol=1e-12)
     assert torch.allclose(nearby.T @ U, V * S, rtol=0, atol=1e-12)
     true = torch.linalg.svdvals(weight)
-    assert ((S[:, None] - true).abs().amin(dim=1) <= svd.residual + 1e-12).all()
+    assert ((S[:, None] - true).abs().amin(dim=1) <= R.norm(dim=0) + 1e-12).all()
     # what the leading r hold between them, from below and from above
     ratio = (true[:rank].norm() / S.norm()).item()
     assert ratio >= (1 + svd.error**2) ** 0.5 - 1e-12
@@ -254,9 +261,9 @@ def test_a_weight_of_no_more_than_that_rank_is_recovered(true_rank: int) -> None
 def test_it_improves_with_iterations_and_columns() -> None:
     weight, _, _ = built(200, 300, power(200, -0.5))
     by_iterations = [randomised_svd(weight, 10, rng(), iterations=i).error for i in (0, 1, 2, 4, 8)]
-    assert all(worse > 1.5 * better for worse, better in zip(by_iterations[:-1], by_iterations[1:]))
+    assert all(worse > 1.5 * better for worse, better in pairwise(by_iterations))
     by_columns = [randomised_svd(weight, 10, rng(), iterations=2, oversampling=c).error for c in (10, 40, 120)]
-    assert all(worse > 1.5 * better for worse, better in zip(by_columns[:-1], by_columns[1:]))
+    assert all(worse > 1.5 * better for worse, better in pairwise(by_columns))
 
 
 def test_the_weight_alone_decides_the_result() -> None:
@@ -358,9 +365,10 @@ def test_every_rank_has_a_file_of_its_own_and_the_whole_svd_serves_all(tmp_path:
 
 def test_other_settings_are_another_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = large(exponent=-0.5, k=LARGE)
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="over 1%"):
+    with monkeypatch.context() as patch:
         patch.setattr(svd_module, "_ITERATIONS", 1)
-        decompose(weight, tmp_path, rank=6)
+        with pytest.warns(UserWarning, match="over 1%"):
+            decompose(weight, tmp_path, rank=6)
     assert equal(decompose(weight, tmp_path, rank=6), decompose(weight, rank=6))
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -412,7 +420,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     weight = large(torch.float32)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk would
     try:
-        with pytest.raises(Exception, match=r"(?i)large|error"):
+        with pytest.raises(SafetensorError, match="File too large"):
             decompose(weight, tmp_path, rank=6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -442,9 +450,8 @@ def shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, weight: Tensor, 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_long_computation_shows_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = large(torch.float32)
-    stages = shown(monkeypatch, Terminal(), weight, 64)
-    assert "SVD of 1024x1024, rank 64" in stages
+    stages = shown(monkeypatch, Terminal(), large(torch.float32, d_in=2048), 128)
+    assert "SVD of 1024x2048, rank 128" in stages
     assert "/19 " in stages, "2 * 8 + 3 products"
     assert stages.endswith("\r"), "and is gone afterwards"
 

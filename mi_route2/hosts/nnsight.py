@@ -1,0 +1,202 @@
+"""An nnsight model as a host: ``NNsight(module)`` or ``TransformersModel(...)``, its sites read and written in traces.
+
+    host = NNsightHost(NNsight(hf))
+    adapters = host.attach("blocks.*.attn.*", spec=spec, generator=g)
+    with host.envoy.trace(tokens):                      # the adapters' points are envoys like any other
+        a = host.envoy.transformer.h[0].attn.c_attn.route_q.hook_kept_a.output.save()
+
+Every forward through this host is one trace of ``host.envoy``, so edits that were stored on it (``edit(inplace=True)``) hold. In it
+each requested site is a worker of its own (an invoke without input, which sees the whole batch): sites need no order.
+
+An envoy shows a module's input after torch's forward pre-hooks and its output before torch's forward hooks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from nnsight import Envoy, NNsight
+from nnsight.intervention.interleaver import OutOfOrderError
+from torch import Tensor, nn
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.hosts.base import Edit, Fired, fitting, reader, whole_stream
+from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
+from mi_route2.rollouts import Policy
+from mi_route2.sites import Site
+
+_ATTENTION = ("self_attn", "attn")
+
+
+@dataclass(frozen=True, eq=False)
+class _Requested:
+    """What one ``hooks`` context asked for: each site with its tap and its edit."""
+
+    taps: dict[Site, Tap]
+    edits: dict[Site, Edit]
+    fired: Fired
+
+
+class NNsightHost:
+    """See ``Host``. ``model`` is the root envoy (``NNsight``, ``TransformersModel``), or a module, which is then wrapped.
+
+    ``envoy`` is that root; its tree is kept the module tree's (``refresh``). ``ValueError``: weights that are not loaded yet, or a
+    model of no known architecture.
+    """
+
+    name = "nnsight"
+
+    def __init__(self, model: Envoy | nn.Module):
+        self.envoy: Any = model if isinstance(model, Envoy) else NNsight(model)
+        if any(p.is_meta for p in self.envoy._module.parameters()):
+            raise ValueError("this model's weights are not loaded: pass dispatch=True, or call .dispatch() before making the host")
+        self._torch = TorchHost(self.envoy._module)
+        self.model, self.architecture = self._torch.model, self._torch.architecture
+        self._open: list[_Requested] = []
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Make the envoys those of the module tree, after modules were replaced in it.
+
+        nnsight builds its envoys once, and knows a module by its path: after ``mi_route2.attach`` or ``adapters.detach()`` on the
+        bare module, a stale ``...q_proj.output`` would be the base Linear's, or nothing. ``attach`` of this host and every forward
+        through it call this; call it yourself before a trace of your own after changing modules in another way.
+        """
+        if not _mirrors(self.envoy, self.model):
+            self.envoy._update(self.model)
+
+    def attach(
+        self,
+        *patterns: str,
+        spec: AdapterSpec | None = None,
+        generator: torch.Generator,
+        expect: int | None = None,
+        cache_dir: Path | None = None,
+    ) -> Adapters:
+        adapters = attach(self.model, *patterns, spec=spec, generator=generator, expect=expect, cache_dir=cache_dir)
+        self.refresh()
+        return adapters
+
+    def policy(self, adapters: Adapters) -> Policy:
+        return Policy(self.model, adapters, lambda _model, tokens, attention: self.logits(tokens, attention))
+
+    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+        """As ``Host``. ``RuntimeError`` inside a trace of the same model, and for an edit of what checkpointing runs again."""
+        interleaver = self.envoy.interleaver
+        if interleaver.interleaving or interleaver.mediators:
+            raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
+        self.refresh()
+        keywords, found = self._torch.keywords(attention), {}
+        # Reading in the body itself and not in a function: a worker that waits inside of one would be between the model's frames.
+        with self.envoy.trace() as tracer:
+            with tracer.invoke(tokens, **keywords):
+                found["result"] = tracer.result
+            for tap, edited in self._workers():
+                with tracer.invoke():
+                    here = self.envoy.get(tap.path)
+                    try:
+                        raw = here.inputs if tap.side == "input" else here.output
+                    except OutOfOrderError:  # this forward never came here, which is for Fired to judge
+                        new = None
+                    else:
+                        new = edited(raw)
+                    if new is not None and tap.side == "input":
+                        here.inputs = new
+                    elif new is not None:
+                        here.output = new
+        out = found["result"]
+        return out if isinstance(out, Tensor) else out.logits
+
+    def address(self, site: Site) -> str:
+        """What to write behind the root envoy in a trace: ``model.layers[1].self_attn.output[0]``.
+
+        Points by head are there as the module has them, heads side by side (but for parts interleaved by head).
+        """
+        tap = tap_of(self.model, self.architecture, site)
+        *names, last = tap.path.split(".")
+        path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in [*names, last]).removeprefix(".")
+        # transformers' attention modules return (output, weights); whatever else has a site returns a tensor
+        of_tuple = site.point == "attn_out" and self.architecture.positions and last in _ATTENTION
+        return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
+
+    def capture(
+        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
+    ) -> dict[Site, Tensor]:
+        found: dict[Site, Tensor] = {}
+        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
+            self.logits(tokens, attention)
+        return found
+
+    @contextmanager
+    def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+        whole = whole_stream(edits)
+        taps = {site: tap_of(self.model, self.architecture, site) for site in whole}
+        requested = _Requested(taps, whole, Fired(edits))
+        self._open.append(requested)
+        try:
+            yield
+        finally:
+            self._open.remove(requested)
+        requested.fired.demand(self.address)
+
+    def _workers(self) -> list[tuple[Tap, Callable[[Any], Any]]]:
+        """Of every open context, in order: where a worker waits, and what it does with the raw value that it is given there."""
+        grad = torch.is_grad_enabled()
+        return [(tap, _edited(site, tap, r.edits[site], r.fired, grad)) for r in self._open for site, tap in r.taps.items()]
+
+
+def _mirrors(envoy: Envoy, module: nn.Module) -> bool:
+    """Whether every module of the tree has its own envoy in its place, and no envoy is left over."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    own = envoy._child_map
+    return own.keys() == children.keys() and all(
+        own[name]._module is child and _mirrors(own[name], child) for name, child in children.items()
+    )
+
+
+def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Callable[[Any], Any]:
+    """From a raw value (``inputs`` or ``output`` of an envoy) to what it is replaced by; ``None`` where it stays."""
+
+    def edited(raw: Any) -> Any:
+        fired.saw(site)
+        stream, put = _inputs(raw) if tap.side == "input" else _output(raw)
+        value = tap.read(site, stream)
+        new = edit(value)
+        if new is None:
+            return None
+        if grad and checkpointing():
+            raise RuntimeError(
+                f"the edit of {site} would be lost: under gradient checkpointing the backward runs this part of the forward again, "
+                "and the trace is over then; switch checkpointing off, or edit on the torch host, its hooks open over the backward"
+            )
+        return put(tap.write(stream, fitting(site, value, new)))
+
+    return edited
+
+
+def _inputs(raw: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The stream among a call's arguments, and how to put another in its place."""
+    args, kwargs = raw
+    if args and isinstance(args[0], Tensor):
+        return args[0], lambda new: ((new, *args[1:]), kwargs)
+    return kwargs["hidden_states"], lambda new: (args, {**kwargs, "hidden_states": new})
+
+
+def _output(raw: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    """The stream in what a module returns, and how to put another in its place."""
+    return (raw, lambda new: new) if isinstance(raw, Tensor) else (raw[0], lambda new: (new, *raw[1:]))
+
+
+def _rows(tap: Tap) -> str:
+    """Which outputs of a fused module are meant, as an index."""
+    if tap.rows is None:
+        return ""
+    first, last, n = int(tap.rows[0]), int(tap.rows[-1]), len(tap.rows)
+    if last - first + 1 == n:
+        return f"[..., {first}:{last + 1}]"
+    part = first * tap.heads // n
+    return f".unflatten(-1, ({tap.heads}, 3, -1))[..., {part}, :]"

@@ -1,0 +1,565 @@
+"""The torch host against blocks worked out by hand: what is at each point, what an edit does, padding, and wrong use."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from blocks_by_hand import by_hand
+from families import FAMILIES, HEAD, HEADS, LAYERS, TRANSFORMERS, WIDTH, make_batch, make_family, make_policy, make_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mask_oracle import FixedFitter, assert_same, plain_loss, random_directions, run
+from torch import Tensor, nn
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConfig, LlamaForSequenceClassification
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.huggingface import TorchHost
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
+from mi_route2.sites import Site
+
+TOKENS = make_tokens(3)[0]
+SEQUENTIAL = [name for name in FAMILIES if name != "GPTNeoX"]
+GROUPED = ("Qwen3", "Llama", "Mistral", "Gemma2", "Gemma3")
+
+
+def points(name: str) -> list[str]:
+    return [point for point in POINTS if name != "GPTNeoX" or point != "resid_mid"]
+
+
+def everywhere(name: str) -> list[Site]:
+    return [Site(layer, point) for layer in range(LAYERS) for point in points(name)]
+
+
+@cache
+def host_of(name: str) -> TorchHost:
+    return TorchHost(make_family(name))
+
+
+@cache
+def policy_of(name: str, spec: str = "lora") -> tuple[Host, Policy]:
+    """Adapters everywhere, the unembedding too."""
+    return make_policy(name, spec, "*")
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max())
+
+
+def like(value: Tensor, seed: int = 9) -> Tensor:
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=value.dtype)
+
+
+def hooks_left(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+# ---- what is at each point
+
+
+@pytest.mark.parametrize("spec", ["svd", "lora-shared"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_point_is_what_the_block_worked_out_by_hand_has_there(name: str, spec: str) -> None:
+    host, policy = policy_of(name, spec)
+    expected = by_hand(name, host.model, TOKENS, policy=policy)
+    found = host.capture(everywhere(name), TOKENS)
+    assert gap(host.logits(TOKENS), expected.logits) < 1e-12
+    for site, value in found.items():
+        assert value.shape == expected.points[site.layer, site.point].shape, site
+        assert gap(value, expected.points[site.layer, site.point]) < 1e-12, site
+        assert not value.requires_grad
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_points_have_the_shapes_that_are_stated(name: str) -> None:
+    found = host_of(name).capture(everywhere(name), TOKENS)
+    for site, value in found.items():
+        count = 2 if site.point in "kv" and name in GROUPED else HEADS
+        assert list(value.shape) == [3, 9, *((count, HEAD) if site.point in HEADED else (WIDTH,))], site
+    assert "[b s h dh]" in POINTS["q"]
+    assert "[b s d]" in POINTS["resid_mid"]
+
+
+@pytest.mark.parametrize("spec", ["svd-low", "lora"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_points_of_adapters_are_their_equations(name: str, spec: str) -> None:
+    """``kept_a = Vh x`` or ``A x``, ``kept_out = U dS a`` or ``B a``, ``quarantine_out = B_q A_q x``, x from the block by hand."""
+    host, policy = policy_of(name, spec)
+    sites = [Site(1, point, f"attn.{n}") for point in ADAPTER_POINTS for n in "qkvo"]
+    sites += [Site(1, point, "mlp.up") for point in ADAPTER_POINTS]
+    found = host.capture([*sites, Site(1, "attn_in"), Site(1, "mlp_in"), Site(1, "z")], TOKENS)
+    for site in sites:
+        branch = policy.adapters.sites[site.slot]
+        x = found[Site(1, {"attn.o": "z", "mlp.up": "mlp_in"}.get(site.linear, "attn_in"))]
+        x = x.flatten(2)
+        a = x @ (branch.kept.A if spec == "lora" else branch.kept.Vh).T
+        expected = {
+            "kept_a": a,
+            "kept_out": a @ branch.kept.B.T if spec == "lora" else (a * branch.kept.dS) @ branch.kept.U.T,
+            "quarantine_out": x @ branch.quarantine.A.T @ branch.quarantine.B.T,
+        }
+        assert gap(found[site], expected[site.point]) < 1e-12, site
+    unembed = host.capture([Site(None, "kept_out", "unembed")], TOKENS)
+    assert next(iter(unembed.values())).shape == (3, 9, 50)
+
+
+# ---- edits
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_edit_that_returns_what_it_was_given_changes_no_bit(name: str) -> None:
+    host, _ = policy_of(name)
+    plain = host.logits(TOKENS)
+    sites = [*everywhere(name), Site(0, "kept_a", "attn.q"), Site(1, "kept_out", "mlp.up"), Site(1, "quarantine_out", "attn.v")]
+    for edit in (lambda x: x, lambda x: x.clone(), lambda x: None):
+        with host.hooks(dict.fromkeys(sites, edit)):
+            assert torch.equal(host.logits(TOKENS), plain)
+    assert torch.equal(host.logits(TOKENS), plain)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_edit_at_any_point_is_the_block_by_hand_with_that_value(name: str) -> None:
+    """All positions of a layer, by random values: logits, and the gradient of what was put there."""
+    host, policy = policy_of(name)
+    expected = by_hand(name, host.model, TOKENS, policy=policy)
+    weights = like(expected.logits, 3)
+    for site in everywhere(name):
+        new = like(expected.points[site.layer, site.point]).requires_grad_()
+        own = by_hand(name, host.model, TOKENS, policy=policy, replaced={(site.layer, site.point): new})
+        with host.hooks({site: lambda _, new=new: new}):
+            logits = host.logits(TOKENS)
+        assert gap(logits, own.logits) < 1e-12, site
+        assert gap(logits, expected.logits) > 1e-3, site
+        gradients = [torch.autograd.grad((out * weights).sum(), new)[0] for out in (logits, own.logits)]
+        assert float(gradients[1].abs().max()) > 1e-6, site
+        assert gap(*gradients) < 1e-12 * float(gradients[1].abs().max()) + 1e-14, site
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_edits_at_single_positions_and_of_several_points_at_once(name: str) -> None:
+    host, policy = policy_of(name)
+    chosen = [Site(0, "q"), Site(0, "attn_out"), Site(1, "resid_mid" if name in SEQUENTIAL else "mlp_out"), Site(1, "resid_post")]
+    seen = by_hand(name, host.model, TOKENS, policy=policy).points
+
+    def at_two(site: Site) -> Callable[[Tensor], Tensor]:
+        def edit(x: Tensor) -> Tensor:
+            new = x.clone()
+            new[:, 2] = like(new[:, 2], 4)
+            return new
+
+        return edit
+
+    edits = {site: at_two(site) for site in chosen}
+    replaced = {}
+    for site in chosen:  # in the order of the forward, so that each by-hand value already holds what was edited before it
+        value = by_hand(name, host.model, TOKENS, policy=policy, replaced=replaced).points[site.layer, site.point]
+        replaced[site.layer, site.point] = edits[site](value)
+    with host.hooks(edits):
+        logits = host.logits(TOKENS)
+    expected = by_hand(name, host.model, TOKENS, policy=policy, replaced=replaced)
+    assert gap(logits, expected.logits) < 1e-12
+    untouched = by_hand(name, host.model, TOKENS, policy=policy).logits
+    assert torch.equal(logits[:, :2], host.logits(TOKENS)[:, :2]), "what comes before stays"
+    assert gap(logits[:, 2], untouched[:, 2]) > 1e-3
+    assert seen.keys() == expected.points.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_stream_of_another_run_gives_that_runs_logits_bit_for_bit(name: str) -> None:
+    host, _ = policy_of(name)
+    other = TOKENS.flip(1)
+    target = host.logits(other)
+    for layer in range(LAYERS):
+        for point in ("resid_pre", "resid_mid", "resid_post"):
+            if point in points(name):
+                site = Site(layer, point)
+                source = host.capture([site], other)[site]
+                with host.hooks({site: lambda _, source=source: source}):
+                    assert torch.equal(host.logits(TOKENS), target), site
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_a_patched_resid_mid_is_exact_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    """A stream with large entries, as trained models have them: adding a difference behind the block would round it away."""
+    host = TorchHost(make_family(name, dtype))
+    site, post, other = Site(0, "resid_mid"), Site(0, "resid_post"), TOKENS.flip(1)
+    found = host.capture([site, post], other)
+    with torch.no_grad(), host.hooks({Site(0, "resid_pre"): lambda x: x + 1000, site: lambda _: found[site]}):
+        patched = host.capture([post], TOKENS)
+    assert torch.equal(patched[post], found[post])
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "MicroGPT", "GPTNeoX (sequential)"])
+def test_an_edit_of_resid_mid_may_keep_what_it_saw_and_square_it(name: str) -> None:
+    """The tensor is overwritten in place; neither what the edit kept nor autograd may notice."""
+    host, policy = policy_of(name)
+    kept: list[Tensor] = []
+
+    def edit(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x * x / 4 + x
+
+    site, parameter = Site(0, "resid_mid"), policy.adapters.scored("blocks.0.attn.q")
+    with host.hooks({site: edit}):
+        logits = host.logits(TOKENS)
+    before = by_hand(name, host.model, TOKENS, policy=policy)
+    mid = before.points[0, "resid_mid"]
+    assert gap(kept[0], mid) < 1e-12
+    own = by_hand(name, host.model, TOKENS, policy=policy, replaced={(0, "resid_mid"): mid * mid / 4 + mid})
+    assert gap(logits, own.logits) < 1e-12
+    weights = like(logits, 3)
+    gradients = [torch.autograd.grad((out * weights).sum(), parameter)[0] for out in (logits, own.logits)]
+    assert gap(*gradients) < 1e-12 * float(gradients[1].abs().max())
+
+
+def test_contexts_nest_the_outer_edit_first_and_capture_sees_what_was_edited() -> None:
+    host, _ = policy_of("Llama")
+    for point in ("resid_mid", "q", "attn_in", "resid_post"):
+        site = Site(0, point)
+        plain = host.capture([site], TOKENS)[site]
+        with host.hooks({site: lambda x: x + 1}), host.hooks({site: lambda x: x * 2}):
+            assert torch.equal(host.capture([site], TOKENS)[site], (plain + 1) * 2), point
+    mid, post = Site(0, "resid_mid"), Site(0, "resid_post")
+    fixed = like(host.capture([post], TOKENS)[post])
+    with host.hooks({post: lambda _: fixed}), host.hooks({mid: lambda x: x + 1}):
+        assert torch.equal(host.capture([post], TOKENS)[post], fixed), "resid_post comes after resid_mid, wherever it was asked for"
+
+
+def test_edits_reach_generation_through_the_model_itself() -> None:
+    host = TorchHost(make_family("Llama"))
+    prompt = TOKENS[:1, :4]
+    plain = host.model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    with host.hooks({Site(1, "resid_post"): lambda x: -x}):
+        turned = host.model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert not torch.equal(plain, turned)
+    assert torch.equal(plain, host.model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_edits_come_off_again(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(FAMILIES)))
+    host = host_of(name)
+    before, plain = hooks_left(host.model), host.logits(TOKENS)
+    edits = {site: (lambda x: x + 1) for site in data.draw(st.lists(st.sampled_from(everywhere(name)), unique=True))}
+    fails = data.draw(st.booleans())
+    try:
+        with host.hooks(edits):
+            changed = host.logits(TOKENS)
+            if fails:
+                raise ZeroDivisionError
+    except ZeroDivisionError:
+        assert fails
+    assert hooks_left(host.model) == before
+    assert torch.equal(host.logits(TOKENS), plain)
+    assert torch.equal(changed, plain) == (not edits)
+
+
+# ---- padding
+
+
+PADDED = [(name, side) for name in FAMILIES for side in ("left", "right")]
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
+def test_batched_is_single_for_logits_and_captures(name: str, side: Any) -> None:
+    host, _ = policy_of(name)
+    tokens, attention = make_tokens(4, side)
+    sites = [*everywhere(name), Site(0, "kept_a", "attn.q"), Site(1, "kept_out", "mlp.up"), Site(1, "quarantine_out", "attn.v")]
+    logits, captured = host.logits(tokens, attention), host.capture(sites, tokens, attention)
+    for b, real in enumerate(attention):
+        alone = tokens[b, real][None]
+        assert gap(logits[b, real], host.logits(alone)[0]) < 1e-12
+        for site, value in host.capture(sites, alone).items():
+            assert gap(captured[site][b, real], value[0]) < 1e-12, site
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
+def test_garbage_under_padding_changes_no_bit(name: str, side: Any) -> None:
+    host, _ = policy_of(name)
+    tokens, attention = make_tokens(4, side)
+    garbage = torch.where(attention, tokens, torch.randint(1, 50, tokens.shape, generator=torch.Generator().manual_seed(4)))
+    sites = everywhere(name)
+    clean, dirty = (host.capture(sites, t, attention) for t in (tokens, garbage))
+    assert torch.equal(host.logits(tokens, attention)[attention], host.logits(garbage, attention)[attention])
+    assert all(torch.equal(clean[site][attention], dirty[site][attention]) for site in sites)
+    assert not torch.equal(clean[Site(0, "resid_pre")], dirty[Site(0, "resid_pre")])
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Gemma3"])
+def test_batched_is_single_under_sliding_windows(name: str, side: Any) -> None:
+    """A window of 3 tokens is counted over columns: left padding must not move it."""
+    host = TorchHost(make_family(name, window=3))
+    tokens, attention = make_tokens(4, side)
+    logits = host.logits(tokens, attention)
+    assert gap(logits, TorchHost(make_family(name)).logits(tokens, attention)) > 1e-3
+    for b, real in enumerate(attention):
+        assert gap(logits[b, real], host.logits(tokens[b, real][None])[0]) < 1e-12
+
+
+CASES = {"left": ("act-token-live", "grad-pooled-live"), "right": ("act-pooled-ablated", "grad-rollout-live")}
+
+
+def rule(case: str) -> MaskSpec:
+    score, unit, policy = case.split("-")
+    return MaskSpec(score=score, unit=unit, score_policy=policy, reinforced_only=False, through="filter")
+
+
+@pytest.mark.parametrize(("name", "side"), PADDED)
+def test_batched_is_single_for_flags_scores_and_gradients(name: str, side: Any) -> None:
+    _, policy = policy_of(name, "lora")
+    batch = make_batch(3, side)
+    for case in CASES[side]:
+        spec = rule(case)
+        route = MaskRoute(spec, FixedFitter(random_directions(policy, spec.score)))
+        route.refresh(policy, 0)
+        together = run(policy, route, batch)
+        apart = [run(policy, route, stripped(batch, b)) for b in range(len(batch.rollouts))]
+        assert gap(together.decision.scores, torch.cat([one.decision.scores for one in apart])) < 1e-12
+        assert torch.equal(together.decision.flags, torch.cat([one.decision.flags for one in apart]))
+        for lane in ("kept", "quarantine"):
+            whole = getattr(together, lane)
+            assert_same(whole, {n: sum(getattr(one, lane)[n] for one in apart) for n in whole}, 1e-11)
+
+
+def stripped(batch: TrainBatch, b: int) -> TrainBatch:
+    """One rollout without its padding."""
+    one = batch.rows(torch.tensor([b]))
+    real = one.rollouts.attention[0]
+    rollouts = type(one.rollouts)(one.rollouts.tokens[:, real], one.rollouts.attention[:, real], one.rollouts.completion[:, real])
+    return TrainBatch(rollouts, one.rewards, one.advantages, one.groups, one.teacher)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_eager_attention_in_float64_with_padding_on_the_left_is_refused_where_it_is_nan(name: str) -> None:
+    tokens, attention = make_tokens(3, "left")
+    host = TorchHost(make_family(name, attn="eager"))
+    plain = host.model(tokens, attention_mask=attention.long()).logits
+    assert bool(plain[attention].isnan().any()) == (name != "GPT2"), "what transformers does"
+    if name == "GPT2":
+        assert gap(host.logits(tokens, attention)[attention], host_of(name).logits(tokens, attention)[attention]) < 1e-12
+    else:
+        with pytest.raises(ValueError, match=r"eager attention in float64 gives NaN .*load it with attn_implementation='sdpa'"):
+            host.logits(tokens, attention)
+    assert not host.logits(*make_tokens(3, "right")).isnan().any()
+    single = TorchHost(make_family(name, torch.float32, attn="eager"))
+    logits = single.logits(tokens, attention)
+    for b, real in enumerate(attention):
+        assert gap(logits[b, real], single.logits(tokens[b, real][None])[0]) < 2e-5
+
+
+def test_without_a_mask_nothing_is_padding() -> None:
+    for name in FAMILIES:
+        host = host_of(name)
+        assert torch.equal(host.logits(TOKENS), host.logits(TOKENS, torch.ones_like(TOKENS, dtype=torch.bool)))
+
+
+# ---- wrong use
+
+
+def test_a_hook_that_did_not_fire_is_named() -> None:
+    host = TorchHost(make_family("Llama"))
+    other = TorchHost(make_family("Llama"))
+    with pytest.raises(
+        RuntimeError, match=r"did not fire: blocks\.1\.resid_mid \(model\.layers\.1\.post_attention_layernorm\.input\)"
+    ):
+        with host.hooks({Site(1, "resid_mid"): lambda x: x}):
+            other.logits(TOKENS)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.q \(model\.layers\.0\.self_attn\.q_proj\.output\)"):
+        with host.hooks({Site(0, "q"): lambda x: x}):
+            pass
+    assert hooks_left(host.model) == 0
+
+
+def test_points_of_adapters_that_are_off_do_not_fire() -> None:
+    host, policy = make_policy("GPT2", "lora")
+    kept, quarantine = Site(0, "kept_out", "attn.q"), Site(0, "quarantine_out", "attn.q")
+    with policy.adapters.deployed():
+        assert host.capture([kept], TOKENS)[kept].shape == (3, 9, WIDTH)
+        with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.q\.quarantine_out \(transformer.*route_q\.hook_quarantine"):
+            host.capture([kept, quarantine], TOKENS)
+    with policy.adapters.merged(), pytest.raises(RuntimeError, match="kept_out"):
+        host.capture([kept], TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("name", "site", "kind", "sentence"),
+    [
+        ("Llama", Site(2, "resid_pre"), KeyError, r"blocks\.2\.resid_pre is outside the model: its layers are 0\.\.1"),
+        ("GPTNeoX", Site(0, "resid_mid"), ValueError, "GPTNeoX has no resid_mid: attention and MLP read the same stream"),
+        ("GPT2", Site(0, "kept_a", "mlp.gate"), KeyError, r"no adapter at 'blocks\.0\.mlp\.gate': the nearest are blocks\.0\.mlp"),
+        ("Llama", Site(7, "kept_a", "mlp.up"), KeyError, r"no adapter at 'blocks\.7\.mlp\.up': the nearest are blocks"),
+    ],
+)
+def test_sites_that_the_model_lacks_are_refused_before_anything_runs(name: str, site: Site, kind: type, sentence: str) -> None:
+    host, _ = policy_of(name)
+    before = hooks_left(host.model)
+    for use in (lambda: host.capture([Site(0, "q"), site], TOKENS), lambda: host.address(site)):
+        with pytest.raises(kind, match=sentence):
+            use()
+    assert hooks_left(host.model) == before
+
+
+def test_adapter_points_of_a_bare_model_are_refused() -> None:
+    with pytest.raises(KeyError, match=r"no adapter at 'blocks\.0\.attn\.q': the nearest are none at all"):
+        TorchHost(make_family("Llama")).capture([Site(0, "kept_a", "attn.q")], TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (lambda x: x[:, :-1], r"the edit of blocks\.0\.{} returned a tensor of shape \[3, 8, .*\], but the site has \[3, 9, "),
+        (lambda x: x.flatten(1), r"returned a tensor of shape \[3, \d+\], but the site has \[3, 9"),
+        (lambda x: x.sum(), r"returned a tensor of shape \[\], but the site has"),
+        (lambda x: (x, None), r"the edit of blocks\.0\.{} returned a tuple: return None to read only, or a tensor to write"),
+        (lambda x: 0.0, "returned a float: return None"),
+    ],
+)
+@pytest.mark.parametrize("point", ["resid_pre", "resid_mid", "resid_post", "attn_out", "q", "z"])
+def test_an_edit_of_another_shape_is_one_sentence(point: str, edit: Callable[[Tensor], Any], sentence: str) -> None:
+    for name in ("GPT2", "Llama"):
+        host = host_of(name)
+        plain = host.logits(TOKENS)
+        with pytest.raises(ValueError, match=sentence.format(point)), host.hooks({Site(0, point): edit}):
+            host.logits(TOKENS)
+        assert torch.equal(host.logits(TOKENS), plain)
+
+
+def test_models_of_other_classes_are_refused_with_the_known_ones() -> None:
+    text = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    seen = Gemma3Config(text_config={**text, "head_dim": 4}, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
+    models = [Gemma3ForConditionalGeneration(seen), LlamaForSequenceClassification(LlamaConfig(**text)), nn.Linear(3, 3)]
+    for model in models:
+        with pytest.raises(ValueError, match=rf"{type(model).__name__} is no known architecture: choose among Qwen3ForCausalLM, "):
+            TorchHost(model)
+
+
+def test_adapters_are_attached_once() -> None:
+    host, policy = make_policy("GPTNeoX", "lora", "blocks.*.attn.q")
+    with pytest.raises(ValueError, match="already has adapters"):
+        host.attach("blocks.*.attn.v", spec=AdapterSpec(kept="lora", rank=2), generator=torch.Generator())
+    assert list(policy.adapters.sites) == ["blocks.0.attn.q", "blocks.1.attn.q"]
+
+
+def test_a_tree_that_is_not_its_rows_is_said_at_the_site() -> None:
+    host = TorchHost(make_family("Llama"))
+    del host.model.model.layers[0].post_attention_layernorm
+    with pytest.raises(ValueError, match=r"has no module 'model\.layers\.0\.post_attention_layernorm', which the row 'Llama'"):
+        host.address(Site(0, "resid_mid"))
+    with pytest.raises(ValueError, match="has no module"):
+        host.capture([Site(0, "resid_mid")], TOKENS)
+    assert hooks_left(host.model) == 0
+
+
+def test_a_class_of_the_same_name_may_come_from_a_subclassed_library() -> None:
+    """Only the class's own name counts: a subclass may do anything."""
+
+    class Mine(type(make_family("Llama"))):
+        pass
+
+    with pytest.raises(ValueError, match="Mine is no known architecture"):
+        TorchHost(Mine(make_family("Llama").config))
+
+
+# ---- gradient checkpointing
+
+
+def checkpointed(name: str, reentrant: bool) -> tuple[TorchHost, Policy, TrainBatch]:
+    host, policy = make_policy(name, "lora")
+    assert isinstance(host, TorchHost)
+    host.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        host.model.enable_input_require_grads()
+    host.model.train()
+    return host, policy, make_batch(3)
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    out = {n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items()}
+    policy.model.zero_grad()
+    return out
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX (sequential)", "Gemma3"])
+def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str, reentrant: bool) -> None:
+    edits = {Site(0, "resid_mid"): lambda x: x * 2, Site(1, "attn_in"): lambda x: x + 1, Site(1, "mlp_out"): lambda x: x * 0.5}
+    plain_host, plain = make_policy(name, "lora")
+    host, policy, batch = checkpointed(name, reentrant)
+    for own_host, own in ((plain_host, plain), (host, policy)):
+        with own_host.hooks(edits):
+            plain_loss(own, batch, batch.advantages).backward()
+    assert_same(gradients(policy), gradients(plain), 1e-12)
+    with pytest.raises(RuntimeError, match=r"the edit of blocks\.\d\.\w+ is gone: run backward\(\) inside of hooks\(\)"):  # noqa: PT012
+        with host.hooks(edits):
+            loss = plain_loss(policy, batch, batch.advantages)
+        loss.backward()
+    loss = plain_loss(policy, batch, batch.advantages)
+    with pytest.raises(RuntimeError, match=r"under which that forward did not run: run this backward outside of hooks\(\)"):
+        with host.hooks(edits):
+            loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_reading_under_checkpointing_is_free_and_leaves_nothing(reentrant: bool) -> None:
+    host, policy, batch = checkpointed("Llama", reentrant)
+    before = hooks_left(host.model)
+    seen: list[Tensor] = []
+    with host.hooks({Site(0, "mlp_in"): lambda x: seen.append(x.detach())}):
+        loss = plain_loss(policy, batch, batch.advantages)
+    loss.backward()
+    assert len(seen) == 1
+    assert hooks_left(host.model) == before
+    with host.hooks({Site(0, "mlp_in"): lambda x: x * 2}):
+        plain_loss(policy, batch, batch.advantages)  # no backward: the guard goes with the next forward
+    policy.model.zero_grad()
+    plain_loss(policy, batch, batch.advantages).backward()
+    assert hooks_left(host.model) == before
+
+
+def test_edits_without_checkpointing_need_no_context_in_the_backward() -> None:
+    host, policy = make_policy("Llama", "lora")
+    batch, results = make_batch(3), []
+    for inside in (True, False):
+        with host.hooks({Site(0, "resid_mid"): lambda x: x * 2}):
+            loss = plain_loss(policy, batch, batch.advantages)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        results.append(gradients(policy))
+    assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+    assert hooks_left(host.model) == 0
+
+
+def raw_value(module: nn.Module, side: str, run: Callable[[], object]) -> Tensor:
+    """What torch's own hook sees at one side of a module."""
+    seen: list[Tensor] = []
+    if side == "input":
+        handle = module.register_forward_pre_hook(lambda _m, args, kw: seen.append((*args, *kw.values())[0]), with_kwargs=True)
+    else:
+        handle = module.register_forward_hook(lambda _m, _a, out: seen.append(out if isinstance(out, Tensor) else out[0]))
+    run()
+    handle.remove()
+    return seen[0]
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "GPTNeoX"])
+def test_the_address_is_where_the_hook_is(name: str) -> None:
+    host = host_of(name)
+    for site in everywhere(name):
+        path, _, side = re.sub(r"\[.*", "", host.address(site)).rpartition(".")
+        raw = raw_value(host.model.get_submodule(path), side, lambda: host.logits(TOKENS))
+        found = host.capture([site], TOKENS)[site]
+        if name == "GPTNeoX" and site.point in "qkv":
+            assert host.address(site).endswith("query_key_value.output[..., 16 rows]")
+            raw = raw.unflatten(-1, (HEADS, 3, HEAD))[..., "qkv".index(site.point), :]
+        assert torch.equal(raw.flatten(2), found.flatten(2)), site

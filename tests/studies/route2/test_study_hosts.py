@@ -1,0 +1,74 @@
+"""The whole study under each library's hooks: one table, and the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_study import tiny_job
+
+from mi_route2.adapters.store import read_tensors
+from mi_route2.hosts import HOSTS
+from studies.route2.job import EVAL, FULL, Job, run_job
+from studies.route2.report import write_tables
+
+STEPS = 20
+ARMS = ("base", "vanilla", "route2-act", "route2-full")
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every host's finished run folder, of one seed in float64."""
+    cache, found = tmp_path_factory.mktemp("cache"), {}
+    for host in HOSTS:
+        root = tmp_path_factory.mktemp(host)
+        for arm in ARMS:
+            job = tiny_job(root, arm, cache=cache, steps=STEPS, host=host, precision="float64")
+            assert run_job(job)
+            found[host] = job.root
+        (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
+    return found
+
+
+@pytest.mark.parametrize("host", [host for host in HOSTS if host != "torch"])
+def test_every_host_ends_with_the_same_weights(host: str, roots: dict[str, Path]) -> None:
+    for arm in ARMS[1:]:
+        ours, _ = read_tensors(roots[host] / "seed-0" / arm / FULL)
+        plain, _ = read_tensors(roots["torch"] / "seed-0" / arm / FULL)
+        assert ours.keys() == plain.keys()
+        for name, t in plain.items():
+            assert t.dtype == torch.float64
+            assert torch.allclose(ours[name], t, rtol=0, atol=1e-8), (arm, name)
+            if name.endswith("B"):
+                assert t.abs().max() > 1e-3, "nothing was trained"
+
+
+@pytest.mark.parametrize("host", [host for host in HOSTS if host != "torch"])
+def test_every_host_prints_the_same_table(host: str, roots: dict[str, Path]) -> None:
+    for arm in ARMS:
+        ours, plain = (json.loads((roots[h] / "seed-0" / arm / EVAL).read_text()) for h in (host, "torch"))
+        assert ours == plain
+    tables = []
+    for h in (host, "torch"):
+        write_tables(roots[h])
+        tables.append((roots[h] / "table.md").read_text())
+    assert tables[0].partition("\n|")[2] == tables[1].partition("\n|")[2]
+    assert "route2-full" in tables[0]
+
+
+def test_a_host_is_a_part_of_a_runs_identity(tmp_path: Path) -> None:
+    jobs = [tiny_job(tmp_path, "vanilla", host=host, precision=p) for host in HOSTS for p in ("float32", "float64")]
+    assert len({job.identity for job in jobs}) == len(jobs)
+
+
+@pytest.mark.parametrize(("field", "valid"), [("host", "torch, transformer_lens, nnsight"), ("precision", "float32, float64")])
+def test_an_unknown_host_or_precision_is_one_sentence(field: str, valid: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"unknown {field} 'abacus': choose from {valid}"):
+        tiny_job(tmp_path, "vanilla", **{field: "abacus"})
+
+
+def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
+    """The usual host and precision add nothing to the identity: finished folders stay finished."""
+    job = tiny_job(tmp_path, "vanilla")
+    assert job.elsewhere == ()
+    assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
