@@ -108,7 +108,8 @@ def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out
         return None
     part, parts, how = at.fused
     index = torch.arange(width)
-    return index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
+    rows = index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
+    return rows.clone()  # a view would keep all of the index
 
 
 def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Module:

@@ -72,8 +72,9 @@ class SVD:
         if rank is None:
             return self
         _refuse_rank(rank, self.S.numel())
-        residual = None if self.residual is None else self.residual[:rank].contiguous()
-        return SVD(self.U[:, :rank].contiguous(), self.S[:rank].contiguous(), self.Vh[:rank].contiguous(), residual)
+        residual = None if self.residual is None else self.residual[:rank].clone()
+        # Copies: leading rows are contiguous as they are, and a view of them would keep the whole matrix alive.
+        return SVD(self.U[:, :rank].contiguous(), self.S[:rank].clone(), self.Vh[:rank].clone(), residual)
 
     def to(self, device: torch.device) -> "SVD":
         """The same on ``device``."""

@@ -156,12 +156,12 @@ class Replays:
         self._graded = torch.is_grad_enabled()  # reentrant checkpointing switches it off inside
 
     def edited(self, site: Site) -> None:
-        """Told of every value that was replaced. ``RuntimeError`` in the replay of a forward that ran without the edit."""
+        """Told of every value that was replaced. ``RuntimeError`` in a replay without a forward under the edit to be replayed."""
         if in_backward():
             if not self._due.get(site):
                 raise RuntimeError(
-                    f"the backward runs the forward again (gradient checkpointing) and meets the edit of {site}, under which that "
-                    "forward did not run: run this backward outside of hooks()"
+                    f"the backward runs the forward again (gradient checkpointing) and meets the edit of {site} more often than "
+                    "forwards did: every forward of this backward belongs inside of hooks(), each for one backward"
                 )
             self._due[site] -= 1
         elif self._graded and checkpointing():

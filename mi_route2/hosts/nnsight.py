@@ -86,12 +86,12 @@ class NNsightHost:
 
     def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
         """As ``Host``. ``RuntimeError`` inside a trace of the same model, and for an edit of what checkpointing runs again."""
-        interleaver = self.envoy.interleaver
-        if interleaver.interleaving or interleaver.mediators:
+        if self.envoy.interleaver.mediators:
             raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
         self.refresh()
         keywords, found = self._torch.keywords(attention), {}
-        # Reading in the body itself and not in a function: a worker that waits inside of one would be between the model's frames.
+        # Each body waits at its site by itself and not in a function that it calls: what keeps a stack of calls aside from Python's
+        # own (a run-time checker of shapes) would find that function's frame among the model's.
         with self.envoy.trace() as tracer:
             with tracer.invoke(tokens, **keywords):
                 found["result"] = tracer.result

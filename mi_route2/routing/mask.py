@@ -72,9 +72,9 @@ class _MaskStep(Once):
             tape = route.tape(policy, lane, piece, l1=0.0 if split else l1)
             if split:
                 tape.quarantine = LearnNothing()
-                blocked = LearnNothing(lane) if spec.through == "detach" else LearnNothing()
-                first = Tape(b, s, kept=blocked, l1=l1, real=piece.rollouts.attention)
-                lane.overrule = _either(first, tape)
+                first = Tape(b, s, kept=LearnNothing(), l1=l1, real=piece.rollouts.attention)
+                if spec.through == "detach":
+                    first.kept, lane.overrule = LearnNothing(lane), _either(first, tape)
                 self.parts.append(Part(piece, first, piece.advantages))
             self.parts.append(Part(piece, tape, kept_advantages[index]))
             self._lanes.append(lane)

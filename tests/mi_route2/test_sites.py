@@ -61,7 +61,8 @@ def test_what_parses_is_a_name_and_all_else_is_one_of_two_errors(text: str) -> N
 def test_sites_sort_by_layer_with_the_unembedding_last(sites: list[Site]) -> None:
     layers = [site.layer for site in sorted(sites)]
     assert layers == sorted(layers, key=lambda layer: (layer is None, layer or 0))
-    assert sorted(sites) == sorted(list(reversed(sites)))
+    turned = sites[::-1]
+    assert sorted(sites) == sorted(turned)
     assert all((a < b) + (b < a) + (a == b) == 1 for a, b in itertools.pairwise(sites))
 
 
@@ -225,22 +226,16 @@ def test_a_config_without_heads_is_said() -> None:
 # ---- the page
 
 
-def groups() -> dict[str, Architecture]:
-    """Architectures that agree in everything that a table shows, under one heading."""
-    merged: dict[str, Architecture] = {}
-    for row in ARCHITECTURES.values():
-        like = next((n for n, r in merged.items() if _shown(r) == _shown(row)), None)
-        merged[row.name if like is None else f"{like}, {row.name}"] = row if like is None else merged.pop(like)
-    return merged
+Cell = Callable[[Architecture, str], str]
 
 
-def _shown(row: Architecture) -> object:
-    return row.blocks, row.unembed, row.linears, row.points, row.bridge_points, row.bridge_linears
-
-
-def _table(lines: Iterable[str], cell: Callable[[Architecture, str], str]) -> str:
-    columns = groups()
-    return markdown_table(["", *columns], [[f"`{x}`", *(cell(row, x) for row in columns.values())] for x in lines], left=99)
+def _table(lines: Iterable[str], cell: Cell, rows: Iterable[Architecture] = ARCHITECTURES.values()) -> str:
+    """A column an architecture; those that agree in every line share one."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        columns.setdefault(tuple(cell(row, line) for line in lines), []).append(row.name)
+    body = [[f"`{line}`", *cells] for line, *cells in zip(lines, *columns, strict=True)]
+    return markdown_table(["", *(", ".join(names) for names in columns.values())], body, left=len(columns) + 1)
 
 
 def _linear(row: Architecture, name: str) -> str:
@@ -250,14 +245,16 @@ def _linear(row: Architecture, name: str) -> str:
         return "none"
     at = row.linears[name]
     part = "" if at.fused is None else f", part {at.fused[0] + 1} of {at.fused[1]} ({at.fused[2]})"
-    return f"`{at.path}`{part}"
+    return f"`{row.blocks}.<layer>.{at.path}`{part}"
 
 
 def _torch(row: Architecture, point: str) -> str:
     at = row.points[point]
     if isinstance(at, str):
         return "none"
-    return f"`{at.path}` {'Linear' if at.linear else at.side}" if at.path else f"block {at.side}"
+    if at.linear:
+        return f"output of `{at.path}`"
+    return f"{at.side} of `{at.path}`" if at.path else f"{at.side} of the block"
 
 
 def _bridge(row: Architecture, point: str) -> str:
@@ -272,7 +269,7 @@ def tables() -> dict[str, str]:
         "adapter points": markdown_table(["point", "what is there"], adapters, left=2),
         "linears": _table([*LINEARS, "unembed"], _linear),
         "torch": _table(POINTS, _torch),
-        "bridge": _table(POINTS, _bridge),
+        "bridge": _table(POINTS, _bridge, [row for row in ARCHITECTURES.values() if row.name in TRANSFORMERS]),
     }
 
 
@@ -284,6 +281,19 @@ def test_the_tables_of_the_page_are_the_rows(name: str) -> None:
     assert found[1] == tables()[name], f"docs/sites.md must have, below <!-- table: {name} -->:\n\n{tables()[name]}"
 
 
+def test_the_blocks_of_the_page_run() -> None:
+    names: dict[str, object] = {"__name__": "docs"}
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for code in blocks:
+        exec(code, names)
+
+
+def test_the_page_names_the_classes_that_have_a_row() -> None:
+    last = PAGE.read_text(encoding="utf-8").partition("## Another architecture")[2]
+    assert set(re.findall(r"`(\w+)`", last)) == {name for row in ARCHITECTURES.values() for name in row.classes}
+
+
 def test_the_page_says_why_a_point_is_missing() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     rows = ARCHITECTURES.values()
@@ -291,8 +301,3 @@ def test_the_page_says_why_a_point_is_missing() -> None:
     reasons |= {name for row in rows for name in row.bridge_points.values() if " " in name}
     assert reasons
     assert [reason for reason in reasons if reason not in text] == []
-
-
-def test_the_page_names_the_blocks_of_every_transformers_family() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert [name for name in TRANSFORMERS if f"`{ARCHITECTURES[name].blocks}.<layer>`" not in text] == []

@@ -584,6 +584,17 @@ def test_envoys_that_are_older_than_the_adapters_are_renewed() -> None:
     assert_close(y, values[0])
 
 
+def test_envoys_come_and_go_with_modules() -> None:
+    module = make_family("GPT2")
+    host = NNsightHost(module)
+    module.transformer.add_module("extra", nn.Identity())
+    host.refresh()
+    assert host.envoy.transformer._child_map["extra"]._module is module.transformer.extra
+    del module.transformer.extra
+    host.refresh()
+    assert "extra" not in host.envoy.transformer._child_map
+
+
 def test_envoys_keep_their_aliases_and_edits_over_attach() -> None:
     module, tokens = make_family("Llama"), make_tokens()[0]
     model = NNsight(module, rename={"q_proj": "query"})

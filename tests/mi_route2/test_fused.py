@@ -1,0 +1,401 @@
+"""Adapters at parts of fused modules (GPT-2's thirds, GPT-NeoX's heads) are those of the same model with its parts apart.
+
+The oracle is a copy of the model in which the test has replaced every fused or transposed module by plain ``nn.Linear`` ones.
+"""
+
+import gc
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import HEAD, HEADS, LAYERS, SPECS, WIDTH, make_batch, make_family, make_tokens, move
+from mask_oracle import FixedFitter, assert_same, plain_loss, random_directions, run
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from mi_route2.adapters import AdapterSpec, Tape, attach
+from mi_route2.adapters.gradients import FactorGradient
+from mi_route2.adapters.routed import RoutedLinear
+from mi_route2.adapters.store import load_adapters, save_adapters
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
+from mi_route2.sites import Slot
+
+FUSED = ("GPT2", "GPTNeoX")
+PATTERNS = {"all": ("blocks.*",), "q": ("blocks.*.attn.q",), "q and v": ("blocks.*.attn.[qv]", "blocks.1.mlp.*")}
+CASES = [
+    MaskSpec(score="grad", unit="pooled", reinforced_only=False),
+    MaskSpec(score="act", unit="token", through="detach", reinforced_only=False),
+    MaskSpec(score="full", unit="rollout", through="detach", reinforced_only=False),
+]
+TOKENS = make_tokens(3)[0]
+
+
+# ---- the same model, apart
+
+
+def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    out = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+    with torch.no_grad():
+        out.weight.copy_(weight)
+        out.bias.copy_(bias)
+    return out
+
+
+class Apart(nn.Module):
+    """``q``, ``k`` and ``v`` as Linears of their own; what they give is put together as the fused module gives it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, per_head: bool):
+        super().__init__()
+        self.per_head = per_head
+        rows = torch.arange(len(weight))
+        parts = rows.view(HEADS, 3, HEAD).unbind(1) if per_head else rows.view(3, HEADS, HEAD).unbind(0)
+        self.q, self.k, self.v = (linear(weight[part.flatten()], bias[part.flatten()]) for part in parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part(x).unflatten(-1, (HEADS, HEAD)) for part in (self.q, self.k, self.v)]
+        return torch.stack(parts, dim=-2 if self.per_head else -3).flatten(-3)
+
+
+def taken_apart(name: str) -> tuple[nn.Module, dict[str, Slot]]:
+    """The family's model without fused or transposed modules, and its logical Linears in the order of the forward."""
+    model, known = make_family(name), {}
+    gpt2 = name == "GPT2"
+    for layer in range(LAYERS):
+        block = f"transformer.h.{layer}" if gpt2 else f"gpt_neox.layers.{layer}"
+        own = ("attn.c_proj", "mlp.c_fc", "mlp.c_proj") if gpt2 else ("attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+        fused = "attn.c_attn" if gpt2 else "attention.query_key_value"
+        for path in (fused, *own):
+            module: Any = model.get_submodule(f"{block}.{path}")
+            weight, bias = (module.weight.mT if gpt2 else module.weight).detach().clone(), module.bias
+            put(model, f"{block}.{path}", Apart(weight, bias, not gpt2) if path == fused else linear(weight, bias))
+        paths = {f"attn.{n}": f"{block}.{fused}.{n}" for n in "qkv"}
+        paths |= {n: f"{block}.{path}" for n, path in zip(("attn.o", "mlp.up", "mlp.down"), own)}
+        for n, path in paths.items():
+            known[f"blocks.{layer}.{n}"] = Slot(f"blocks.{layer}.{n}", path, model.get_submodule(path))
+    return model, known
+
+
+def put(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def both(name: str, spec: str, which: str = "all", scale: float = 0.1) -> tuple[Policy, Policy]:
+    """The policy on the fused model, and on the one that was taken apart."""
+    apart, known = taken_apart(name)
+    policies = []
+    for model, slots in ((make_family(name), None), (apart, known)):
+        generator = torch.Generator().manual_seed(7)
+        adapters = attach(model, *PATTERNS[which], spec=SPECS[spec], generator=generator, known=slots)
+        policies.append(Policy(model, move(adapters, scale)))
+    return policies[0], policies[1]
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max())
+
+
+def logits(policy: Policy) -> Tensor:
+    return policy.model(TOKENS).logits
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    parameters = {f"kept.{n}": p for n, p in policy.adapters.kept_parameters().items()}
+    parameters |= {f"quarantine.{n}": p for n, p in policy.adapters.quarantine_parameters().items()}
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_oracle_is_the_same_model(name: str) -> None:
+    apart, known = taken_apart(name)
+    assert gap(apart(TOKENS).logits, make_family(name)(TOKENS).logits) < 1e-13
+    assert all(type(slot.module) is nn.Linear and slot.rows is None and not slot.transposed for slot in known.values())
+
+
+# ---- forward, gradients, files
+
+
+@pytest.mark.parametrize("which", PATTERNS)
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_is_apart(name: str, spec: str, which: str) -> None:
+    """Names, start values, base, logits under every switch, plain gradients of both adapters, merged weights."""
+    fused, apart = both(name, spec, which)
+    assert list(fused.adapters.sites) == list(apart.adapters.sites)
+    assert fused.adapters.base_hash == apart.adapters.base_hash
+    own, other = fused.adapters.tensors(), apart.adapters.tensors()
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[n], other[n]) for n in own)
+    for switch in ("full", "deployed", "reference"):
+        with getattr(fused.adapters, switch)(), getattr(apart.adapters, switch)():
+            plain = logits(fused)
+            assert gap(plain, logits(apart)) < 1e-12, switch
+            with fused.adapters.merged():
+                assert gap(logits(fused), plain) < 1e-12, switch
+    batch = make_batch(3)
+    for policy in (fused, apart):
+        plain_loss(policy, batch, batch.advantages).backward()
+    assert_same(gradients(fused), gradients(apart), 1e-12)
+    for site, branch in fused.adapters.sites.items():
+        weight = branch.weight.double()
+        assert gap(branch.merged(weight), apart.adapters.sites[site].merged(apart.adapters.sites[site].weight)) < 1e-13
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda spec: f"{spec.score}-{spec.unit}-{spec.through}")
+@pytest.mark.parametrize("spec", ["svd", "lora", "lora-alone"])
+@pytest.mark.parametrize("name", FUSED)
+def test_routed_gradients_are_those_apart(name: str, spec: str, case: MaskSpec) -> None:
+    batch, runs = make_batch(4), []
+    for policy in both(name, spec):
+        route = MaskRoute(case, FixedFitter(random_directions(policy, case.score)))
+        route.refresh(policy, 0)
+        runs.append(run(policy, route, batch))
+    fused, apart = runs
+    assert torch.equal(fused.decision.flags, apart.decision.flags)
+    assert gap(fused.decision.scores, apart.decision.scores) < 1e-11
+    assert_same(fused.kept, apart.kept, 1e-11)
+    assert_same(fused.quarantine, apart.quarantine, 1e-11)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_files_are_the_same_and_load_on_either(name: str, tmp_path: Path) -> None:
+    fused, apart = both(name, "svd-low")
+    for policy, path in ((fused, tmp_path / "fused"), (apart, tmp_path / "apart")):
+        save_adapters(policy.adapters, path)
+    assert (tmp_path / "fused").read_bytes() == (tmp_path / "apart").read_bytes()
+    plain = logits(fused)
+    move(fused.adapters, seed=5)
+    assert gap(logits(fused), plain) > 1e-3
+    load_adapters(fused.adapters, tmp_path / "apart")
+    assert torch.equal(logits(fused), plain)
+
+
+# ---- per rollout
+
+
+class Recorder:
+    """A lane that answers with the plain sum and keeps every rollout's own gradient."""
+
+    detach = False
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Tensor] = {}
+
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor:
+        self.seen[f"{site}.{factor}"] = pair.values()
+        return pair.values().sum(0)
+
+    def weights(self, site: str) -> Tensor:
+        raise AssertionError(site)
+
+    def decide(self, site: str) -> None:
+        return None
+
+
+def per_rollout(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
+    """The oracle: ``vmap(grad)`` over the rollouts, of the model without any tape."""
+    names = {id(p): n for n, p in policy.model.named_parameters()}
+    own = {f"kept.{n}": p for n, p in policy.adapters.kept_parameters().items()}
+    own |= {f"quarantine.{n}": p for n, p in policy.adapters.quarantine_parameters().items()}
+
+    def loss(parameters: dict[str, Tensor], tokens: Tensor, predictors: Tensor, advantage: Tensor) -> Tensor:
+        out = functional_call(policy.model, parameters, (tokens[None],), {"use_cache": False}).logits[0, :-1]
+        chosen = out.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        return -(advantage * torch.where(predictors[:-1], chosen, 0.0)).sum() / 50
+
+    parameters = {names[id(p)]: p.detach() for p in own.values()}
+    rollouts = batch.rollouts
+    out = vmap(grad(loss), in_dims=(None, 0, 0, 0))(parameters, rollouts.tokens, rollouts.predictors, batch.advantages)
+    return {n: out[names[id(p)]] for n, p in own.items()}
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1])
+@pytest.mark.parametrize("spec", ["svd", "lora", "lora-shared"])
+@pytest.mark.parametrize("name", ["GPT2", "GPTNeoX", "GPTNeoX (sequential)"])
+def test_per_rollout_gradients_are_those_of_vmap(name: str, spec: str, scale: float) -> None:
+    """At init (where the gradient of A is exactly 0) and elsewhere."""
+    model = make_family(name)
+    adapters = move(attach(model, "blocks.*", spec=SPECS[spec], generator=torch.Generator().manual_seed(7)), scale)
+    policy, batch = Policy(model, adapters), make_batch(3)
+    kept, quarantine = Recorder(), Recorder()
+    with adapters.recording(Tape(*batch.rollouts.tokens.shape, kept=kept, quarantine=quarantine)) as tape:
+        plain_loss(policy, batch, batch.advantages).backward()
+    tape.assert_fired(adapters.sites, backward=True)
+    found = {f"kept.{n}": g for n, g in kept.seen.items()} | {f"quarantine.{n}": g for n, g in quarantine.seen.items()}
+    assert_same(found, per_rollout(policy, batch), 1e-12)
+    assert any(bool(g.any()) for g in found.values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("spec", ["svd", "lora"])
+@pytest.mark.parametrize("name", [*FUSED, "Llama", "Gemma3"])
+def test_gradient_checkpointing_changes_no_gradient(name: str, spec: str, reentrant: bool) -> None:
+    """Plain, and under a mask route, whose flags of the forward are worked out once more in the backward's forward."""
+    batch, results = make_batch(3), []
+    for checkpointed in (False, True):
+        model: Any = make_family(name)
+        adapters = attach(model, "blocks.*", spec=SPECS[spec], generator=torch.Generator().manual_seed(7))
+        if checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+            model.train()
+        policy = Policy(model, move(adapters))
+        plain_loss(policy, batch, batch.advantages).backward()
+        found = [gradients(policy)]
+        for case in CASES[:2]:
+            route = MaskRoute(case, FixedFitter(random_directions(policy, case.score)))
+            route.refresh(policy, 0)
+            routed = run(policy, route, batch)
+            found += [routed.kept, routed.quarantine]
+        results.append(found)
+    for plain, own in zip(*results, strict=True):
+        assert_same(own, plain, 1e-12)
+
+
+# ---- off, merged, generation
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("name", [*FUSED, "GPTNeoX (sequential)"])
+def test_off_is_the_base_bit_for_bit(name: str, spec: str) -> None:
+    base = make_family(name)(TOKENS).logits
+    model = make_family(name)
+    adapters = attach(model, *PATTERNS["q and v"], spec=SPECS[spec], generator=torch.Generator().manual_seed(7))
+    assert torch.equal(model(TOKENS).logits, base), "at init"
+    move(adapters, 1.0)
+    assert gap(model(TOKENS).logits, base) > 1e-2
+    with adapters.reference():
+        assert torch.equal(model(TOKENS).logits, base)
+    assert adapters.detach() is model
+    assert torch.equal(model(TOKENS).logits, base)
+    assert not any(isinstance(m, RoutedLinear) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", [*FUSED, "Qwen3", "Gemma3"])
+def test_merged_generation_is_unmerged_generation(name: str) -> None:
+    """With transformers' own ``generate`` and its cache, on left-padded prompts; and the adapters do change what is generated."""
+    model: Any = make_family(name)
+    adapters = attach(model, "*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7))
+    tokens, attention = make_tokens(4, "left")
+    settings = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "attention_mask": attention.long(),
+    }
+    base = model.generate(tokens, **settings)
+    move(adapters)
+    plain = model.generate(tokens, **settings)
+    with adapters.merged():
+        assert torch.equal(model.generate(tokens, **settings), plain)
+        assert torch.equal(model.generate(tokens, **settings, use_cache=False), plain)
+    assert torch.equal(model.generate(tokens, **settings), plain)
+    with adapters.deployed(), adapters.merged():
+        deployed = model.generate(tokens, **settings)
+    with adapters.deployed():
+        assert torch.equal(model.generate(tokens, **settings), deployed)
+    with adapters.reference(), adapters.merged():
+        assert torch.equal(model.generate(tokens, **settings), base)
+    assert not torch.equal(plain, base)
+    assert not torch.equal(plain, deployed)
+
+
+# ---- other types
+
+
+@pytest.mark.parametrize("name", [*FUSED, "Llama"])
+def test_types_are_the_models_also_under_autocast(name: str) -> None:
+    for spec in ("svd", "lora"):
+        model: Any = make_family(name, torch.float32)
+        adapters = attach(model, *PATTERNS["q and v"], spec=SPECS[spec], generator=torch.Generator().manual_seed(7))
+        policy, batch = Policy(model, move(adapters)), make_batch(3)
+        exact = policy.logprobs(batch.rollouts)
+        with torch.autocast("cpu", torch.bfloat16):
+            low = policy.logprobs(batch.rollouts)
+        (low.sum() + exact.sum()).backward()
+        assert gap(low, exact) < 0.5
+        assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in adapters.kept_parameters().values())
+        model.to(torch.bfloat16)
+        assert model(TOKENS).logits.dtype == torch.bfloat16
+        with adapters.merged():
+            assert model(TOKENS).logits.dtype == torch.bfloat16
+
+
+def test_fold_is_refused_at_fused_and_transposed_linears() -> None:
+    folded = AdapterSpec(fold=True)
+    for name, pattern, first in (("GPT2", "blocks.*.mlp.up", "mlp.up"), ("GPTNeoX", "*", "attn.q")):
+        model = make_family(name)
+        with pytest.raises(ValueError, match=rf"fold=True needs plain Linears, but blocks\.0\.{first} is a part of a fused"):
+            attach(model, pattern, spec=folded, generator=torch.Generator())
+        assert all(p.requires_grad for p in model.parameters())
+    attach(make_family("GPTNeoX"), "blocks.*.mlp.*", spec=folded, generator=torch.Generator())
+
+
+# ---- memory
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Storage -> bytes."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def alive() -> list[Tensor]:
+    """Every tensor that Python holds, registered on a module or not."""
+    gc.collect()
+    return [
+        t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" and t.layout == torch.strided
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("GPT2", "svd-low"),
+        ("GPT2", "lora-shared"),
+        ("GPTNeoX", "svd-shared"),
+        ("GPTNeoX", "lora"),
+        ("Llama", "svd-low"),
+        ("MicroGPT", "svd"),
+        ("MicroGPT", "lora-alone"),
+    ],
+)
+def test_adapters_hold_what_they_say_and_no_second_copy_of_a_weight(name: str, spec: str) -> None:
+    """Every storage that exists after ``attach`` and did not before is a factor, or says which rows are whose."""
+    model = make_family(name)
+    held = alive()
+    before = storages(held)
+    adapters = attach(model, "*", spec=SPECS[spec], generator=torch.Generator().manual_seed(7))
+    new = {place: size for place, size in storages(alive()).items() if place not in before}
+    memory = adapters.memory()
+    assert sum(new.values()) == sum(memory.values())
+    own = storages(t for path in adapters.modules for t in tensors_of(model.get_submodule(path)))
+    kept = [*adapters.kept_parameters().values()]
+    assert memory["kept"] == sum(p.numel() * 8 for p in kept)
+    assert memory["quarantine"] == sum(p.numel() * 8 for p in adapters.quarantine_parameters().values())
+    assert memory["rows"] == (2 * 3 * WIDTH * 8 if name.startswith("GPT") else 0)
+    assert memory["merged"] == 0
+    assert (memory["factors"] > 0) == spec.startswith("svd")
+    base = storages(t for module in adapters.modules.values() for t in tensors_of(module.base))
+    assert base.keys() <= before.keys()
+    assert sum(own.values()) == sum(base.values()) + sum(memory.values())
+    with adapters.merged():
+        weights = [module.weight for module in adapters.modules.values()]
+        assert adapters.memory()["merged"] == sum(w.numel() * w.element_size() for w in weights)
+    assert adapters.memory() == memory
+    del held
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def test_a_fold_holds_its_singular_values_beside_the_factors() -> None:
+    plain = attach(make_family("MicroGPT"), "blocks.*", spec=AdapterSpec(), generator=torch.Generator()).memory()
+    folded = attach(make_family("MicroGPT"), "blocks.*", spec=AdapterSpec(fold=True), generator=torch.Generator()).memory()
+    assert folded["factors"] - plain["factors"] == LAYERS * 6 * WIDTH * 8
+    assert {kind for kind in plain if plain[kind] != folded[kind]} == {"factors"}
