@@ -1,5 +1,6 @@
 """What the pages print is runnable: Python blocks in order and without a network, command lines, the file of pairs."""
 
+import linecache
 import re
 import shlex
 import socket
@@ -22,6 +23,13 @@ def blocks(path: Path) -> list[tuple[int, str]]:
     """The fenced Python blocks of a file, each with the line that it begins on."""
     text = path.read_text(encoding="utf-8")
     return [(text.count("\n", 0, match.start(1)), match[1]) for match in FENCE.finditer(text)]
+
+
+def run_block(page: str, line: int, code: str, namespace: dict[str, object]) -> None:
+    """As a notebook runs a cell: its source can be read back (nnsight compiles traces from it); tracebacks name the page's line."""
+    source, name = "\n" * line + code, f"{ROOT / page}:{line}"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), namespace)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +55,7 @@ def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.Monkey
     found = blocks(ROOT / name)
     assert found
     for line, code in found:
-        # blank lines in front, so that a traceback names the line of the page
-        exec(compile("\n" * line + code, str(ROOT / name), "exec"), namespace)
+        run_block(name, line, code, namespace)
 
 
 def test_the_readme_finds_hacks_that_the_pairs_never_showed(
@@ -56,8 +63,8 @@ def test_the_readme_finds_hacks_that_the_pairs_never_showed(
 ) -> None:
     monkeypatch.chdir(workplace)
     namespace: dict[str, object] = {"__name__": "docs"}
-    for _, code in blocks(ROOT / "README.md"):
-        exec(code, namespace)
+    for line, code in blocks(ROOT / "README.md"):
+        run_block("README.md", line, code, namespace)
     found = re.search(r"(\d+) of 384 rollouts hack; AUROC .*: (0\.\d+|1\.00)", capsys.readouterr().out)
     assert found
     assert int(found[1]) >= 5

@@ -27,6 +27,7 @@ from mi_route2.adapters.export import export_merged, export_peft, factors, place
 from mi_route2.adapters.kept import LoRA, SVDKept
 from mi_route2.adapters.store import from_pretrained, save_pretrained
 from mi_route2.adapters.svd import decompose
+from mi_route2.hosts import HOSTS, open_host
 from mi_route2.sites import slots
 
 TOKENS = make_tokens()[0]
@@ -197,6 +198,28 @@ def test_a_torch_model_without_a_row_exports_under_its_own_paths(tmp_path: Path)
     near(logits(peft.PeftModel.from_pretrained(model(), str(tmp_path / "peft"))), deployed(adapters))
 
 
+def on_host(host: str, name: str, spec: AdapterSpec) -> Adapters:
+    """The same adapters on any host, the bridge's eager attention everywhere."""
+    opened = open_host(host, make_family(name, attn="eager"))
+    return move(opened.attach("blocks.*", "unembed", spec=spec, generator=torch.Generator().manual_seed(7)))
+
+
+@pytest.mark.parametrize("kind", ["svd-low", "lora"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX"])
+def test_every_host_exports_the_same_lora(name: str, kind: str, tmp_path: Path) -> None:
+    for host in HOSTS:
+        export_peft(on_host(host, name, KINDS[kind]), tmp_path / host)
+    written = {host: tensors_of(tmp_path / host) for host in HOSTS}
+    for host in HOSTS:
+        assert written[host].keys() == written["torch"].keys()
+        assert all(torch.allclose(t, written["torch"][key], rtol=0, atol=1e-12) for key, t in written[host].items())
+        config, own = (json.loads((tmp_path / h / "adapter_config.json").read_text()) for h in (host, "torch"))
+        assert {**config, "target_modules": sorted(config["target_modules"])} == {
+            **own,
+            "target_modules": sorted(own["target_modules"]),
+        }
+
+
 # ---- merged
 
 
@@ -259,6 +282,14 @@ def test_what_is_no_transformers_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"MicroGPT has no checkpoint of transformers.*use export_peft"):
         export_merged(adapted("MicroGPT"), tmp_path / "merged")
     assert not list(tmp_path.iterdir())
+
+
+def test_hosts_that_keep_the_model_merge_it_and_the_bridge_says_where(tmp_path: Path) -> None:
+    for host in ("torch", "nnsight"):
+        export_merged(on_host(host, "Llama", SPECS["lora"]), tmp_path / host)
+    assert bytes_of(tmp_path / "torch") == bytes_of(tmp_path / "nnsight")
+    with pytest.raises(ValueError, match="load the adapters to the transformers model on the torch host"):
+        export_merged(on_host("transformer_lens", "Llama", SPECS["lora"]), tmp_path / "bridge")
 
 
 # ---- all formats: the quarantine, switches, whole or nothing

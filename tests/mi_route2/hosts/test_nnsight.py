@@ -140,6 +140,14 @@ def test_captures_at_every_point_are_the_torch_hosts(name: str) -> None:
         assert_close(own[site], expected[site])
 
 
+def test_a_capture_builds_no_graph() -> None:
+    host, graded = pair("GPT2")[0], []
+    with host.hooks({Site(1, "q"): lambda x: graded.append(torch.is_grad_enabled())}):
+        host.capture([Site(0, "q")], make_tokens()[0])
+        host.logits(make_tokens()[0])
+    assert graded == [False, True]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_address_is_what_one_writes_in_a_trace(name: str) -> None:
     host, _, _, _ = pair(name)

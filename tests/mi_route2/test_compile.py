@@ -1,0 +1,240 @@
+"""``torch.compile`` takes the routed forward without a graph break, and what it makes is the eager forward.
+
+The checks of shapes at run time, under which this suite runs, cannot be traced. So the theorems below are collected under their
+own name in a child without them; to run them by hand:
+
+    JAXTYPING_DISABLE=1 pytest -o addopts=--import-mode=importlib -o python_functions='check_*' tests/mi_route2/test_compile.py
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import SPECS, VOCAB, make_batch, make_policy, make_tokens, move
+from mask_oracle import mask_route, run
+from torch import Tensor, nn
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskSpec
+from mi_route2.sites import Site
+
+ROOT = Path(__file__).parents[2]
+KINDS = SPECS | {"svd-fold": AdapterSpec(kept="svd", quarantine_rank=3, fold=True)}
+ROUTES = {
+    "pooled gradient": MaskSpec(reinforced_only=False),
+    "activation per token, detached": MaskSpec("act", "token", through="detach", reinforced_only=False),
+    "full gradient": MaskSpec("full", "rollout", reinforced_only=False),
+}
+STEER = {Site(0, "resid_post"): lambda x: 1.5 * x, Site(0, "kept_out", "mlp.down"): torch.zeros_like}
+
+
+def in_a_child(cache: Path, *options: str) -> str:
+    """What pytest printed about the checks that ``options`` select; fails where one of them did."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *options, str(Path(__file__))]
+    changed = ["-o", "addopts=--import-mode=importlib", "-o", "python_functions=check_*"]
+    environment = os.environ | {"JAXTYPING_DISABLE": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    done = subprocess.run([*command, *changed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_compiled_forward_is_the_eager_one(tmp_path: Path) -> None:
+    assert " passed" in in_a_child(tmp_path, "-k", "not inductor")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+def test_the_default_backend_gives_the_eager_numbers(tmp_path: Path) -> None:
+    assert "1 passed" in in_a_child(tmp_path, "-k", "inductor")
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """No graph of one check is left to the next; the counts of graphs start at 0."""
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+        dynamo.utils.counters.clear()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+def result(adapters: Adapters, forward: Callable[[], Any]) -> Result:
+    """The output of a forward, and every adapter gradient of a loss of it (0 where none arrives)."""
+    parameters = adapters.kept_parameters() | adapters.quarantine_parameters()
+    out = forward()
+    out = out if isinstance(out, Tensor) else out.logits
+    if not out.requires_grad:
+        return out, {}
+    weights = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
+    grads = torch.autograd.grad((weights * out).sum(), list(parameters.values()), allow_unused=True)
+    return out.detach(), {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), grads)}
+
+
+def assert_same(own: Result, expected: Result, tolerance: float = 1e-13) -> None:
+    assert float((own[0] - expected[0]).abs().max()) <= tolerance * float(expected[0].abs().max())
+    assert own[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert float((own[1][name] - gradient).abs().max()) <= tolerance * float(gradient.abs().max()), name
+
+
+CONTEXTS = ("full", "deployed", "reference", "merged")
+
+
+def assert_contexts_agree(
+    adapters: Adapters,
+    eager: Callable[[], Any],
+    compiled: Callable[[], Any],
+    names: Sequence[str] = CONTEXTS,
+    tolerance: float = 1e-13,
+) -> None:
+    """In turn, and back again: a switch is seen by the compiled forward, and what was compiled for a context is used again."""
+    contexts = {name: getattr(adapters, name) for name in names}
+    expected = {name: result_in(context(), adapters, eager) for name, context in contexts.items()}
+    for name, context in contexts.items():
+        assert_same(result_in(context(), adapters, compiled), expected[name], tolerance)
+    if adapters.has_quarantine:
+        assert not torch.equal(expected["full"][0], expected["deployed"][0])
+    before = graphs()
+    for name in reversed([name for name in names if name != "merged"]):  # merging anew makes new weights
+        assert_same(result_in(contexts[name](), adapters, compiled), expected[name], tolerance)
+    assert graphs() == before
+
+
+def result_in(context: Any, adapters: Adapters, forward: Callable[[], Any]) -> Result:
+    with context:
+        return result(adapters, forward)
+
+
+def two_linears(kind: str) -> tuple[nn.Module, Adapters, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 4)
+    adapters = move(attach(model, "*", spec=KINDS[kind], generator=generator, expect=2))
+    return model, adapters, torch.randn(3, 5, 12, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def check_every_kind_of_adapter_in_every_context(kind: str) -> None:
+    model, adapters, x = two_linears(kind)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x))
+
+
+def one_block(name: str) -> tuple[Any, Policy]:
+    """A model of the family without its other blocks: tracing takes seconds a block."""
+    host, policy = make_policy(name, "lora", "blocks.0.*")
+    blocks = host.model.get_submodule(host.architecture.blocks)
+    host.model.set_submodule(host.architecture.blocks, blocks[:1])
+    return host, policy
+
+
+@pytest.mark.parametrize("name", ["MicroGPT", "GPT2", "Qwen3"])
+def check_a_whole_model_in_every_context(name: str) -> None:
+    """Linears of their own, fused in one module, and under norms of their outputs; a block of each."""
+    host, policy = one_block(name)
+    tokens, attention = make_tokens(side="left")
+    told = host.keywords(attention)
+    compiled = torch.compile(host.model, fullgraph=True, backend="aot_eager")
+    assert_contexts_agree(policy.adapters, lambda: host.model(tokens, **told), lambda: compiled(tokens, **told), CONTEXTS[:3])
+
+
+def check_inductor() -> None:
+    """Its kernels take sums in another order."""
+    model, adapters, x = two_linears("svd-low")
+    compiled = torch.compile(model, fullgraph=True)
+    assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), CONTEXTS[:2], 1e-12)
+
+
+def check_an_update_is_seen_without_another_graph() -> None:
+    """As are parameters that are loaded: both write into the tensors that the graph was given."""
+    model, adapters, x = two_linears("lora")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    before, graph = result(adapters, lambda: compiled(x)), graphs()
+    move(adapters, seed=5)
+    after = result(adapters, lambda: compiled(x))
+    assert_same(after, result(adapters, lambda: model(x)))
+    assert float((after[0] - before[0]).abs().max()) > 1e-3
+    assert graphs() == graph
+
+
+class Tiny(nn.Module):
+    """Two Linears between an embedding and logits: a route has all that it needs."""
+
+    def __init__(self, generator: torch.Generator):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, VOCAB)
+        for p in self.double().parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) / 2
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(self.embed(tokens))))
+
+
+def eager_and_compiled(**how: Any) -> tuple[Policy, Policy]:
+    """A policy, and the same model and adapters called through ``torch.compile``."""
+    generator = torch.Generator().manual_seed(0)
+    model = Tiny(generator)
+    adapters = move(attach(model, "*", spec=SPECS["lora"], generator=generator, expect=2))
+    compiled = torch.compile(model, backend="aot_eager", **how)
+    return Policy(model, adapters), Policy(model, adapters, lambda _model, tokens, _attention: compiled(tokens))
+
+
+@pytest.mark.parametrize("spec", ROUTES.values(), ids=list(ROUTES))
+def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(spec: MaskSpec) -> None:
+    """A lane is Python with state that the backward calls, and no graph holds that: torch runs the adapters as they are."""
+    policy, compiled = eager_and_compiled()
+    batch = make_batch(6)
+    with torch.no_grad():
+        plain = compiled.logprobs(batch.rollouts)
+    own, expected = (run(p, mask_route(p, spec), batch) for p in (compiled, policy))
+    assert torch.equal(own.decision.flags, expected.decision.flags)
+    assert own.decision.flags.any()
+    for learnt, right in ((own.kept, expected.kept), (own.quarantine, expected.quarantine)):
+        assert learnt.keys() == right.keys()
+        assert all(torch.equal(learnt[name], right[name]) for name in right)
+        assert any(g.any() for g in right.values())
+    assert torch._dynamo.utils.counters["graph_break"]
+    with torch.no_grad():
+        assert torch.equal(compiled.logprobs(batch.rollouts), plain)
+
+
+def check_a_step_under_a_route_that_may_not_break_is_refused_and_learns_nothing() -> None:
+    _, compiled = eager_and_compiled(fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run(compiled, mask_route(compiled, ROUTES["pooled gradient"]), make_batch(6))
+    assert all(p.grad is None for p in compiled.model.parameters())
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def check_a_hosts_hooks_act_on_a_compiled_model_or_are_an_error(guarded: bool) -> None:
+    """torch does not look for hooks that came after a graph, unless it is told to. What it then passes by is an error here."""
+    host, _ = one_block("MicroGPT")
+    tokens, _ = make_tokens()
+    with torch.no_grad(), torch._dynamo.config.patch(skip_nnmodule_hook_guards=not guarded):
+        plain = host.logits(tokens)
+        with host.hooks(STEER):
+            steered = host.logits(tokens)
+        host.model.compile(backend="aot_eager")
+        assert torch.equal(host.logits(tokens), plain)
+        with nullcontext() if guarded else pytest.raises(RuntimeError, match="did not fire: blocks.0.resid_post"):
+            with host.hooks(STEER):
+                own = host.logits(tokens)
+            assert torch.equal(own, steered)
+        assert torch.equal(host.logits(tokens), plain)
+    assert not torch.equal(steered, plain)
