@@ -24,7 +24,7 @@ FORBIDDEN = {
     "mi_route2": ("probes", "studies"),
     "probes": ("studies",),
     "mi_route2.architectures": ("mi_route2",),
-    "mi_route2.sites": ("mi_route2.adapters", "mi_route2.interventions", "mi_route2.rollouts", "mi_route2.routing", "mi_route2.hosts"),
+    "mi_route2.sites": tuple(f"mi_route2.{own}" for own in ("adapters", "interventions", "rollouts", "routing", "hosts")),
     "mi_route2.hosts": ("mi_route2.routing", "mi_route2.engine", "mi_route2.serve"),
     "mi_route2.stats": ("mi_route2",),
     "mi_route2.plots": ("mi_route2",),

@@ -45,7 +45,8 @@ class Annotator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         vocabulary = self.world.vocabulary
         prompts = [vocabulary.encode_prompt(row["prompt"]) for row in rows]
-        completions = [vocabulary.encode_completion(row["completion"]) for row in rows]
+        # a completion that never ended had no room for an <eos>: it has none here either
+        completions = [vocabulary.encode_completion(row["completion"])[: self.world.max_new] for row in rows]
         rollouts = Rollouts.from_lists(prompts, completions, vocabulary.pad)
         adapters = self.policy.adapters
         readings = {}

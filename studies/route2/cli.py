@@ -13,7 +13,7 @@ import tyro
 
 from mi_route2.hosts import HOSTS
 from studies.route2.arms import ARMS, MAIN, get_arms
-from studies.route2.job import PRECISIONS, Job
+from studies.route2.job import ELSEWHERE, PRECISIONS, Job
 from studies.route2.probing import Probes
 from studies.route2.publish import Publish
 from studies.route2.recorder import write_json
@@ -59,6 +59,8 @@ class Run:
             for job in jobs:
                 _ = job.finished  # a folder of another run is refused before any work
             write_json(root / "settings.json", settings.as_dict())
+            if elsewhere:
+                write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
             failures = run_jobs(jobs, self.workers)
             if failures:
@@ -131,8 +133,7 @@ class Show:
 
         if self.every < 1:
             raise ValueError(f"every must be at least 1, not {self.every}")
-        settings = Settings.read(self.root / "settings.json")
-        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, get_arms((self.arm,))[0], self.pairs)
+        job = Job.of(self.root, self.seed, get_arms((self.arm,))[0], self.pairs)
         if not job.folder.exists():
             have = sorted(p.name for p in (self.root / f"seed-{self.seed}").glob("*") if p.is_dir())
             raise ValueError(
@@ -140,7 +141,7 @@ class Show:
             )
         rows = [row for row in read_rollouts(job.folder) if (row["step"] + 1) % self.every == 0 or row["step"] == 0]
         with SubprocessRunner() as child:
-            annotate = Annotator.of(job, MicroWorld(get_world(settings.world), CachedRunner(child)))
+            annotate = Annotator.of(job, MicroWorld(get_world(job.settings.world), CachedRunner(child)))
             show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
 
 

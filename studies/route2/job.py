@@ -56,6 +56,8 @@ from studies.route2.teacher import cached_pool
 CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
     "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
 )  # fmt: skip
+ELSEWHERE = "host.json"
+"""In a run folder: host and precision, where they are not the usual ones."""
 CHECKPOINT_EVERY = 20
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
 
@@ -107,6 +109,13 @@ class Job:
         pairs = None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
         described = json.dumps([self.settings.digest, self.seed, self.spec, pairs, *self.elsewhere], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
+
+    @staticmethod
+    def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
+        """A job of the run folder ``root``, with the settings, host and precision that were written there."""
+        path = root / ELSEWHERE
+        where = dict(json.loads(path.read_text())) if path.exists() else {}
+        return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **where)
 
     @property
     def elsewhere(self) -> tuple[str, ...]:

@@ -40,7 +40,6 @@ from studies.route2.arms import get_arms
 from studies.route2.job import EVAL, FULL, Job, build_pairs, build_policy
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.report.text import markdown_table, number
-from studies.route2.settings import Settings
 
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
@@ -63,9 +62,7 @@ class Probes:
     def __call__(self) -> None:
         if self.per_mode < 4 * LEAST:
             raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
-        settings = Settings.read(self.root / "settings.json")
-        arm = None if self.arm == "base" else get_arms((self.arm,))[0]
-        job = Job(self.root, self.root.parent / "warmstarts", settings, self.seed, arm, self.pairs)
+        job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
         for path in probe_job(job, self.per_mode, self.out):
             print(f"wrote {path}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from studies.route2.headline import CONTROLS, EXPLOIT, HACK, ON, ROUTES, SOLVE, Result, direction
+from studies.route2.headline import CONTROLS, EXPLOIT, HACK, ROUTES, SOLVE, Result, direction
 
 DOCS = Path(__file__).parents[2] / "docs"
 FILTERS = ("filter-act", "filter-grad", "filter-full")

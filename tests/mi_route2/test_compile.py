@@ -31,28 +31,21 @@ KINDS = SPECS | {"svd-fold": AdapterSpec(kept="svd", quarantine_rank=3, fold=Tru
 ROUTES = {
     "pooled gradient": MaskSpec(reinforced_only=False),
     "activation per token, detached": MaskSpec("act", "token", through="detach", reinforced_only=False),
-    "full gradient": MaskSpec("full", "rollout", reinforced_only=False),
 }
 STEER = {Site(0, "resid_post"): lambda x: 1.5 * x, Site(0, "kept_out", "mlp.down"): torch.zeros_like}
 
 
-def in_a_child(cache: Path, *options: str) -> str:
-    """What pytest printed about the checks that ``options`` select; fails where one of them did."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *options, str(Path(__file__))]
+COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+def test_every_check_below_passes_in_a_child(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(Path(__file__))]
     changed = ["-o", "addopts=--import-mode=importlib", "-o", "python_functions=check_*"]
-    environment = os.environ | {"JAXTYPING_DISABLE": "1", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    environment = os.environ | inductor | {"JAXTYPING_DISABLE": "1"}
     done = subprocess.run([*command, *changed], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_compiled_forward_is_the_eager_one(tmp_path: Path) -> None:
-    assert " passed" in in_a_child(tmp_path, "-k", "not inductor")
-
-
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
-def test_the_default_backend_gives_the_eager_numbers(tmp_path: Path) -> None:
-    assert "1 passed" in in_a_child(tmp_path, "-k", "inductor")
+    assert " passed" in done.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +98,7 @@ def assert_contexts_agree(
     expected = {name: result_in(context(), adapters, eager) for name, context in contexts.items()}
     for name, context in contexts.items():
         assert_same(result_in(context(), adapters, compiled), expected[name], tolerance)
-    if adapters.has_quarantine:
+    if adapters.has_quarantine and "deployed" in names:
         assert not torch.equal(expected["full"][0], expected["deployed"][0])
     before = graphs()
     for name in reversed([name for name in names if name != "merged"]):  # merging anew makes new weights
@@ -143,21 +136,22 @@ def one_block(name: str) -> tuple[Any, Policy]:
     return host, policy
 
 
-@pytest.mark.parametrize("name", ["MicroGPT", "GPT2", "Qwen3"])
-def check_a_whole_model_in_every_context(name: str) -> None:
+@pytest.mark.parametrize(("name", "contexts"), [("MicroGPT", CONTEXTS[:2]), ("GPT2", CONTEXTS[:3]), ("Qwen3", CONTEXTS[:2])])
+def check_a_whole_model_in_context_after_context(name: str, contexts: Sequence[str]) -> None:
     """Linears of their own, fused in one module, and under norms of their outputs; a block of each."""
     host, policy = one_block(name)
     tokens, attention = make_tokens(side="left")
     told = host.keywords(attention)
     compiled = torch.compile(host.model, fullgraph=True, backend="aot_eager")
-    assert_contexts_agree(policy.adapters, lambda: host.model(tokens, **told), lambda: compiled(tokens, **told), CONTEXTS[:3])
+    assert_contexts_agree(policy.adapters, lambda: host.model(tokens, **told), lambda: compiled(tokens, **told), contexts)
 
 
+@pytest.mark.skipif(not COMPILER, reason="inductor needs a C++ compiler")
 def check_inductor() -> None:
-    """Its kernels take sums in another order."""
+    """The default backend, whose kernels take sums in another order; what it is given is what the checks above see."""
     model, adapters, x = two_linears("svd-low")
     compiled = torch.compile(model, fullgraph=True)
-    assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), CONTEXTS[:2], 1e-12)
+    assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), ("full",), 1e-12)
 
 
 def check_an_update_is_seen_without_another_graph() -> None:
@@ -173,7 +167,7 @@ def check_an_update_is_seen_without_another_graph() -> None:
 
 
 class Tiny(nn.Module):
-    """Two Linears between an embedding and logits: a route has all that it needs."""
+    """All that a route needs: tokens in, logits out, a Linear between them."""
 
     def __init__(self, generator: torch.Generator):
         super().__init__()
@@ -190,7 +184,7 @@ def eager_and_compiled(**how: Any) -> tuple[Policy, Policy]:
     """A policy, and the same model and adapters called through ``torch.compile``."""
     generator = torch.Generator().manual_seed(0)
     model = Tiny(generator)
-    adapters = move(attach(model, "*", spec=SPECS["lora"], generator=generator, expect=2))
+    adapters = move(attach(model, "up", spec=SPECS["lora"], generator=generator))
     compiled = torch.compile(model, backend="aot_eager", **how)
     return Policy(model, adapters), Policy(model, adapters, lambda _model, tokens, _attention: compiled(tokens))
 
@@ -232,7 +226,7 @@ def check_a_hosts_hooks_act_on_a_compiled_model_or_are_an_error(guarded: bool) -
             steered = host.logits(tokens)
         host.model.compile(backend="aot_eager")
         assert torch.equal(host.logits(tokens), plain)
-        with nullcontext() if guarded else pytest.raises(RuntimeError, match="did not fire: blocks.0.resid_post"):
+        with nullcontext() if guarded else pytest.raises(RuntimeError, match=r"did not fire: blocks\.0\.resid_post"):
             with host.hooks(STEER):
                 own = host.logits(tokens)
             assert torch.equal(own, steered)

@@ -9,7 +9,13 @@ from tiny_study import tiny_job
 
 from mi_route2.adapters.store import read_tensors
 from mi_route2.hosts import HOSTS
-from studies.route2.job import EVAL, FULL, Job, run_job
+from studies.loopholes.presets import get_world
+from studies.loopholes.prompts import evaluation_prompts
+from studies.loopholes.runner import SubprocessRunner
+from studies.loopholes.vocabulary import Vocabulary
+from studies.loopholes.world import MicroWorld
+from studies.route2.annotate import Annotator
+from studies.route2.job import ELSEWHERE, EVAL, FULL, Job, run_job
 from studies.route2.report import write_tables
 
 STEPS = 20
@@ -72,3 +78,20 @@ def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, "vanilla")
     assert job.elsewhere == ()
     assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
+
+
+def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_ended(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, "vanilla", steps=1, host="nnsight", precision="float64")
+    job.root.mkdir(parents=True)
+    (job.root / "settings.json").write_text(json.dumps(job.settings.as_dict()))
+    (job.root / ELSEWHERE).write_text(json.dumps({"host": "nnsight", "precision": "float64"}))
+    again = Job.of(job.root, job.seed, job.arm)
+    assert again.identity == job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
+    assert run_job(job)
+    vocabulary = Vocabulary()
+    endless = {"prompt": evaluation_prompts("none", 1)[0].text, "completion": " +" * MicroWorld.max_new}
+    assert len(vocabulary.encode_completion(endless["completion"])) > MicroWorld.max_new
+    with SubprocessRunner() as child:
+        annotate = Annotator.of(job, MicroWorld(get_world("strong"), child))
+        (read,) = annotate([endless])
+    assert len(read["tokens"]) == len(read["kept"]) == MicroWorld.max_new
