@@ -163,11 +163,28 @@ _NEOX_POINTS = {
     "z": At("attention.dense", "input"),
     "mlp_out": At("post_mlp_dropout"),
 }
+_NATIVE_LINEARS = {f"attn.{name}": LinearAt(f"attn.{name}") for name in "qkvo"}
+_NATIVE_POINTS = {
+    **_LLAMA_POINTS,
+    "resid_mid": At("ln2", "input"),
+    "attn_in": At("ln1"),
+    "attn_out": At("attn"),
+    "z": At("attn.o", "input"),
+    "mlp_in": At("ln2"),
+}
+_ATTENTION_ALONE = "its blocks are attention alone, so there is no MLP: use resid_pre, attn_out or resid_post"
+_WITHOUT_MLP: dict[str, str] = dict.fromkeys(("resid_mid", "mlp_in", "mlp_out"), _ATTENTION_ALONE)
 
 
 def _llama_like(name: str, **changes: object) -> Architecture:
     given = {"points": _LLAMA_POINTS, **changes}
     return Architecture(name, (f"{name}ForCausalLM",), "model.layers", _LLAMA_LINEARS, **given)  # pyright: ignore[reportArgumentType]
+
+
+def _native(which: str, mlp: Mapping[str, LinearAt], *, gated_mlp: bool) -> Architecture:
+    name, linears = f"TransformerLens native{which}", {**_NATIVE_LINEARS, **mlp}
+    requires = {"attn_only": False, "gated_mlp": gated_mlp}
+    return Architecture(name, ("NativeModel",), "layers", linears, _NATIVE_POINTS, unembed="head", requires=requires)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
@@ -233,15 +250,36 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 unembed="unembed",
                 positions=False,
             ),
+            _native("", {"mlp.up": LinearAt("mlp.fc_in"), "mlp.down": LinearAt("mlp.fc_out")}, gated_mlp=False),
+            _native(
+                ", gated",
+                {"mlp.gate": LinearAt("mlp.gate"), "mlp.up": LinearAt("mlp.in"), "mlp.down": LinearAt("mlp.out")},
+                gated_mlp=True,
+            ),
+            Architecture(
+                "TransformerLens native, attention alone",
+                ("NativeModel",),
+                "layers",
+                _NATIVE_LINEARS,
+                {**_NATIVE_POINTS, **_WITHOUT_MLP},
+                unembed="head",
+                bridge_points=_WITHOUT_MLP,
+                requires={"attn_only": True},
+            ),
         )
     }
 )  # fmt: skip
 """Every known architecture, by name."""
 
 
+def config_of(model: object) -> object:
+    """The model's config: ``config``, or ``cfg`` where it is called so; ``None`` where it has none."""
+    return getattr(model, "config", None) or getattr(model, "cfg", None)
+
+
 def architecture_of(model: object) -> Architecture | None:
     """The row of a model's class (and config); ``None`` where there is none."""
-    name, config = type(model).__name__, getattr(model, "config", None)
+    name, config = type(model).__name__, config_of(model)
     for row in ARCHITECTURES.values():
         if name in row.classes and all(getattr(config, key, value) == value for key, value in row.requires.items()):
             return row
@@ -250,10 +288,10 @@ def architecture_of(model: object) -> Architecture | None:
 
 def heads(model: object, point: str) -> int:
     """How many heads ``q``, ``k``, ``v`` or ``z`` has, from the model's config; ``ValueError`` where it does not say."""
-    config = getattr(model, "config", None)
-    keys = ("num_attention_heads", "n_head", "heads")
+    config = config_of(model)
+    keys = ("num_attention_heads", "n_head", "n_heads", "heads")
     queries = next((int(getattr(config, key)) for key in keys if hasattr(config, key)), None)
     if queries is None:
         raise ValueError(f"the config of this {type(model).__name__} gives no number of heads: it needs one of {', '.join(keys)}")
-    grouped = getattr(config, "num_key_value_heads", None)
+    grouped = getattr(config, "num_key_value_heads", None) or getattr(config, "n_key_value_heads", None)
     return int(grouped) if point in ("k", "v") and grouped else queries

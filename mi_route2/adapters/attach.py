@@ -7,7 +7,7 @@ with adapters.recording(tape): # what the adapters learn from the next forward a
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +60,8 @@ class Adapters:
         self._thawed = thawed  # what was trainable before attach() froze the model
         self.cache_dir: Path | None = None
         """Where SVDs of the base weights are kept, for whoever needs them later."""
+        self.on_detach: list[Callable[[], None]] = []
+        """What a host undoes when these adapters go."""
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
         """``{"site.name": parameter}`` of the kept adapter."""
@@ -172,6 +174,8 @@ class Adapters:
             _replace(self.model, path, module.base)
         for p in self._thawed:
             p.requires_grad_(True)
+        while self.on_detach:
+            self.on_detach.pop()()
         return self.model
 
 
@@ -214,16 +218,17 @@ def attach(
 ) -> Adapters:
     """Freeze ``model`` and put a kept adapter and a quarantine at every logical Linear that ``patterns`` select.
 
-    Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``
-    (a host that keeps them elsewhere says so). Errors: a pattern without a match (``KeyError``), a count other than ``expect``,
-    a model that already has adapters, a rank that does not fit, a Linear under two names, ``fold`` where Linears are fused
-    (``ValueError``); the model is then as it was.
+    Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``: a
+    host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a pattern without a match
+    (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not fit, a Linear under two
+    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was.
     """
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     chosen = matching(slots(model) if known is None else known, *patterns, expect=expect)
-    refuse_twice(model, chosen)
+    if known is None:
+        refuse_twice(model, chosen)
     if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
         raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
     board = Switchboard(sites=len(chosen))

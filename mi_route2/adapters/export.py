@@ -82,9 +82,12 @@ class Place:
 
 
 def _torch_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a host's own, where it has one: its class and config name the architecture."""
-    inner = getattr(model, "original_model", None)
-    return inner if isinstance(inner, nn.Module) and architecture_of(model) is None else model
+    """The model inside a host's own (``original_model`` of a bridge), where that is the one with a row."""
+    for name in ("original_model", "inner"):
+        held = getattr(model, name, None)
+        if architecture_of(model) is None and isinstance(held, nn.Module):
+            model = held
+    return model
 
 
 def places(adapters: Adapters) -> dict[str, Place]:

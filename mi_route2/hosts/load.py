@@ -69,7 +69,8 @@ def _host(name: str) -> Callable[[nn.Module], Host]:
     try:
         return getattr(importlib.import_module(module), kind)
     except ModuleNotFoundError as error:
-        raise ValueError(f"the host {name!r} needs the package {error.name!r}, which is not installed") from error
+        package = (error.name or "").partition(".")[0]
+        raise ValueError(f"the host {name!r} needs the package {package!r}, which is not installed") from error
 
 
 def _source(path_or_id: str | Path) -> Path | str:
@@ -100,8 +101,10 @@ def _refuse_other_folder(path: Path) -> None:
 def _config(source: Path | str, revision: str | None) -> Any:
     """The checkpoint's config, once it is known that its architecture has a row."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = [name for row in ARCHITECTURES.values() if row.positions for name in row.classes]  # the micro model is no checkpoint
+    of_transformers = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    known = [name for row in ARCHITECTURES.values() for name in row.classes if name in of_transformers]
     choose = f"choose among {', '.join(dict.fromkeys(known))}, or add a row to architectures.py"
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)

@@ -39,7 +39,7 @@ COMPILER = any(map(shutil.which, ("c++", "g++", "clang++")))
 
 
 def test_every_check_below_passes_in_a_child(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(Path(__file__))]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "--show-capture=no", "-p", "no:cacheprovider", str(Path(__file__))]
     changed = ["-o", "addopts=--import-mode=importlib", "-o", "python_functions=check_*"]
     inductor = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     environment = os.environ | inductor | {"JAXTYPING_DISABLE": "1"}
@@ -182,7 +182,7 @@ class Tiny(nn.Module):
 
 def eager_and_compiled(**how: Any) -> tuple[Policy, Policy]:
     """A policy, and the same model and adapters called through ``torch.compile``."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
     model = Tiny(generator)
     adapters = move(attach(model, "up", spec=SPECS["lora"], generator=generator))
     compiled = torch.compile(model, backend="aot_eager", **how)
@@ -198,7 +198,7 @@ def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(spec: MaskSp
         plain = compiled.logprobs(batch.rollouts)
     own, expected = (run(p, mask_route(p, spec), batch) for p in (compiled, policy))
     assert torch.equal(own.decision.flags, expected.decision.flags)
-    assert own.decision.flags.any()
+    assert 0 < int(own.decision.flags.sum()) < own.decision.flags.numel()
     for learnt, right in ((own.kept, expected.kept), (own.quarantine, expected.quarantine)):
         assert learnt.keys() == right.keys()
         assert all(torch.equal(learnt[name], right[name]) for name in right)

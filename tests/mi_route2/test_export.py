@@ -205,7 +205,7 @@ def on_host(host: str, name: str, spec: AdapterSpec) -> Adapters:
 
 
 @pytest.mark.parametrize("kind", ["svd-low", "lora"])
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "GPTNeoX", "MicroGPT"])
 def test_every_host_exports_the_same_lora(name: str, kind: str, tmp_path: Path) -> None:
     for host in HOSTS:
         export_peft(on_host(host, name, KINDS[kind]), tmp_path / host)

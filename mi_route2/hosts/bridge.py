@@ -1,0 +1,237 @@
+"""TransformerLens's bridge around local models, and how adapters become a part of its tree of hooks.
+
+    boot(model)                      a bridge around a transformers model, a native one, or a module with MicroGPT's tree
+    linears(bridge, architecture)    logical Linear -> where the bridge holds it
+    list_points(...)                 blocks.0.attn.q.route.hook_kept_a and so on, in the bridge's own registry
+
+Booting rewrites the model in place: attention becomes eager, and fused q, k and v are copied apart (more parameters). Adapters
+therefore come after the boot, at the Linears that the bridge calls.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    BlockBridge,
+    EmbeddingBridge,
+    LinearBridge,
+    MLPBridge,
+    NormalizationBridge,
+    UnembeddingBridge,
+)
+from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+from mi_route2.adapters import Adapters
+from mi_route2.adapters.routed import Branch, RoutedLinear
+from mi_route2.architectures import BRIDGE_LINEARS, Architecture
+from mi_route2.hosts.base import known_architecture
+from mi_route2.sites import Slot
+
+WRAPPED, ROUTE = "_original_component", "route"
+ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
+BYPASSES: Mapping[str, tuple[str, ...]] = {
+    "use_split_qkv_input": ("attn.q", "attn.k", "attn.v"),
+    "use_attn_in": ("attn.q", "attn.k", "attn.v"),
+    "use_attn_result": ("attn.o",),
+}
+"""Settings under which a bridge multiplies by the weights of these Linears itself, and calls neither them nor their adapters."""
+
+_PROCESSORS = ("enable_compatibility_mode", "process_weights")
+_PROCESSING = (
+    "it folds norms into the weights that adapters are trained on and saved for: boot a fresh bridge and leave its weights raw "
+    "(enable_compatibility_mode(no_processing=True) does)"
+)
+
+
+class Inner(nn.Module):
+    """A module with MicroGPT's tree under a name of its own: ``embed``, ``blocks`` and ``unembed`` are names of the bridge."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None) -> Tensor:
+        return self.inner(input_ids, attention_mask, cache)
+
+
+class InnerAdapter(ArchitectureAdapter):
+    """The bridge's components wrap MicroGPT's own modules, so that its own forward runs, its attention and cache included."""
+
+    supports_compatibility_mode = False
+    supports_kv_cache = False  # generate() knows transformers' cache alone; a call may pass the module's own
+
+    def __init__(self, cfg: TransformerBridgeConfig):
+        super().__init__(cfg)
+
+        def norm(name: str) -> NormalizationBridge:
+            return NormalizationBridge(name=name, config=self.cfg, use_native_layernorm_autograd=True)
+
+        attention = AttentionBridge(name="attn", config=self.cfg, submodules={n: LinearBridge(name=n) for n in "qkvo"})
+        mlp = MLPBridge(name="mlp", submodules={"in": LinearBridge(name="up"), "out": LinearBridge(name="down")})
+        block = {"ln1": norm("ln1"), "attn": attention, "ln2": norm("ln2"), "mlp": mlp}
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name="inner.embed"),
+            "pos_embed": EmbeddingBridge(name="inner.pos_embed"),  # PosEmbedBridge would expand one cached token to the batch
+            "blocks": BlockBridge(name="inner.blocks", config=self.cfg, submodules=block),
+            "ln_final": norm("inner.ln_f"),
+            "unembed": UnembeddingBridge(name="inner.unembed"),
+        }
+
+
+def boot(model: nn.Module) -> TransformerBridge:
+    """A bridge around ``model``, which is rewritten in place. ``ValueError`` for an unknown class, or one that has adapters."""
+    row, kind = known_architecture(model), type(model).__name__
+    if any(isinstance(module, RoutedLinear) for module in model.modules()):
+        raise ValueError(
+            "this model already has adapters, which booting a bridge would bypass or leave without hook points: call "
+            "adapters.detach(), boot the bridge, then host.attach(...)"
+        )
+    if kind == "NativeModel":
+        return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg)  # pyright: ignore[reportArgumentType]
+    if row.name != "MicroGPT":
+        return build_bridge_from_module(model, kind, hf_config=model.config)
+    ArchitectureAdapterFactory.register_adapter(kind, InnerAdapter)  # pyright: ignore[reportArgumentType]
+    return build_bridge_from_module(Inner(model), kind, tl_config=_micro_config(model.config))
+
+
+def _micro_config(config: Any) -> TransformerBridgeConfig:
+    return TransformerBridgeConfig(
+        d_model=config.d,
+        d_head=config.d // config.heads,
+        n_layers=config.layers,
+        n_ctx=config.context,
+        n_heads=config.heads,
+        d_mlp=config.mlp,
+        d_vocab=config.vocab,
+        act_fn="gelu",
+        normalization_type="LN",
+    )
+
+
+def wrapped_model(bridge: TransformerBridge) -> nn.Module:
+    """The model that a bridge was booted around."""
+    model = bridge.original_model
+    return model.inner if isinstance(model, Inner) else model
+
+
+@dataclass(frozen=True)
+class Place:
+    """A logical Linear of a bridge: the component at ``path``, which wraps the Linear."""
+
+    path: str
+    component: nn.Module
+    transposed: bool
+
+    @property
+    def wrapped(self) -> nn.Module:
+        return getattr(self.component, WRAPPED)
+
+    def slot(self, name: str) -> Slot:
+        return Slot(name, f"{self.path}.{WRAPPED}", self.wrapped, None, self.transposed)
+
+
+def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, Place]:
+    """Every logical Linear of a bridge, in the order of the torch host: the same draws from a generator go to the same adapters."""
+    where = {**BRIDGE_LINEARS, **architecture.bridge_linears}
+    found = {}
+    for layer in range(len(bridge.blocks)):
+        for linear, at in architecture.linears.items():
+            path = f"blocks.{layer}.{where[linear]}"
+            component = bridge.get_submodule(path)
+            plain = isinstance(getattr(component, WRAPPED), nn.Linear)  # a part of a Conv1D is copied into a Linear
+            found[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
+    found["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
+    return found
+
+
+def refuse_processed(bridge: TransformerBridge) -> None:
+    """``RuntimeError`` for a bridge whose weights were processed."""
+    if bridge._weights_processed:
+        raise RuntimeError(f"weight processing was applied to this bridge, and {_PROCESSING}")
+
+
+def refuse_foreign(bridge: TransformerBridge) -> None:
+    """``ValueError`` for a bridge around a model that had adapters before the boot."""
+    for module in bridge.original_model.modules():
+        if isinstance(module, Branch) and not isinstance(module.hook_mask, HookPoint):
+            raise ValueError(
+                f"the adapters at {module.site} were attached before the bridge was booted, which bypasses them or leaves them "
+                "without hook points: detach them, boot the bridge, then host.attach(...)"
+            )
+
+
+def refuse_bypassed(bridge: TransformerBridge, sites: Iterable[str]) -> None:
+    """``RuntimeError`` where a setting of the bridge passes by the Linears at ``sites``."""
+    for flag, passed in BYPASSES.items():
+        if getattr(bridge.cfg, flag, False) and (past := [site for site in sites if site.endswith(passed)]):
+            raise RuntimeError(_bypass(flag, past[0]))
+
+
+def _bypass(flag: str, site: str) -> str:
+    return f"under {flag} the bridge multiplies by the weights of {site} itself and passes its adapters by: set_{flag}(False)"
+
+
+def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
+    """``ValueError`` where upstream gives NaN: a float64 mask is -inf in its float32 softmax, and a leading pad reads nothing."""
+    leading, exact = not bool(attention[:, 0].all()), next(bridge.parameters()).dtype == torch.float64
+    affected = isinstance(bridge.blocks[0].attn, PositionEmbeddingsAttentionBridge) and not bridge.compatibility_mode
+    if leading and exact and affected:
+        raise ValueError(
+            "the bridge's attention gives NaN for padding on the left in float64, because its softmax is float32: pad on the "
+            "right, load the model in float32, or call bridge.enable_compatibility_mode(no_processing=True)"
+        )
+
+
+def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[str, Place]) -> None:
+    """Give the adapters TransformerLens hook points, and list them under their component; ``adapters.detach()`` undoes it.
+
+    The scan adds to the registry. A cleared one, scanned anew, would call shared points by their aliases: ``hook.name`` of
+    ``blocks.0.attn.hook_out`` would be ``blocks.0.hook_attn_out``.
+    """
+    for site, branch in adapters.sites.items():
+        for point in ROUTE_POINTS:
+            setattr(branch, point, HookPoint())
+        # nn.Module's own: a component would hand the name on to what it wraps, which has a route too
+        nn.Module.__setattr__(places[site].component, ROUTE, branch)
+    bridge._scan_existing_hooks(bridge, "")
+    guarded = _guard(bridge, list(adapters.sites))
+    adapters.on_detach.append(lambda: _unlist(bridge, [places[site] for site in adapters.sites], guarded))
+
+
+def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterable[str]) -> None:
+    for place in places:
+        delattr(place.component, ROUTE)
+        for point in ROUTE_POINTS:
+            bridge._hook_registry.pop(f"{place.path}.{ROUTE}.{point}", None)
+    for method in guarded:
+        vars(bridge).pop(method, None)
+
+
+def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
+    """Put refusals over the methods that would change weights under the adapters, or pass them by; their names."""
+    whys = {name: f"{name}() is refused while adapters stand: {_PROCESSING}" for name in _PROCESSORS}
+    for flag, passed in BYPASSES.items():
+        if past := [site for site in sites if site.endswith(passed)]:
+            whys[f"set_{flag}"] = _bypass(flag, past[0])
+    for name, why in whys.items():
+        vars(bridge)[name] = _refusal(getattr(bridge, name), why)
+    return list(whys)
+
+
+def _refusal(method: Callable[..., Any], why: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if args == (False,) or kwargs.get("no_processing"):  # what is off stays off, what is raw stays raw
+            return method(*args, **kwargs)
+        raise RuntimeError(why)
+
+    return refuse

@@ -1,0 +1,179 @@
+"""A TransformerLens bridge as a host: captures and edits at its hook points, adapters with hook points of their own.
+
+    host = BridgeHost(model)                                  a transformers model, MicroGPT, a native model or a bridge
+    adapters = host.attach("blocks.*", spec=spec, generator=g)
+    host.bridge.run_with_cache(tokens, names_filter="blocks.0.attn.q.route.hook_kept_a")
+
+What the adapters add is addressable as everything else is in TransformerLens: ``route.hook_kept_a``, ``route.hook_kept``,
+``route.hook_quarantine`` and ``route.hook_mask`` under ``blocks.<layer>.attn.q`` .k .v .o, ``mlp.gate`` .in .out, and ``unembed``.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.adapters.routed import RoutedLinear
+from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_POINTS
+from mi_route2.hosts.base import Edit, Fired, known_architecture, positions, reader, whole_stream
+from mi_route2.hosts.bridge import (
+    ROUTE,
+    boot,
+    linears,
+    list_points,
+    refuse_bypassed,
+    refuse_foreign,
+    refuse_left_padding,
+    refuse_processed,
+    wrapped_model,
+)
+from mi_route2.hosts.huggingface import HOOKS
+from mi_route2.rollouts import Policy
+from mi_route2.sites import Site, matching, nearest
+
+
+class BridgeHost:
+    """See ``Host``. A model that is no bridge is booted as one, in place.
+
+    ``ValueError`` for a model of no known architecture, or one that had adapters before the boot; ``RuntimeError`` for a bridge
+    whose weights were processed.
+    """
+
+    name = "transformer_lens"
+
+    def __init__(self, model: nn.Module):
+        self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
+        self.model: nn.Module = self.bridge
+        self.architecture = known_architecture(wrapped_model(self.bridge))
+        refuse_foreign(self.bridge)
+        refuse_processed(self.bridge)
+        self._places = linears(self.bridge, self.architecture)
+
+    def attach(
+        self,
+        *patterns: str,
+        spec: AdapterSpec | None = None,
+        generator: torch.Generator,
+        expect: int | None = None,
+        cache_dir: Path | None = None,
+    ) -> Adapters:
+        """Adapters at the bridge's own Linears, with hook points; ``adapters.detach()`` takes both away.
+
+        While they stand the bridge refuses what would change the weights under them, or pass them by.
+        """
+        refuse_processed(self.bridge)
+        known = {name: place.slot(name) for name, place in self._places.items()}
+        refuse_bypassed(self.bridge, matching(known, *patterns))
+        given: dict[str, Any] = {"spec": spec, "generator": generator, "expect": expect, "cache_dir": cache_dir}
+        adapters = attach(self.bridge, *patterns, known=known, **given)
+        list_points(self.bridge, adapters, self._places)
+        return adapters
+
+    def policy(self, adapters: Adapters) -> Policy:
+        return Policy(self.model, adapters, lambda _model, tokens, attention: self.logits(tokens, attention))
+
+    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+        """See ``Host``. ``ValueError`` for float64 with padding on the left, where the bridge gives NaN."""
+        refuse_processed(self.bridge)
+        return self.bridge(tokens, **self.keywords(attention))
+
+    def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
+        """What the bridge is told beside the tokens: nothing where nothing stands left of a real token."""
+        extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
+        if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
+            return extra
+        refuse_left_padding(self.bridge, attention)
+        if self.architecture.positions:
+            extra["position_ids"] = positions(attention)
+        return extra | {"attention_mask": attention.long()}
+
+    def address(self, site: Site) -> str:
+        """The TransformerLens hook name, ``blocks.3.ln2.hook_in`` or ``blocks.3.mlp.out.route.hook_kept_a``."""
+        if site.point in ADAPTER_POINTS:
+            known = {name: place.path for name, place in self._places.items() if isinstance(place.wrapped, RoutedLinear)}
+            if site.slot not in known:
+                raise KeyError(f"no adapter at {site.slot!r}: the nearest are {nearest(site.slot, list(known))}")
+            return f"{known[site.slot]}.{ROUTE}.{HOOKS[site.point]}"
+        layers = len(self.bridge.blocks)
+        if site.layer is None or not 0 <= site.layer < layers:
+            raise KeyError(f"{site} is outside the model: its layers are 0..{layers - 1}")
+        hook = {**BRIDGE_POINTS, **self.architecture.bridge_points}[site.point]
+        if " " in hook:
+            raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
+        return f"blocks.{site.layer}.{hook}"
+
+    def capture(
+        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
+    ) -> dict[Site, Tensor]:
+        found: dict[Site, Tensor] = {}
+        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
+            self.logits(tokens, attention)
+        return found
+
+    @contextmanager
+    def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+        """See ``Host``. Under gradient checkpointing the backward runs blocks again, and belongs inside too (``RuntimeError``)."""
+        refuse_processed(self.bridge)
+        fired, again = Fired(edits), _Again(wrapped_model(self.bridge), edits)
+        hooks = [(self.address(site), _hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
+        try:
+            with self.bridge.hooks(fwd_hooks=[*hooks, ("unembed.hook_out", again.watch)]):
+                yield
+        finally:
+            again.open = False
+        fired.demand(self.address)
+
+
+class _Again:
+    """Whether edits are still in place when gradient checkpointing runs the forward again.
+
+    Edits that are gone by then would leave other activations in the second run than in the first, and silently another gradient.
+    """
+
+    def __init__(self, model: nn.Module, requested: Iterable[Site]):
+        self._model, self._requested, self._edited = model, frozenset(requested), dict[Site, bool]()
+        self.open = True
+
+    def edited(self, site: Site) -> None:
+        if site in self._requested:
+            self._edited[site] = torch.is_grad_enabled()
+
+    def watch(self, logits: Tensor, hook: HookPoint) -> None:
+        """At the logits: refuse what no backward can get right, and be there when the gradient arrives."""
+        if not (logits.requires_grad and self._edited and self._checkpointed()):
+            return
+        if any(site.point == "resid_mid" and not grad for site, grad in self._edited.items()):
+            raise RuntimeError(
+                "reentrant gradient checkpointing loses the gradient of an edit at resid_mid, which acts in two places: checkpoint "
+                "with use_reentrant=False, transformers' own default"
+            )
+        logits.register_hook(self._arrived)
+
+    def _checkpointed(self) -> bool:
+        return self._model.training and any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
+
+    def _arrived(self, gradient: Tensor) -> None:
+        if not self.open:
+            raise RuntimeError(
+                f"the edits at {', '.join(map(str, self._edited))} are gone, but gradient checkpointing runs the forward again: "
+                "call backward() inside host.hooks(...)"
+            )
+
+
+def _hook(site: Site, edit: Edit, fired: Fired, again: _Again) -> Callable[..., Tensor | None]:
+    def edited(value: Tensor, hook: HookPoint) -> Tensor | None:
+        fired.saw(site)
+        new = edit(value)
+        if new is None:
+            return None
+        again.edited(site)
+        return new.to(value.dtype)
+
+    return edited
