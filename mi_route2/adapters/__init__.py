@@ -1,7 +1,19 @@
 """Kept adapter and quarantine at a Linear, and the exact per-rollout backward."""
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
-from mi_route2.adapters.store import load_adapters, save_adapters
+from mi_route2.adapters.export import export_merged, export_peft
+from mi_route2.adapters.store import from_pretrained, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.tape import Tape
 
-__all__ = ["AdapterSpec", "Adapters", "Tape", "attach", "load_adapters", "save_adapters"]
+__all__ = [
+    "AdapterSpec",
+    "Adapters",
+    "Tape",
+    "attach",
+    "export_merged",
+    "export_peft",
+    "from_pretrained",
+    "load_adapters",
+    "save_adapters",
+    "save_pretrained",
+]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,21 @@ class Adapters:
         if quarantine:
             out |= {f"quarantine.{name}": p.detach() for name, p in self.quarantine_parameters().items()}
         return out
+
+    def save_pretrained(
+        self, folder: Path | str, which: Literal["full", "deployed"] = "deployed", *, overwrite: bool = False
+    ) -> None:
+        """Write a folder; see ``store.save_pretrained``. The quarantine is in it only where ``which="full"`` asks for that."""
+        from mi_route2.adapters.store import save_pretrained  # the store imports this module
+
+        save_pretrained(self, folder, which, overwrite=overwrite)
+
+    @staticmethod
+    def from_pretrained(model: Any, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None) -> "Adapters":
+        """Attach to a torch model, or to any host, what ``save_pretrained`` wrote; see ``store.from_pretrained``."""
+        from mi_route2.adapters.store import from_pretrained
+
+        return from_pretrained(model, folder, any_base=any_base, cache_dir=cache_dir)
 
     def detach(self) -> nn.Module:
         """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was."""

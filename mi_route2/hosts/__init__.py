@@ -1,14 +1,14 @@
 """Models to hook, by three libraries and one protocol: plain torch, TransformerLens's bridge, nnsight."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from torch import nn
 
 from mi_route2.hosts.base import Edit, Host
 
-__all__ = ["HOSTS", "Edit", "Host", "open_host"]
+__all__ = ["HOSTS", "Edit", "Host", "host_class", "open_host"]
 
 HOSTS: Mapping[str, str] = MappingProxyType(
     {
@@ -20,12 +20,18 @@ HOSTS: Mapping[str, str] = MappingProxyType(
 """Where each host's class is; imported when it is asked for, because the libraries take seconds."""
 
 
-def open_host(name: str, model: nn.Module) -> Host:
-    """``model`` on the host called ``name``; ``ValueError`` with the valid names, or with the package that is missing."""
+def host_class(name: str) -> Callable[[nn.Module], Host]:
+    """The host called ``name``; ``ValueError`` with the valid names, or with the package that is missing."""
     if name not in HOSTS:
         raise ValueError(f"unknown host {name!r}: choose from {', '.join(HOSTS)}")
     module, _, kind = HOSTS[name].partition(":")
     try:
-        return getattr(importlib.import_module(module), kind)(model)
+        return getattr(importlib.import_module(module), kind)
     except ModuleNotFoundError as error:
-        raise ValueError(f"the host {name!r} needs the package {error.name!r}, which is not installed") from error
+        package = (error.name or "").partition(".")[0]
+        raise ValueError(f"the host {name!r} needs the package {package!r}, which is not installed") from error
+
+
+def open_host(name: str, model: nn.Module) -> Host:
+    """``model`` on the host called ``name``; as ``host_class``."""
+    return host_class(name)(model)

@@ -30,6 +30,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.routed import Branch, RoutedLinear
@@ -96,8 +97,8 @@ def boot(model: nn.Module) -> TransformerBridge:
             "this model already has adapters, which booting a bridge would bypass or leave without hook points: call "
             "adapters.detach(), boot the bridge, then host.attach(...)"
         )
-    if kind == "NativeModel":
-        return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg)  # pyright: ignore[reportArgumentType]
+    if isinstance(model, NativeModel):
+        return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg)
     if row.name != "MicroGPT":
         return build_bridge_from_module(model, kind, hf_config=model.config)
     ArchitectureAdapterFactory.register_adapter(kind, InnerAdapter)  # pyright: ignore[reportArgumentType]

@@ -5,8 +5,6 @@ safetensors are read, no pickle, and no code of the checkpoint's is run. An id g
 ``HF_HUB_OFFLINE=1`` nothing is asked of the network.
 """
 
-import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from mi_route2.adapters.store import from_pretrained, read_config
 from mi_route2.architectures import ARCHITECTURES
-from mi_route2.hosts import HOSTS
+from mi_route2.hosts import host_class
 from mi_route2.hosts.base import Host
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
@@ -48,7 +46,7 @@ def load(
     ``FileNotFoundError`` for what is not there, or cannot be had offline; ``ValueError`` for an unknown host, an architecture
     without a row, pickled weights, a checkpoint that is damaged or lacks weights, and adapters that do not fit.
     """
-    opened = _host(host)
+    opened = host_class(host)  # imported only now: the libraries take seconds, and one may be missing
     if adapters is not None:
         read_config(Path(adapters))
     source = _source(path_or_id)
@@ -59,18 +57,6 @@ def load(
     if adapters is not None:
         from_pretrained(found, adapters, any_base=any_base, cache_dir=cache_dir)
     return found
-
-
-def _host(name: str) -> Callable[[nn.Module], Host]:
-    """The host's class, imported only now: the libraries take seconds, and one may be missing."""
-    if name not in HOSTS:
-        raise ValueError(f"unknown host {name!r}: choose from {', '.join(HOSTS)}")
-    module, _, kind = HOSTS[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), kind)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        raise ValueError(f"the host {name!r} needs the package {package!r}, which is not installed") from error
 
 
 def _source(path_or_id: str | Path) -> Path | str:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformer_lens import TransformerBridge
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.model_bridge import TransformerBridge
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.routed import RoutedLinear
 from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_POINTS
-from mi_route2.hosts.base import Edit, Fired, known_architecture, positions, reader, whole_stream
+from mi_route2.hosts.base import Edit, Fired, fitting, known_architecture, positions, reader, whole_stream
 from mi_route2.hosts.bridge import (
     ROUTE,
     boot,
@@ -34,7 +34,7 @@ from mi_route2.hosts.bridge import (
     refuse_processed,
     wrapped_model,
 )
-from mi_route2.hosts.huggingface import HOOKS
+from mi_route2.hosts.huggingface import HOOKS, Replays
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site, matching, nearest
 
@@ -119,61 +119,27 @@ class BridgeHost:
 
     @contextmanager
     def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
-        """See ``Host``. Under gradient checkpointing the backward runs blocks again, and belongs inside too (``RuntimeError``)."""
         refuse_processed(self.bridge)
-        fired, again = Fired(edits), _Again(wrapped_model(self.bridge), edits)
-        hooks = [(self.address(site), _hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
+        names = {site: self.address(site) for site in edits}
+        # run_with_hooks calls the bridge's forward by itself; the model that the bridge wraps is called by every run
+        fired, again = Fired(edits), Replays(self.bridge.original_model)
+        hooks = [(names[site], _hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
         try:
-            with self.bridge.hooks(fwd_hooks=[*hooks, ("unembed.hook_out", again.watch)]):
+            with self.bridge.hooks(fwd_hooks=hooks):
                 yield
         finally:
-            again.open = False
+            again.root.remove()
+        again.guard({site: self.bridge.hook_dict[name] for site, name in names.items()})
         fired.demand(self.address)
 
 
-class _Again:
-    """Whether edits are still in place when gradient checkpointing runs the forward again.
-
-    Edits that are gone by then would leave other activations in the second run than in the first, and silently another gradient.
-    """
-
-    def __init__(self, model: nn.Module, requested: Iterable[Site]):
-        self._model, self._requested, self._edited = model, frozenset(requested), dict[Site, bool]()
-        self.open = True
-
-    def edited(self, site: Site) -> None:
-        if site in self._requested:
-            self._edited[site] = torch.is_grad_enabled()
-
-    def watch(self, logits: Tensor, hook: HookPoint) -> None:
-        """At the logits: refuse what no backward can get right, and be there when the gradient arrives."""
-        if not (logits.requires_grad and self._edited and self._checkpointed()):
-            return
-        if any(site.point == "resid_mid" and not grad for site, grad in self._edited.items()):
-            raise RuntimeError(
-                "reentrant gradient checkpointing loses the gradient of an edit at resid_mid, which acts in two places: checkpoint "
-                "with use_reentrant=False, transformers' own default"
-            )
-        logits.register_hook(self._arrived)
-
-    def _checkpointed(self) -> bool:
-        return self._model.training and any(getattr(module, "gradient_checkpointing", False) for module in self._model.modules())
-
-    def _arrived(self, gradient: Tensor) -> None:
-        if not self.open:
-            raise RuntimeError(
-                f"the edits at {', '.join(map(str, self._edited))} are gone, but gradient checkpointing runs the forward again: "
-                "call backward() inside host.hooks(...)"
-            )
-
-
-def _hook(site: Site, edit: Edit, fired: Fired, again: _Again) -> Callable[..., Tensor | None]:
+def _hook(site: Site, edit: Edit, fired: Fired, again: Replays) -> Callable[..., Tensor | None]:
     def edited(value: Tensor, hook: HookPoint) -> Tensor | None:
         fired.saw(site)
         new = edit(value)
         if new is None:
             return None
         again.edited(site)
-        return new.to(value.dtype)
+        return fitting(site, value, new).to(value.dtype)
 
     return edited

@@ -688,6 +688,20 @@ def test_a_hook_that_did_not_fire_is_an_error_that_names_it() -> None:
         host.capture([Site(0, "kept_a", "mlp.up")], tokens)
 
 
+def test_an_edit_that_does_not_fit_says_so_and_leaves_no_hook() -> None:
+    host, _ = own()
+    tokens, _ = make_tokens()
+    for new, why in (
+        (lambda x: x[:, :1], r"shape \[4, 1, 16\], but the site has \[4, 9, 16\]"),
+        (lambda x: 3.0, "float: return None"),
+    ):
+        for point in ("resid_mid", "mlp_out"):
+            with pytest.raises(ValueError, match=rf"the edit of blocks\.0\.{point} returned a.*{why}"):
+                with host.hooks({Site(0, point): new}):
+                    host.logits(tokens)
+    assert not any(point.has_hooks() for point in host.bridge.hook_points())
+
+
 def test_an_address_that_is_not_there_says_why() -> None:
     for name, why in (("GPTNeoX", "attention and MLP read the same stream"), ("GPTNeoX (sequential)", "read it on torch")):
         with pytest.raises(ValueError, match=why):
@@ -729,7 +743,8 @@ def kept_gradients(policy: Policy) -> dict[str, Tensor]:
 EDITS = {Site(0, "resid_mid"): lambda x: x * 1.5, Site(1, "q"): lambda q: q + 0.3}
 
 
-def test_checkpointing_gives_the_same_step_and_the_same_edited_gradient() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_step_and_the_same_edited_gradient(reentrant: bool) -> None:
     _, policy_plain, _, _ = pair("Qwen3")
     host, policy = own("Qwen3")
     batch = make_batch()
@@ -740,7 +755,7 @@ def test_checkpointing_gives_the_same_step_and_the_same_edited_gradient() -> Non
         return kept_gradients(policy)
 
     expected = edited()
-    checkpointed(host)
+    checkpointed(host, reentrant)
     calls: list[bool] = []
     with host.bridge.hooks(fwd_hooks=[("blocks.0.attn.q.hook_in", lambda x, hook: calls.append(True))]):
         assert_same(edited(), expected)
@@ -767,23 +782,42 @@ def test_edits_that_are_gone_when_checkpointing_runs_the_forward_again_are_an_er
     assert max(largest(wrong[name], right[name]) for name in right) > 1e-3
     with host.hooks({Site(0, "attn_out"): lambda x: x * 2}):
         loss = plain_loss(policy, batch, batch.advantages)
-    with pytest.raises(RuntimeError, match=r"edits at blocks\.0\.attn_out are gone.*backward\(\) inside"):
+    with pytest.raises(RuntimeError, match=r"the edit of blocks\.0\.attn_out is gone: run backward\(\) inside"):
         loss.backward()
-    with host.hooks({Site(0, "attn_out"): lambda x: None}):  # reading alone changes no forward
-        loss = plain_loss(policy, batch, batch.advantages)
-    loss.backward()
-    host.bridge.eval()  # nothing is run again
+    loss = plain_loss(policy, batch, batch.advantages)
+    with (
+        pytest.raises(RuntimeError, match=r"attn_out more often than forwards did"),
+        host.hooks({Site(0, "attn_out"): lambda x: x * 2}),
+    ):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_does_not_run_again_needs_no_context(reentrant: bool) -> None:
+    """Readers, edits around a block (the bridge's own, outside of what is run again), and every edit of a model in ``eval``."""
+    host, policy = own("Qwen3")
+    batch, gradients = make_batch(), []
+    checkpointed(host, reentrant).logits(batch.rollouts.tokens)  # the first forward wires hooks of the bridge's own
+    before = torch_hooks(host)
+    for inside in (True, False):
+        with host.hooks({Site(0, "attn_out"): lambda x: None, Site(1, "resid_pre"): lambda x: x * 1.5}):
+            loss = plain_loss(policy, batch, batch.advantages)
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append(kept_gradients(policy))
+    assert_same(*gradients)
+    host.bridge.eval()
     with host.hooks(EDITS):
         loss = plain_loss(policy, batch, batch.advantages)
     loss.backward()
+    assert torch_hooks(host) == before
 
 
-def test_reentrant_checkpointing_loses_an_edit_of_the_whole_stream() -> None:
-    host, policy = own("Qwen3")
-    batch = make_batch()
-    checkpointed(host, reentrant=True)
-    with pytest.raises(RuntimeError, match=r"resid_mid, which acts in two places.*use_reentrant"), host.hooks(EDITS):
-        plain_loss(policy, batch, batch.advantages)
+def torch_hooks(host: BridgeHost) -> int:
+    modules = {*host.bridge.modules(), *host.bridge.original_model.modules()}
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

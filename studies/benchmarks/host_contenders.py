@@ -1,0 +1,210 @@
+"""The sides of the benchmark of hosts: one model, one set of adapters and sites to read; what differs is who runs the hooks.
+
+The bare side reads with ``register_forward_hook``, the others through their host. Weights are in common, and parameters of the
+adapters are drawn alike and moved off their init.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.hosts import Host, open_host
+from mi_route2.hosts.huggingface import tap_of
+from mi_route2.rollouts import Policy
+from mi_route2.routing import MaskSpec
+from mi_route2.sites import Site
+from studies.benchmarks.contenders import SITES, Bench, move
+from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.paired import Contender
+
+BARE, EAGER = "torch hooks", "torch hooks, eager"
+TORCH, BRIDGE, NNSIGHT = "TorchHost", "BridgeHost", "NNsightHost"
+FORWARD, STEP, TOKEN = "forward", "routed step", "generated token"
+HOST = {TORCH: "torch", BRIDGE: "transformer_lens", NNSIGHT: "nnsight"}
+SIDES, TASKS = (BARE, EAGER, TORCH, BRIDGE, NNSIGHT), (FORWARD, STEP, TOKEN)
+
+NEW = 16
+"""Tokens that are generated, where the context has room for them."""
+
+Seen = dict[Site, list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A size under a name. A turn is ``calls`` forwards or steps, so that a clock has something to measure."""
+
+    name: str
+    size: Size
+    calls: int
+
+    @property
+    def new(self) -> int:
+        """Tokens that a generation adds to its prompts."""
+        return min(NEW, self.size.tokens - self.size.prompt)
+
+
+SETTINGS = (
+    Setting("small", Size(layers=4, d=128, heads=4, mlp=512, rollouts=4, tokens=32, prompt=8, kept_rank=16, quarantine_rank=4), 4),
+    Setting("larger", Size(), 1),
+)
+QUICK = (Setting("tiny", MICRO, 1),)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model with adapters and a way to read its sites; ``generate`` is the library's own, reading as it goes."""
+
+    name: str
+    policy: Policy
+    reading: Callable[[], AbstractContextManager[Seen]]
+    generate: Callable[[Tensor, int], tuple[Tensor, Seen]]
+
+
+class HostBench:
+    """Builds the sides of one setting, and what they do in a turn. The frozen weights are in common."""
+
+    def __init__(self, setting: Setting, seed: int, cache_dir: Path):
+        self.setting, self._seed, self._cache_dir = setting, seed, cache_dir
+        self._bench = Bench(setting.size, seed, cache_dir)
+        self.batch = self._bench.batch
+        layers = range(setting.size.layers)
+        self.sites = [Site(0, "kept_a", "attn.q"), *(Site(layer, "resid_post") for layer in layers)]  # in the forward's order
+
+    def build(self, name: str) -> Side:
+        """The side called ``name``, one of ``SIDES``."""
+        if name in (BARE, EAGER):
+            return self._bare(name)
+        model = self._model("sdpa")
+        host: Any = open_host(HOST[name], traced(model) if name == NNSIGHT else model)
+        policy = host.policy(self._attach(host.attach))
+
+        def reading() -> AbstractContextManager[Seen]:
+            return self._reading(host)
+
+        if name == NNSIGHT:
+            return Side(name, policy, reading, lambda prompt, new: self._generate_in_a_trace(host, prompt, new))
+        return Side(name, policy, reading, generating(policy, reading))
+
+    def contender(self, task: str, side: Side) -> Contender:
+        """What ``side`` does in a turn of ``task``; its step returns the result of the last call, and what was read in it."""
+        rollouts, calls = self.batch.rollouts, self.setting.calls
+        routed = self._bench.routed(side.name, side.policy, MaskSpec(score="grad"), 0)
+
+        def forward() -> tuple[Tensor, Seen]:
+            with torch.no_grad(), side.reading() as seen:
+                return side.policy.forward(side.policy.model, rollouts.tokens, rollouts.attention), seen
+
+        def step() -> Seen:
+            with side.reading() as seen:
+                routed.step()
+            return seen
+
+        def token() -> tuple[Tensor, Seen]:
+            return side.generate(rollouts.tokens[:, : self.setting.size.prompt], self.setting.new)
+
+        once = {FORWARD: forward, STEP: step, TOKEN: token}[task]
+
+        def turn() -> object:
+            return [once() for _ in range(1 if task == TOKEN else calls)][-1]
+
+        return Contender(f"{task}: {side.name}", 0, turn, side.policy.model.zero_grad)
+
+    def units(self, task: str) -> int:
+        """What a turn's time is divided by: new tokens, or calls."""
+        return self.setting.new if task == TOKEN else self.setting.calls
+
+    def _model(self, attention: str) -> Any:
+        model = self._bench.model().eval()
+        model.set_attn_implementation(attention)
+        return model
+
+    def _attach(self, attaching: Callable[..., Adapters]) -> Adapters:
+        size, generator = self.setting.size, torch.Generator().manual_seed(self._seed)
+        spec = AdapterSpec(rank=size.kept_rank, quarantine_rank=size.quarantine_rank)
+        count = len(SITES) * size.layers
+        adapters = attaching("blocks.*", spec=spec, generator=generator, expect=count, cache_dir=self._cache_dir)
+        move([*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], generator)
+        return adapters
+
+    def _bare(self, name: str) -> Side:
+        model = self._model("eager" if name == EAGER else "sdpa")
+        adapters = self._attach(lambda *patterns, **given: attach(model, *patterns, **given))
+        policy = Policy(model, adapters, lambda model, tokens, _attention: model(tokens, use_cache=False).logits)
+        modules = {site: adapters.sites[site.slot].hook_kept_a for site in self.sites if site.linear}
+        modules |= {site: model.model.layers[site.layer] for site in self.sites if not site.linear}
+
+        @contextmanager
+        def reading() -> Iterator[Seen]:
+            seen: Seen = {site: [] for site in self.sites}
+            handles = [listen(modules[site], values) for site, values in seen.items()]
+            try:
+                yield seen
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+        return Side(name, policy, reading, generating(policy, reading))
+
+    @contextmanager
+    def _reading(self, host: Host) -> Iterator[Seen]:
+        seen: Seen = {site: [] for site in self.sites}
+        with host.hooks({site: keeping(values) for site, values in seen.items()}):
+            yield seen
+
+    def _generate_in_a_trace(self, host: Any, prompt: Tensor, new: int) -> tuple[Tensor, Seen]:
+        envoys = {site: host.envoy.get(tap_of(host.model, host.architecture, site).path) for site in self.sites}
+        seen: Seen = {site: [] for site in self.sites}
+        with torch.no_grad(), host.envoy.generate(prompt, **greedy(prompt, new)) as tracer:
+            for _ in tracer.iter[:new]:
+                for site, envoy in envoys.items():
+                    seen[site].append(envoy.output)
+            tokens = tracer.result.save()
+        return tokens, seen
+
+
+def listen(module: nn.Module, values: list[Tensor]) -> RemovableHandle:
+    """A bare hook that keeps what the module returns."""
+    return module.register_forward_hook(lambda _module, _args, output: values.append(output.detach()))
+
+
+def keeping(values: list[Tensor]) -> Callable[[Tensor], None]:
+    """The same as an edit."""
+    return lambda value: values.append(value.detach())
+
+
+def greedy(prompt: Tensor, new: int) -> dict[str, Any]:
+    """What transformers' ``generate`` is told: the likeliest token, ``new`` times, with a cache."""
+    exactly = {"max_new_tokens": new, "min_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
+    return {"attention_mask": torch.ones_like(prompt), "do_sample": False, "use_cache": True, **exactly}
+
+
+def generating(policy: Policy, reading: Callable[[], AbstractContextManager[Seen]]) -> Callable[[Tensor, int], tuple[Tensor, Seen]]:
+    """``generate`` of transformers, or the bridge's own, with hooks open."""
+    model: Any = policy.model
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, Seen]:
+        with torch.no_grad(), reading() as seen:
+            if hasattr(model, "original_model"):  # a bridge
+                likeliest = {"do_sample": False, "stop_at_eos": False, "use_past_kv_cache": True}
+                return model.generate(prompt, max_new_tokens=new, return_type="tokens", verbose=False, **likeliest), seen
+            return model.generate(prompt, **greedy(prompt, new)), seen
+
+    return generate
+
+
+def traced(model: nn.Module) -> Any:
+    """nnsight's model, which wants a tokenizer for ``generate`` though it is given tokens: one of a single word."""
+    from nnsight import TransformersModel
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
+    return TransformersModel(model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w", unk_token="w"))

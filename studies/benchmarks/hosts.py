@@ -1,0 +1,176 @@
+"""What a host costs: paired ratios of time over bare torch hooks, for a forward, a routed step and a generated token.
+
+    python -m studies.benchmarks.hosts [--quick] [--rounds 15] [--out FILE.json]
+
+Every side is the same random Qwen3 with the same adapters at every Linear of its blocks, and reads the same sites: the stream
+behind each block and one bottleneck. The bare side does so with ``register_forward_hook``, the others through their host:
+
+    forward           hooks open, logits without gradients, hooks closed
+    routed step       hooks open over the forward and backward of a step under a mask route, its flags and its gradients
+    generated token   greedy generation with a cache, by the library's own ``generate``, hooks open; time over new tokens
+
+TransformerLens's bridge makes attention eager, so its own overhead is what it takes over bare hooks on eager attention; what that
+takes over bare hooks on fused attention is a row of its own. Importing nnsight makes every ``backward()`` in the process 20
+microseconds longer, on all sides alike.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+from tqdm import tqdm
+
+from studies.benchmarks.host_contenders import (
+    BARE,
+    BRIDGE,
+    EAGER,
+    NNSIGHT,
+    QUICK,
+    SETTINGS,
+    SIDES,
+    TASKS,
+    TORCH,
+    HostBench,
+    Setting,
+)
+from studies.benchmarks.paired import Measured, Ratio, machine, measure, ratio
+from studies.benchmarks.routing import ENVIRONMENT
+
+ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
+"""Which side is measured over which."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """``over`` relative to ``under``: time of a ``task``, with both medians in milliseconds a unit, and peak memory."""
+
+    setting: str
+    task: str
+    over: str
+    under: str
+    time: Ratio
+    over_ms: float
+    under_ms: float
+    memory: float
+
+    @staticmethod
+    def read(row: dict[str, Any]) -> "Result":
+        """A row of the JSON file."""
+        return Result(**{**row, "time": Ratio(**row["time"])})
+
+
+def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
+    """All rows of a setting; what was measured of every side."""
+    with TemporaryDirectory() as folder:
+        bench = HostBench(setting, seed, Path(folder))
+        sides = [bench.build(name) for name in tqdm(SIDES, desc=f"building {setting.name}", unit="side", leave=False)]
+    measured = measure([bench.contender(task, side) for task in TASKS for side in sides], rounds, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+
+    def result(task: str, over: str, under: str) -> Result:
+        above, below = measured[f"{task}: {over}"], measured[f"{task}: {under}"]
+        over_ms, under_ms = (1000 * median(side.seconds) / bench.units(task) for side in (above, below))
+        time = ratio(above.seconds, below.seconds, rng)
+        return Result(setting.name, task, over, under, time, over_ms, under_ms, above.peak_bytes / max(below.peak_bytes, 1))
+
+    return [result(task, over, under) for over, under in ROWS for task in TASKS], measured
+
+
+def table(results: list[Result]) -> str:
+    """Markdown. A cell is the ratio of medians, its 95% bootstrap interval, and what is added to a unit in milliseconds."""
+    found = {(r.setting, r.over, r.under, r.task): r for r in results}
+    lines = ["| model | what | against | " + " | ".join(TASKS) + " |", "|---" * (3 + len(TASKS)) + "|"]
+    for setting in dict.fromkeys(r.setting for r in results):
+        bare = [f"{found[setting, TORCH, BARE, task].under_ms:.3g} ms" for task in TASKS]
+        lines.append("| " + " | ".join([setting, BARE, "", *bare]) + " |")
+        for over, under in ROWS:
+            cells = [cell(found[setting, over, under, task]) for task in TASKS]
+            lines.append("| " + " | ".join([setting, over, under, *cells]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def cell(r: Result) -> str:
+    return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.2g} ms"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What each host costs over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
+
+    A cell reads "1.20 (1.15 - 1.26), +2.1 ms": the median time over the partner's, its 95% bootstrap interval over rounds, and the
+    difference of the medians. What a host adds is Python at a site, so it is a number of milliseconds more than a ratio: it matters
+    for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager attention, which
+    TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own. Sides take turns in a random order in
+    one process on one thread, and time is the processor's, so that other work on the machine is not counted. 15 rounds take
+    about ten minutes; --quick runs every line of it in one.
+    """
+
+    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
+    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
+    seed: Annotated[int, tyro.conf.arg(help="draws the weights, the adapters, the tokens and the order of turns")] = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
+
+    def check(self) -> None:
+        """``ValueError`` for options that cannot work, before anything is measured."""
+        if self.rounds is not None and self.rounds < 3:
+            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
+
+    def run(self) -> None:
+        settings, rounds = (QUICK, self.rounds or 3) if self.quick else (SETTINGS, self.rounds or 15)
+        runs = {setting: compare(setting, rounds, self.seed) for setting in settings}
+        for setting in settings:
+            size = setting.size
+            print(f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens", end="; ")
+            print(
+                f"{setting.new} tokens generated from prompts of {size.prompt}; kept r{size.kept_rank}, q r{size.quarantine_rank}"
+            )
+        print(
+            f"{rounds} rounds, 1 thread" + ("; so small a model shows that every row runs, and no more\n" if self.quick else "\n")
+        )
+        print(table([row for rows, _ in runs.values() for row in rows]), end="")
+        if self.out is not None:
+            self.out.write_text(json.dumps(document(rounds, runs), indent=1) + "\n")
+            print(f"\nwrote {self.out}")
+
+
+def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
+    """Everything, ready for JSON."""
+    return {
+        "machine": machine(),
+        "rounds": rounds,
+        "settings": {setting.name: asdict(setting) for setting in runs},
+        "rows": [asdict(row) for rows, _ in runs.values() for row in rows],
+        "sides": {setting.name: {name: asdict(m) for name, m in sides.items()} for setting, (_, sides) in runs.items()},
+    }
+
+
+def main() -> int:
+    try:
+        options = tyro.cli(Options, prog="python -m studies.benchmarks.hosts", description=Options.__doc__)
+        options.check()
+        if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks.hosts", *sys.argv[1:]]
+            return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
+        torch.set_num_threads(1)
+        options.run()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
