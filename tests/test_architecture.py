@@ -15,7 +15,7 @@ from setuptools.config.pyprojecttoml import apply_configuration
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("mi_route2", "probes", "studies")
 HOSTS = ("transformer_lens", "nnsight")
-MAY_HOST = ("mi_route2.hosts", "studies.lanes")
+MAY_HOST = ("mi_route2.hosts", "studies.lanes", "studies.benchmarks")
 BROUGHT_BY = {"sklearn": "scikit_learn", "numpy": "scipy", "PIL": "matplotlib"}
 """Import name -> the declared requirement that always brings it."""
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")

@@ -27,13 +27,13 @@ from studies.benchmarks.paired import Contender
 BARE, EAGER = "torch hooks", "torch hooks, eager"
 TORCH, BRIDGE, NNSIGHT = "TorchHost", "BridgeHost", "NNsightHost"
 FORWARD, STEP, TOKEN = "forward", "routed step", "generated token"
-HOST = {TORCH: "torch", BRIDGE: "transformer_lens", NNSIGHT: "nnsight"}
 SIDES, TASKS = (BARE, EAGER, TORCH, BRIDGE, NNSIGHT), (FORWARD, STEP, TOKEN)
 
 NEW = 16
 """Tokens that are generated, where the context has room for them."""
 
 Seen = dict[Site, list[Tensor]]
+Generate = Callable[[Tensor, int], tuple[Tensor, Seen]]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Side:
     name: str
     policy: Policy
     reading: Callable[[], AbstractContextManager[Seen]]
-    generate: Callable[[Tensor, int], tuple[Tensor, Seen]]
+    generate: Generate
 
 
 class HostBench:
@@ -82,7 +82,7 @@ class HostBench:
         if name in (BARE, EAGER):
             return self._bare(name)
         model = self._model("sdpa")
-        host: Any = open_host(HOST[name], traced(model) if name == NNSIGHT else model)
+        host: Any = traced(model) if name == NNSIGHT else open_host("torch" if name == TORCH else "transformer_lens", model)
         policy = host.policy(self._attach(host.attach))
 
         def reading() -> AbstractContextManager[Seen]:
@@ -90,7 +90,8 @@ class HostBench:
 
         if name == NNSIGHT:
             return Side(name, policy, reading, lambda prompt, new: self._generate_in_a_trace(host, prompt, new))
-        return Side(name, policy, reading, generating(policy, reading))
+        told = for_the_bridge if name == BRIDGE else for_transformers
+        return Side(name, policy, reading, generating(policy, reading, told))
 
     def contender(self, task: str, side: Side) -> Contender:
         """What ``side`` does in a turn of ``task``; its step returns the result of the last call, and what was read in it."""
@@ -150,7 +151,7 @@ class HostBench:
                 for handle in handles:
                     handle.remove()
 
-        return Side(name, policy, reading, generating(policy, reading))
+        return Side(name, policy, reading, generating(policy, reading, for_transformers))
 
     @contextmanager
     def _reading(self, host: Host) -> Iterator[Seen]:
@@ -161,7 +162,7 @@ class HostBench:
     def _generate_in_a_trace(self, host: Any, prompt: Tensor, new: int) -> tuple[Tensor, Seen]:
         envoys = {site: host.envoy.get(tap_of(host.model, host.architecture, site).path) for site in self.sites}
         seen: Seen = {site: [] for site in self.sites}
-        with torch.no_grad(), host.envoy.generate(prompt, **greedy(prompt, new)) as tracer:
+        with torch.no_grad(), host.envoy.generate(prompt, **for_transformers(prompt, new)) as tracer:
             for _ in tracer.iter[:new]:
                 for site, envoy in envoys.items():
                     seen[site].append(envoy.output)
@@ -179,32 +180,40 @@ def keeping(values: list[Tensor]) -> Callable[[Tensor], None]:
     return lambda value: values.append(value.detach())
 
 
-def greedy(prompt: Tensor, new: int) -> dict[str, Any]:
-    """What transformers' ``generate`` is told: the likeliest token, ``new`` times, with a cache."""
+Told = Callable[[Tensor, int], dict[str, Any]]
+"""What a library's ``generate`` is told of a prompt and a number of tokens: take the likeliest, that many times, with a cache."""
+
+
+def for_transformers(prompt: Tensor, new: int) -> dict[str, Any]:
     exactly = {"max_new_tokens": new, "min_new_tokens": new, "eos_token_id": None, "pad_token_id": 0}
     return {"attention_mask": torch.ones_like(prompt), "do_sample": False, "use_cache": True, **exactly}
 
 
-def generating(policy: Policy, reading: Callable[[], AbstractContextManager[Seen]]) -> Callable[[Tensor, int], tuple[Tensor, Seen]]:
-    """``generate`` of transformers, or the bridge's own, with hooks open."""
+def for_the_bridge(_prompt: Tensor, new: int) -> dict[str, Any]:
+    exactly = {"max_new_tokens": new, "stop_at_eos": False, "return_type": "tokens", "verbose": False}
+    return {"do_sample": False, "use_past_kv_cache": True, **exactly}
+
+
+def generating(policy: Policy, reading: Callable[[], AbstractContextManager[Seen]], told: Told) -> Generate:
+    """The model's own ``generate`` with hooks open."""
     model: Any = policy.model
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, Seen]:
         with torch.no_grad(), reading() as seen:
-            if hasattr(model, "original_model"):  # a bridge
-                likeliest = {"do_sample": False, "stop_at_eos": False, "use_past_kv_cache": True}
-                return model.generate(prompt, max_new_tokens=new, return_type="tokens", verbose=False, **likeliest), seen
-            return model.generate(prompt, **greedy(prompt, new)), seen
+            return model.generate(prompt, **told(prompt, new)), seen
 
     return generate
 
 
-def traced(model: nn.Module) -> Any:
-    """nnsight's model, which wants a tokenizer for ``generate`` though it is given tokens: one of a single word."""
+def traced(model: nn.Module) -> Host:
+    """The nnsight host of a model with nnsight's ``generate``, which wants a tokenizer though it is given tokens: of one word."""
     from nnsight import TransformersModel
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
+    from mi_route2.hosts.nnsight import NNsightHost
+
     words = Tokenizer(WordLevel({"w": 0}, unk_token="w"))
-    return TransformersModel(model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w", unk_token="w"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w", unk_token="w")
+    return NNsightHost(TransformersModel(model, tokenizer=tokenizer))
