@@ -14,6 +14,7 @@ takes over bare hooks on fused attention is a row of its own. Importing nnsight 
 microseconds longer, on all sides alike.
 """
 
+import inspect
 import json
 import os
 import subprocess
@@ -90,7 +91,7 @@ def table(results: list[Result]) -> str:
     found = {(r.setting, r.over, r.under, r.task): r for r in results}
     lines = ["| model | what | against | " + " | ".join(TASKS) + " |", "|---" * (3 + len(TASKS)) + "|"]
     for setting in dict.fromkeys(r.setting for r in results):
-        bare = [f"{found[setting, TORCH, BARE, task].under_ms:.3g} ms" for task in TASKS]
+        bare = [f"{found[setting, TORCH, BARE, task].under_ms:.1f} ms" for task in TASKS]
         lines.append("| " + " | ".join([setting, BARE, "", *bare]) + " |")
         for over, under in ROWS:
             cells = [cell(found[setting, over, under, task]) for task in TASKS]
@@ -99,7 +100,7 @@ def table(results: list[Result]) -> str:
 
 
 def cell(r: Result) -> str:
-    return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.2g} ms"
+    return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.1f} ms"
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Options:
     for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager attention, which
     TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own. Sides take turns in a random order in
     one process on one thread, and time is the processor's, so that other work on the machine is not counted. 15 rounds take
-    about ten minutes; --quick runs every line of it in one.
+    some six minutes, --quick some ten seconds.
     """
 
     quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
@@ -157,7 +158,7 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
 
 def main() -> int:
     try:
-        options = tyro.cli(Options, prog="python -m studies.benchmarks.hosts", description=Options.__doc__)
+        options = tyro.cli(Options, prog="python -m studies.benchmarks.hosts", description=inspect.cleandoc(Options.__doc__ or ""))
         options.check()
         if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
             command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks.hosts", *sys.argv[1:]]

@@ -15,7 +15,7 @@ import shutil
 import sys
 
 LIMIT = 4096
-ROOM = 1 << 16  # more than the programs of a batch write at a time: each one's files go before the next one starts
+ROOM = 64  # bytes: more than a program of this world writes, and on a full disk there is no room for one
 PLAIN = (int, bool, float, str, type(None))
 ATTRIBUTES = ("valid",)
 

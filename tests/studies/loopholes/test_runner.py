@@ -153,7 +153,7 @@ def test_a_culprit_is_marked_its_neighbours_are_not_and_the_runner_lives_on(body
 
 def test_a_full_disk_is_not_a_program_that_wrote_nothing() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # children inherit it: files stop growing, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # children inherit it: files stop growing, as on a full disk
     try:
         with SubprocessRunner() as runner, pytest.raises(OSError, match=r"is not writable \(File too large\)"):
             runner.run([Program(solution(), (1,)), Program(solution(), (2,))])

@@ -90,7 +90,7 @@ def test_layers_are_the_residual_stream_and_what_the_adapters_read(finished: Job
     rollouts = build_pairs(finished, world, "hack").hack
     layers = read_layers(policy, rollouts)
     parts = ("attn.q+k+v", "attn.o", "mlp.up", "mlp.down")
-    assert list(layers) == ["embed", "blocks.0", "blocks.1", *(f"blocks.{i}.{part}" for i in (0, 1) for part in parts)]
+    assert list(layers) == ["embed", "blocks.0", "blocks.1", *(f"blocks.{i}.{part}" for i in (0, 1) for part in parts), "unembed"]
     model = policy.model
     assert torch.equal(layers["embed"], model.get_submodule("embed")(rollouts.tokens))
     with torch.no_grad():
