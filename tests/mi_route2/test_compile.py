@@ -7,11 +7,13 @@ own name in a child without them; to run them by hand:
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +103,7 @@ def assert_contexts_agree(
     if adapters.has_quarantine and "deployed" in names:
         assert not torch.equal(expected["full"][0], expected["deployed"][0])
     before = graphs()
-    for name in reversed([name for name in names if name != "merged"]):  # merging anew makes new weights
+    for name in reversed(names):
         assert_same(result_in(contexts[name](), adapters, compiled), expected[name], tolerance)
     assert graphs() == before
 
@@ -152,6 +154,14 @@ def check_inductor() -> None:
     model, adapters, x = two_linears("svd-low")
     compiled = torch.compile(model, fullgraph=True)
     assert_contexts_agree(adapters, lambda: model(x), lambda: compiled(x), ("full",), 1e-12)
+
+
+def check_the_page_prints_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # it makes no difference but in time
+    text = (ROOT / "docs/hosts.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "docs/hosts.md", "exec"), {})
+    assert graphs() == 3
 
 
 def check_an_update_is_seen_without_another_graph() -> None:
