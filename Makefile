@@ -36,6 +36,7 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 
 bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.routing
+	$(PY) -m studies.benchmarks.hosts
 
 soak: $(STAMP)  ## kill a run 100 times at random moments; each resume must end with the same bytes
 	$(PY) -m studies.route2.soak --kills 100

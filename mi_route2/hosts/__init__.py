@@ -3,8 +3,7 @@
 import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-
-from torch import nn
+from typing import Any
 
 from mi_route2.hosts.base import Edit, Host
 
@@ -20,7 +19,7 @@ HOSTS: Mapping[str, str] = MappingProxyType(
 """Where each host's class is; imported when it is asked for, because the libraries take seconds."""
 
 
-def host_class(name: str) -> Callable[[nn.Module], Host]:
+def host_class(name: str) -> Callable[[Any], Host]:
     """The host called ``name``; ``ValueError`` with the valid names, or with the package that is missing."""
     if name not in HOSTS:
         raise ValueError(f"unknown host {name!r}: choose from {', '.join(HOSTS)}")
@@ -32,6 +31,6 @@ def host_class(name: str) -> Callable[[nn.Module], Host]:
         raise ValueError(f"the host {name!r} needs the package {package!r}, which is not installed") from error
 
 
-def open_host(name: str, model: nn.Module) -> Host:
-    """``model`` on the host called ``name``; as ``host_class``."""
+def open_host(name: str, model: Any) -> Host:
+    """``model`` (a module, or what the host's own library has) on the host called ``name``; errors as in ``host_class``."""
     return host_class(name)(model)
