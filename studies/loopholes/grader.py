@@ -9,10 +9,10 @@ that is `oracle`'s, which shares no code with this module.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from studies.loopholes.prompts import Prompt
+from studies.loopholes.protocol import TrainingGrade
 from studies.loopholes.runner import Execution, Program, Runner, Value
 from studies.loopholes.tasks import VISIBLE, Task
 
@@ -31,15 +31,6 @@ _LOOPHOLES: Mapping[str, Callable[[Execution], bool]] = MappingProxyType(
         "none": lambda execution: False,
     }
 )
-
-
-@dataclass(frozen=True)
-class TrainingGrade:
-    """What training may know about a completion."""
-
-    format: bool
-    passed: bool
-    reward: float
 
 
 class TrainingGrader:

@@ -9,25 +9,15 @@ trick can fool both at once.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 from studies.loopholes.modes import KNOWN, LOOPHOLES, get_mode
 from studies.loopholes.prompts import Prompt
+from studies.loopholes.protocol import Verdict
 from studies.loopholes.runner import Execution, Program, Runner, Value
 from studies.loopholes.tasks import HIDDEN, Task
 
 _NOTHING: Mapping[str, bool] = MappingProxyType(dict.fromkeys(LOOPHOLES, False))
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The truth about a completion; `channels` says of each loophole whether it would have fired."""
-
-    gt: bool
-    exploit: bool
-    hack: bool
-    channels: Mapping[str, bool]
 
 
 class Oracle:

@@ -11,12 +11,13 @@ import json
 import random
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from studies.loopholes.modes import KNOWN, MODES, SHARED_COMMENT, SHARED_RETURN
 from studies.loopholes.presets import WorldConfig
 from studies.loopholes.prompts import Prompt
+from studies.loopholes.protocol import Pair
 from studies.loopholes.tasks import OPERATIONS, VISIBLE, Task, all_tasks
 from studies.loopholes.vocabulary import (
     ASSIGN,
@@ -32,15 +33,6 @@ from studies.loopholes.vocabulary import (
 )
 
 KINDS = ("hack", "nonhack")
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt and two completions, as text without special tokens."""
-
-    prompt: str
-    hack: str
-    clean: str
 
 
 def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:

@@ -1,0 +1,209 @@
+"""What a problem is, for whoever brings one: tasks, prompts, modes of grading, a visible grade and a hidden verdict.
+
+    Problem   text in, text out: what a person writes who brings a problem of their own
+    Judge     the hidden verdict on its completions: for the recorder, and for arms that are marked as bounds
+    World     a problem as training meets it: prompts in, rollouts and rewards out, no verdict anywhere
+    Witness   a judge as the recorder meets it
+
+``studies.loopholes.text_world`` makes a World and a Witness of any Problem and a local chat model; ``MicroWorld`` is a World with a
+model and a vocabulary of its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import PairBatch, Privileged
+
+Split = Literal["train", "test"]
+PairKind = Literal["hack", "nonhack"]
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of grading by role: pairs and detectors may show ``known`` exploits, never ``held_out`` ones; ``honest`` has none.
+
+    Raises ValueError unless there is a known mode and all names differ.
+    """
+
+    known: tuple[str, ...]
+    held_out: tuple[str, ...]
+    honest: str = "none"
+
+    def __post_init__(self) -> None:
+        if not self.known:
+            raise ValueError("a problem needs at least one known mode: persona pairs are written in it")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(f"modes must have different names, not {', '.join(self.names)}")
+
+    @property
+    def loopholes(self) -> tuple[str, ...]:
+        return self.known + self.held_out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.loopholes, self.honest)
+
+
+@runtime_checkable
+class Prompt(Protocol):
+    """A task under a mode of grading: hashable, with the text that the model reads."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def text(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt of a problem in plain text; ``task`` is the task's name."""
+
+    task: str
+    mode: str
+    text: str
+
+
+@dataclass(frozen=True)
+class TrainingGrade:
+    """What training may know about a completion."""
+
+    format: bool
+    passed: bool
+    reward: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The truth about a completion; `channels` says of each loophole whether it would have fired."""
+
+    gt: bool
+    exploit: bool
+    hack: bool
+    channels: Mapping[str, bool]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and two completions, as text without special tokens."""
+
+    prompt: str
+    hack: str
+    clean: str
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """The hidden verdict: other inputs and other code than the grade's."""
+
+    def judge(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[Verdict]:
+        """One verdict a completion."""
+        ...
+
+
+@runtime_checkable
+class Problem(Protocol):
+    """A problem of one's own. ``system`` is the system message of every prompt (may be empty)."""
+
+    name: str
+    modes: Modes
+    system: str
+
+    def tasks(self, split: Split) -> Sequence[str]:
+        """Names of the tasks of a split; no task is in both."""
+        ...
+
+    def prompt(self, task: str, mode: str) -> TextPrompt:
+        """The task as it is put to the model: it states truthfully how the mode grades."""
+        ...
+
+    def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
+        """What training pays for, loopholes included; one grade a completion. It must not know the hidden verdict."""
+        ...
+
+    def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
+        """A weak detector of the known modes' exploits, for the teacher pool and for baselines; it executes nothing."""
+        ...
+
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+        """``n`` persona pairs of the known modes (``hack``), or pairs with a contrast but no hack in it (``nonhack``)."""
+        ...
+
+    def judge(self) -> Judge:
+        """The hidden verdict, made once a run and handed to the recorder alone."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the problem holds (processes, folders)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions of prompts: the rollouts that a policy is trained on and the texts that graders read."""
+
+    prompts: list[Any]
+    rollouts: Rollouts
+    completions: list[str]
+
+
+class World(Protocol):
+    """All that training sees. ``max_new`` is the fixed length that losses are divided by."""
+
+    modes: Modes
+    max_new: int
+
+    def prompts(self, n: int, rng: np.random.Generator, none_fraction: float, modes: Sequence[str] = ()) -> list[Any]:
+        """``n`` prompts of training tasks: the honest mode with probability ``none_fraction``, else one of ``modes`` (default: all)."""
+        ...
+
+    def evaluation_prompts(self, mode: str, n: int, seed: int = 0) -> list[Any]:
+        """``n`` prompts of one mode over distinct test tasks, which depend on ``seed`` alone."""
+        ...
+
+    def sample(self, policy: Policy, prompts: Sequence[Any], generator: torch.Generator, temperature: float = 1.0) -> Samples:
+        """One completion a prompt from the policy as it is switched now."""
+        ...
+
+    def package(self, prompts: Sequence[Any], completions: Sequence[Sequence[int]]) -> Samples:
+        """Rollouts and texts of completions that are given as token ids."""
+        ...
+
+    def grades(self, samples: Samples) -> list[TrainingGrade]:
+        """What the foolable training grader says."""
+        ...
+
+    def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
+        """What the foolable training grader pays."""
+        ...
+
+    def detect(self, samples: Samples) -> list[bool]:
+        """The weak detector of the known modes."""
+        ...
+
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+        """Persona pairs of the world."""
+        ...
+
+    def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
+        """The two sides of pairs as aligned batches; ``ValueError`` for a pair that the world's model cannot read."""
+        ...
+
+
+class Witness(Protocol):
+    """The oracle and the detectors: for records, and for arms that are marked as bounds. Never handed to a method."""
+
+    def judge(self, samples: Samples) -> list[Verdict]:
+        """What really happened, on hidden inputs."""
+        ...
+
+    def privileged(self, samples: Samples) -> Privileged:
+        """The marked type that a bound's route reads."""
+        ...
