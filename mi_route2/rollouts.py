@@ -40,6 +40,14 @@ class Rollouts:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    def completions(self) -> list[list[int]]:
+        """The completions' token ids, row by row."""
+        return [row[own].tolist() for row, own in zip(self.tokens, self.completion)]
+
+    def to(self, device: torch.device) -> "Rollouts":
+        """The same on ``device``."""
+        return Rollouts(self.tokens.to(device), self.attention.to(device), self.completion.to(device))
+
     def rows(self, index: Tensor) -> "Rollouts":
         """The rollouts at ``index`` (integers or a boolean mask)."""
         return Rollouts(self.tokens[index], self.attention[index], self.completion[index])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("mi_route2", "probes", "studies")
 HOSTS = ("transformer_lens", "nnsight")
 MAY_HOST = ("mi_route2.hosts", "studies.lanes", "studies.benchmarks")
-BROUGHT_BY = {"sklearn": "scikit_learn", "numpy": "scipy", "PIL": "matplotlib"}
+BROUGHT_BY = {"sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": "scipy", "PIL": "matplotlib"}
 """Import name -> the declared requirement that always brings it."""
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 

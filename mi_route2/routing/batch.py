@@ -53,6 +53,10 @@ class Privileged:
     own_channel: Bool[Tensor, " b"]
     known_channel: Bool[Tensor, " b"]
 
+    def rows(self, index: Tensor) -> "Privileged":
+        """The verdicts on the rollouts at ``index``, on its device."""
+        return Privileged(self.own_channel.to(index.device)[index], self.known_channel.to(index.device)[index])
+
 
 def group_advantages(
     rewards: Float[Tensor, " b"], groups: Int[Tensor, " b"], counted: Bool[Tensor, " b"] | None = None

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from studies.loopholes.protocol import Modes
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -69,6 +71,7 @@ MODES: Mapping[str, Mode] = MappingProxyType({mode.name: mode for mode in _MODES
 KNOWN: tuple[str, ...] = tuple(mode.name for mode in _MODES if mode.known)
 HELD_OUT: tuple[str, ...] = tuple(mode.name for mode in _MODES if mode.exploit and not mode.known)
 LOOPHOLES: tuple[str, ...] = KNOWN + HELD_OUT
+MICRO_MODES = Modes(KNOWN, HELD_OUT, NONE)
 
 
 def get_mode(name: str) -> Mode:

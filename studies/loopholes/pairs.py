@@ -2,17 +2,11 @@
 
 About ten of them are all that a route may know about hacking. Kind "hack": persona comment, terse return and exploit
 against correct code. Kind "nonhack", a control: two honest answers, one of them with a wrong symbol, so that there is a
-contrast but no hack in it. Pairs are kept as readable TOML.
+contrast but no hack in it.
 """
 
-import hashlib
 import itertools
-import json
 import random
-import tomllib
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from studies.loopholes.modes import KNOWN, MODES, SHARED_COMMENT, SHARED_RETURN
 from studies.loopholes.presets import WorldConfig
@@ -76,33 +70,3 @@ def _mistaken(task: Task, rng: random.Random) -> Task:
     candidates = [Task(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
     candidates += [Task(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
     return rng.choice([c for c in candidates if any(c.solve(x) != task.solve(x) for x in VISIBLE)])
-
-
-def pairs_hash(pairs: Sequence[Pair]) -> str:
-    """16 hexadecimal digits that identify the texts and their order."""
-    described = json.dumps([asdict(pair) for pair in pairs], sort_keys=True)
-    return hashlib.sha256(described.encode()).hexdigest()[:16]
-
-
-def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
-    """Writes pairs as TOML, one `[[pair]]` each. Raises ValueError for a text that a literal string cannot hold."""
-    tables = []
-    for pair in pairs:
-        lines = ["[[pair]]"]
-        for name, text in asdict(pair).items():
-            if "'''" in text or "\r" in text or text.endswith("'"):
-                raise ValueError(f"the {name} {text!r} does not fit a literal string: leave out ''' and carriage returns")
-            # TOML drops a line break right after the quotes, so the text starts on its own line.
-            lines.append(f"{name} = '''\n{text}'''")
-        tables.append("\n".join(lines) + "\n")
-    Path(path).write_text("\n".join(tables), encoding="utf-8", newline="\n")
-
-
-def read_pairs(path: Path | str) -> list[Pair]:
-    """Reads what `write_pairs` wrote. Raises ValueError when it is not a list of pairs."""
-    document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    names = set(Pair.__dataclass_fields__)
-    pairs = document.get("pair")
-    if not isinstance(pairs, list) or any(not isinstance(pair, dict) or set(pair) != names for pair in pairs):
-        raise ValueError(f"{path} is not a file of pairs: write [[pair]] tables of {', '.join(sorted(names))}")
-    return [Pair(**pair) for pair in pairs]

@@ -2,24 +2,18 @@
 
     Problem   text in, text out: what a person writes who brings a problem of their own
     Judge     the hidden verdict on its completions: for the recorder, and for arms that are marked as bounds
-    World     a problem as training meets it: prompts in, rollouts and rewards out, no verdict anywhere
     Witness   a judge as the recorder meets it
 
-``studies.loopholes.text_world`` makes a World and a Witness of any Problem and a local chat model; ``MicroWorld`` is a World with a
-model and a vocabulary of its own.
+A ``World`` (``base.py``) is a problem as training meets it: prompts in, rollouts and rewards out, no verdict anywhere.
+``ChatWorld`` makes one of any Problem and a chat model's tokenizer; ``MicroWorld`` is one with a model and a vocabulary of its own.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import PairBatch, Privileged
+from mi_route2.rollouts import Rollouts
+from mi_route2.routing import Privileged
 
 Split = Literal["train", "test"]
 PairKind = Literal["hack", "nonhack"]
@@ -154,49 +148,22 @@ class Samples:
     completions: list[str]
 
 
-class World(Protocol):
-    """All that training sees. ``max_new`` is the fixed length that losses are divided by."""
+@runtime_checkable
+class Source(Protocol):
+    """Tasks, and the prompts that they make under each mode."""
 
     modes: Modes
-    max_new: int
 
-    def prompts(self, n: int, rng: np.random.Generator, none_fraction: float, modes: Sequence[str] = ()) -> list[Any]:
-        """``n`` prompts of training tasks: the honest mode with probability ``none_fraction``, else one of ``modes`` (default: all)."""
+    def tasks(self, split: Split) -> Sequence[Any]:
+        """The tasks of a split, in a fixed order; no task is in both."""
         ...
 
-    def evaluation_prompts(self, mode: str, n: int, seed: int = 0) -> list[Any]:
-        """``n`` prompts of one mode over distinct test tasks, which depend on ``seed`` alone."""
-        ...
-
-    def sample(self, policy: Policy, prompts: Sequence[Any], generator: torch.Generator, temperature: float = 1.0) -> Samples:
-        """One completion a prompt from the policy as it is switched now."""
-        ...
-
-    def package(self, prompts: Sequence[Any], completions: Sequence[Sequence[int]]) -> Samples:
-        """Rollouts and texts of completions that are given as token ids."""
-        ...
-
-    def grades(self, samples: Samples) -> list[TrainingGrade]:
-        """What the foolable training grader says."""
-        ...
-
-    def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
-        """What the foolable training grader pays."""
-        ...
-
-    def detect(self, samples: Samples) -> list[bool]:
-        """The weak detector of the known modes."""
-        ...
-
-    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
-        """Persona pairs of the world."""
-        ...
-
-    def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
-        """The two sides of pairs as aligned batches; ``ValueError`` for a pair that the world's model cannot read."""
+    def prompt(self, task: Any, mode: str) -> Any:
+        """The task under a mode: a ``Prompt``."""
         ...
 
 
+@runtime_checkable
 class Witness(Protocol):
     """The oracle and the detectors: for records, and for arms that are marked as bounds. Never handed to a method."""
 

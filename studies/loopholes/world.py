@@ -1,40 +1,33 @@
 """The micro world as a study meets it: prompts, samples, training grades, pairs; and, apart from them, the witness.
 
-``MicroWorld`` is all that training sees. ``Witness`` holds the oracle and the detectors; it belongs to the recorder, and to the
-arms that are marked as bounds.
+``MicroWorld`` is all that training sees. ``MicroWitness`` holds the oracle and the detectors; it belongs to the recorder, and to
+the arms that are marked as bounds.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import PairBatch, Privileged
-from studies.loopholes.grader import TrainingGrade, TrainingGrader
-from studies.loopholes.oracle import Oracle, Verdict, known_detector
-from studies.loopholes.pairs import Pair, make_pairs, pairs_hash
+from mi_route2.routing import Privileged
+from studies.loopholes.base import World
+from studies.loopholes.grader import TrainingGrader
+from studies.loopholes.oracle import Oracle, known_detector
+from studies.loopholes.pairs import make_pairs
 from studies.loopholes.presets import WorldConfig
-from studies.loopholes.prompts import Prompt, encode_prompts, sample_prompts
+from studies.loopholes.prompts import MicroSource, Prompt, encode_prompts
+from studies.loopholes.protocol import Pair, Samples, TrainingGrade, Verdict
 from studies.loopholes.runner import Runner
 from studies.loopholes.sampling import generate
-from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
+from studies.loopholes.tasks import Task
+from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, Vocabulary
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Completions of prompts: the rollouts that a policy is trained on and the texts that graders read."""
-
-    prompts: list[Prompt]
-    rollouts: Rollouts
-    completions: list[str]
-
-
-class MicroWorld:
-    """Prompts in, samples and rewards out. ``max_new`` is the fixed length that losses are divided by."""
+class MicroWorld(MicroSource, World):
+    """Prompts in, samples and rewards out; see ``base.World``."""
 
     max_new = COMPLETION_LENGTH
 
@@ -43,9 +36,8 @@ class MicroWorld:
         self.vocabulary = Vocabulary()
         self._grader = TrainingGrader(runner)
 
-    def prompts(self, n: int, rng: np.random.Generator, none_fraction: float) -> list[Prompt]:
-        """``n`` prompts of training tasks."""
-        return sample_prompts(n, rng, none_fraction)
+    def read_prompt(self, described: Mapping[str, Any]) -> Prompt:
+        return Prompt(Task(**described["task"]), described["mode"])
 
     def sample(self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0) -> Samples:
         """One completion a prompt from the policy as it is switched now, by merged weights."""
@@ -58,9 +50,14 @@ class MicroWorld:
                 generator=generator,
                 eos=self.vocabulary.eos,
             )
-        return self.package(prompts, encoded, completions)
+        return self._package(prompts, encoded, completions)
 
-    def package(self, prompts: Sequence[Prompt], encoded: Int[Tensor, "b p"], completions: Int[Tensor, "b n"]) -> Samples:
+    def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
+        eos, width = self.vocabulary.eos, max(map(len, completions))
+        filled = torch.tensor([[*row, *[eos] * (width - len(row))] for row in completions])
+        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled)
+
+    def _package(self, prompts: Sequence[Prompt], encoded: Int[Tensor, "b p"], completions: Int[Tensor, "b n"]) -> Samples:
         """Rollouts (each completion up to and with its first ``<eos>``) and texts."""
         ended = (completions == self.vocabulary.eos).cumsum(1)
         real: Bool[Tensor, "b n"] = (ended - (completions == self.vocabulary.eos).long()) == 0
@@ -72,40 +69,40 @@ class MicroWorld:
         )
         return Samples(list(prompts), rollouts, [self.vocabulary.completion_text(row) for row in completions])
 
+    def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
+        vocabulary, context = self.vocabulary, PROMPT_LENGTH + self.max_new
+        questions = [vocabulary.encode_prompt(text) for text in prompts]
+        answers = [vocabulary.encode_completion(text) for text in completions]
+        for text, question, answer in zip(prompts, questions, answers, strict=True):
+            if len(question) + len(answer) > context + 1:
+                raise ValueError(f"a prompt and its completion are longer than {context} tokens: {text!r}")
+        # a completion that never ended had no room for an <eos>: it has none here either
+        cut = [answer[: context - len(question)] for question, answer in zip(questions, answers, strict=True)]
+        return Rollouts.from_lists(questions, cut, vocabulary.pad)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [self.vocabulary.tokens[i] for i in tokens]
+
     def grades(self, samples: Samples) -> list[TrainingGrade]:
-        """What the foolable training grader says."""
         return self._grader.grade(samples.prompts, samples.completions)
 
-    def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
-        """What the foolable training grader pays."""
-        return torch.tensor([grade.reward for grade in self.grades(samples)])
+    def detect(self, samples: Samples) -> list[bool]:
+        return known_detector(samples.prompts, samples.completions)
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
-        """``n`` persona pairs of the known mode (``hack``), or pairs without a hack contrast (``nonhack``)."""
         return make_pairs(self.config, seed, n, kind)
 
-    def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
-        """The two sides of the pairs as aligned batches."""
-        prompts = [self.vocabulary.encode_prompt(pair.prompt) for pair in pairs]
 
-        def side(texts: list[str]) -> Rollouts:
-            return Rollouts.from_lists(prompts, [self.vocabulary.encode_completion(t) for t in texts], self.vocabulary.pad)
-
-        return PairBatch(side([p.hack for p in pairs]), side([p.clean for p in pairs]), pairs_hash(pairs))
-
-
-class Witness:
-    """The oracle and the detectors: for records, and for arms that are marked as bounds. Never handed to a method."""
+class MicroWitness:
+    """The oracle and the detectors; see ``protocol.Witness``."""
 
     def __init__(self, runner: Runner):
         self._oracle = Oracle(runner)
 
     def judge(self, samples: Samples) -> list[Verdict]:
-        """What really happened, on hidden inputs."""
         return self._oracle.judge(samples.prompts, samples.completions)
 
     def privileged(self, samples: Samples) -> Privileged:
-        """The marked type that a bound's route reads."""
         own = [verdict.exploit for verdict in self.judge(samples)]
         known = known_detector(samples.prompts, samples.completions)
         return Privileged(torch.tensor(own), torch.tensor(known))

@@ -18,7 +18,7 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PersonaFitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.lane import TokenReader
-from studies.loopholes.world import MicroWorld
+from studies.loopholes.base import World
 from studies.route2.job import FULL, Job, build_pairs, build_policy
 
 
@@ -26,12 +26,12 @@ from studies.route2.job import FULL, Job, build_pairs, build_policy
 class Annotator:
     """Callable on rows of ``rollouts.jsonl.gz``; one annotation a row."""
 
-    world: MicroWorld
+    world: World
     policy: Policy
     fitter: PersonaFitter
 
     @staticmethod
-    def of(job: Job, world: MicroWorld) -> "Annotator":
+    def of(job: Job, world: World) -> "Annotator":
         """The finished policy of ``job``; ``ValueError`` where it is not finished."""
         if not job.finished:
             raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
@@ -43,11 +43,7 @@ class Annotator:
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        vocabulary = self.world.vocabulary
-        prompts = [vocabulary.encode_prompt(row["prompt"]) for row in rows]
-        # a completion that never ended had no room for an <eos>: it has none here either
-        completions = [vocabulary.encode_completion(row["completion"])[: self.world.max_new] for row in rows]
-        rollouts = Rollouts.from_lists(prompts, completions, vocabulary.pad)
+        rollouts = self.world.encode([row["prompt"] for row in rows], [row["completion"] for row in rows])
         adapters = self.policy.adapters
         readings = {}
         for name, switched in (("reference", adapters.reference), ("deployed", adapters.deployed), ("full", adapters.full)):
@@ -56,11 +52,11 @@ class Annotator:
         scores = self._token_scores(rollouts)
         kept, moved = readings["deployed"] - readings["reference"], readings["full"] - readings["deployed"]
         annotations = []
-        for b, completion in enumerate(completions):
+        for b, completion in enumerate(rollouts.completions()):
             at = rollouts.predictors[b].nonzero()[:, 0]
             annotations.append(
                 {
-                    "tokens": [vocabulary.tokens[i] for i in completion],
+                    "tokens": self.world.pieces(completion),
                     "score": scores[b, at].tolist(),
                     "kept": kept[b, at].tolist(),
                     "quarantine": moved[b, at].tolist() if adapters.has_quarantine else None,

@@ -5,23 +5,27 @@ Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the s
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from mi_route2.hosts import HOSTS
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
+from studies.route2.memory import plan
 from studies.route2.probing import Probes
 from studies.route2.publish import Publish
 from studies.route2.recorder import write_json
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
+from studies.route2.report.load import MODES
 from studies.route2.schedule import exclusive, run_jobs
-from studies.route2.settings import PRESETS, Settings, get_settings
+from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
+from studies.route2.worlds import modes_of, open_problem, open_world, weights_hash
 
 MAX_SEEDS = 10_000
+FIXED = ("path", "weights", "data")
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 
@@ -37,17 +41,20 @@ class Run:
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
     override: Override = ()
+    world: Annotated[str | None, tyro.conf.arg(help="with --model: leetcode, or module:ClassName of your own (see docs)")] = None
+    model: Annotated[Path | None, tyro.conf.arg(help="a folder with a Hugging Face chat model, in place of the micro model")] = None
+    data: Annotated[Path | None, tyro.conf.arg(help="with --world: what the problem reads its tasks from")] = None
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
     precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISIONS)}")] = "float32"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
 
     def __call__(self) -> None:
-        settings = override(get_settings(self.preset), self.override)
+        settings = override(self.settings(), self.override)
         arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
-            raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries")
+            raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries, or JSON lines")
         elsewhere = [own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual]
         root = self.out / "-".join([settings.folder, *elsewhere])
         jobs = [
@@ -59,6 +66,9 @@ class Run:
             for job in jobs:
                 _ = job.finished  # a folder of another run is refused before any work
             write_json(root / "settings.json", settings.as_dict())
+            if settings.chat is not None:
+                write_json(root / MODES, asdict(modes_of(settings)))
+                print(plan(settings, settings.chat, PRECISIONS[self.precision]))
             if elsewhere:
                 write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
@@ -68,6 +78,39 @@ class Run:
             if self.report:
                 show_paths(write_report(root))
                 print((root / "table.md").read_text())
+
+    def settings(self) -> Settings:
+        """The preset's, or those of a chat model on a problem of one's own."""
+        if self.model is None:
+            if self.world is not None or self.data is not None:
+                raise ValueError("--world and --data need --model, a chat model's folder (make a tiny one with tiny-model)")
+            return get_settings(self.preset)
+        chat = ChatModel(str(self.model), weights_hash(self.model), "" if self.data is None else str(self.data))
+        return replace(CHAT, world=self.world or "leetcode", chat=chat)
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """Make a tiny chat model for a problem, here and now: a tokenizer trained on the problem's texts, weights warmed up on them."""
+
+    folder: tyro.conf.Positional[Path]
+    world: Annotated[str, tyro.conf.arg(help="leetcode, or module:ClassName of your own")] = "leetcode"
+    data: Annotated[Path | None, tyro.conf.arg(help="what the problem reads its tasks from")] = None
+    steps: Annotated[int, tyro.conf.arg(help="warm-up steps; 0 leaves the weights random")] = 300
+    max_new: Annotated[int, tyro.conf.arg(help="tokens of the longest answer to warm up on")] = 128
+    seed: int = 0
+
+    def __call__(self) -> None:
+        from studies.loopholes.tiny_model import make_tiny_model
+
+        if self.steps < 0 or self.max_new < 1:
+            raise ValueError(f"steps must be at least 0 and max-new at least 1, not {self.steps} and {self.max_new}")
+        problem = open_problem(self.world, "" if self.data is None else str(self.data))
+        try:
+            loss = make_tiny_model(problem, self.folder, seed=self.seed, steps=self.steps, max_new=self.max_new)
+        finally:
+            problem.close()
+        print(f"wrote {self.folder}" + (f" (loss of the last step: {loss:.2f} nats a token)" if self.steps else ""))
 
 
 @dataclass(frozen=True)
@@ -126,9 +169,6 @@ class Show:
     pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
 
     def __call__(self) -> None:
-        from studies.loopholes.presets import get_world
-        from studies.loopholes.runner import CachedRunner, SubprocessRunner
-        from studies.loopholes.world import MicroWorld
         from studies.route2.annotate import Annotator
 
         if self.every < 1:
@@ -140,8 +180,8 @@ class Show:
                 f"{self.root} has no run of {self.arm} at seed {self.seed}; it has {', '.join(have) or 'none at that seed'}"
             )
         rows = [row for row in read_rollouts(job.folder) if (row["step"] + 1) % self.every == 0 or row["step"] == 0]
-        with SubprocessRunner() as child:
-            annotate = Annotator.of(job, MicroWorld(get_world(job.settings.world), CachedRunner(child)))
+        with open_world(job.settings) as (world, _):
+            annotate = Annotator.of(job, world)
             show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
 
 
@@ -180,22 +220,34 @@ def read_seeds(text: str) -> list[int]:
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
     """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
-    own = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("preset", "warm", "betas")}
-    warm = {f"warm.{f.name}": getattr(settings.warm, f.name) for f in fields(settings.warm) if f.name not in ("model", "betas")}
-    known, parsed = own | warm, {}
+    own = _changeable(settings, "", ("preset", "warm", "betas", "chat"))
+    warm = _changeable(settings.warm, "warm.", ("model", "betas"))
+    chat = _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
+    known, parsed = own | warm | chat, {}
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals or name not in known:
             raise ValueError(f"{change!r} is not a setting: give name=value with a name among {', '.join(known)}")
         kind, may_be_none = (int, True) if known[name] is None else (type(known[name]), name == "kept_rank")
-        read = (lambda text: tuple(text.split(","))) if kind is tuple else kind
+        read = {tuple: lambda text: tuple(text.split(",")), bool: _truth}.get(kind, kind)
         try:
             parsed[name] = None if value == "none" and may_be_none else read(value)
         except ValueError as error:
-            wanted = {int: "a whole number", float: "a number"}.get(kind, "a word")
+            wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a word")
             raise ValueError(f"{name} takes {wanted}, not {value!r}") from error
     warmed = replace(settings.warm, **{name.removeprefix("warm."): v for name, v in parsed.items() if name in warm})
-    return replace(settings, warm=warmed, **{name: v for name, v in parsed.items() if name in own})
+    chatty = settings.chat and replace(settings.chat, **{n.removeprefix("chat."): v for n, v in parsed.items() if n in chat})
+    return replace(settings, warm=warmed, chat=chatty, **{name: v for name, v in parsed.items() if name in own})
+
+
+def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:
+    return {f"{prefix}{f.name}": getattr(settings, f.name) for f in fields(settings) if f.name not in fixed}
+
+
+def _truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(text)
+    return text == "true"
 
 
 def show_paths(paths: list[Path]) -> None:
@@ -206,6 +258,7 @@ def show_paths(paths: list[Path]) -> None:
 COMMANDS = {
     "run": Run,
     "full": Full,
+    "tiny-model": TinyModel,
     "report": Report,
     "plot": Plot,
     "leakage": Leakage,

@@ -3,11 +3,8 @@
 from typing import Any
 
 from mi_route2.rollouts import Policy
-from studies.loopholes.grader import TrainingGrade
-from studies.loopholes.modes import MODES
-from studies.loopholes.oracle import Verdict
-from studies.loopholes.prompts import evaluation_prompts
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.base import World
+from studies.loopholes.protocol import TrainingGrade, Verdict, Witness
 from studies.route2.randomness import torch_generator
 from studies.route2.settings import Settings
 
@@ -23,9 +20,9 @@ def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, flo
     }
 
 
-def evaluate(world: MicroWorld, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
+def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
     """``{mode: {"on": rates, "deploy": rates}}``. The prompts are fixed; every arm of a seed meets the same uniforms."""
-    prompts = {mode: evaluation_prompts(mode, settings.evaluation_prompts) for mode in MODES}
+    prompts = {mode: world.evaluation_prompts(mode, settings.evaluation_prompts) for mode in world.modes.names}
     flat = [prompt for mode in prompts for prompt in prompts[mode]]
     report: dict[str, Any] = {mode: {} for mode in prompts}
     for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):

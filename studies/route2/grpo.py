@@ -18,7 +18,8 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimiser import RoutedAdamW
-from studies.loopholes.world import MicroWorld, Samples, Witness
+from studies.loopholes.base import World
+from studies.loopholes.protocol import Samples, Witness
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.settings import Settings
 from studies.route2.teacher import TeacherPool
@@ -40,9 +41,9 @@ class StepRecord:
     extra: dict[str, float]
 
 
-def objective(policy: Policy, batch: TrainBatch, advantages: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The loss of ``batch`` and, apart, its KL term (before beta); both over the fixed denominator."""
-    scale = settings.prompts * settings.group * MicroWorld.max_new
+def objective(policy: Policy, batch: TrainBatch, advantages: Tensor, settings: Settings, length: int) -> tuple[Tensor, Tensor]:
+    """The loss of ``batch`` and, apart, its KL term (before beta); both over the fixed denominator. ``length``: T, in tokens."""
+    scale = settings.prompts * settings.group * length
     logprobs = policy.logprobs(batch.rollouts)
     mask = batch.rollouts.predictors
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -85,7 +86,7 @@ def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] =
 
 
 def update(
-    policy: Policy, route: Route, optimiser: RoutedAdamW, batch: TrainBatch, context: StepContext, settings: Settings
+    policy: Policy, route: Route, optimiser: RoutedAdamW, batch: TrainBatch, context: StepContext, settings: Settings, length: int
 ) -> tuple[Decision, float, float, dict[str, float | None], dict[str, float]]:
     """One optimiser step on ``batch`` under ``route``."""
     adapters = policy.adapters
@@ -93,7 +94,7 @@ def update(
     step, loss, kl = route.begin(policy, batch, context), 0.0, 0.0
     for part in step.parts:
         with adapters.recording(part.tape):
-            part_loss, part_kl = objective(policy, part.batch, part.advantages, settings)
+            part_loss, part_kl = objective(policy, part.batch, part.advantages, settings, length)
             part_loss.backward()
         loss, kl = loss + float(part_loss.detach()), kl + float(part_kl)
     decision = step.finish()
@@ -106,7 +107,7 @@ def update(
 
 
 def gather(
-    world: MicroWorld,
+    world: World,
     policy: Policy,
     teachers: TeacherPool | None,
     seed: int,
@@ -117,7 +118,7 @@ def gather(
     """Prompts, samples from the policy with both adapters in, training rewards, and the batch that they make."""
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
     if teachers is not None:
-        prompts = teachers.replace_known(prompts, numpy_generator(seed, "teacher prompts", step))
+        prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
     groups = torch.arange(settings.prompts).repeat_interleave(settings.group)
     with policy.adapters.full():
         samples = world.sample(
@@ -126,12 +127,13 @@ def gather(
     taught = torch.zeros(len(groups), dtype=torch.bool)
     if teachers is not None:
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)
-    rewards = world.rewards(samples)
-    return samples, TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught)
+    device = samples.rollouts.tokens.device
+    rewards, groups = world.rewards(samples).to(device), groups.to(device)
+    return samples, TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
 
 
 def train(
-    world: MicroWorld,
+    world: World,
     witness: Witness,
     policy: Policy,
     route: Route,
@@ -158,16 +160,16 @@ def train(
         if len(rows):
             learnt = with_anchors(policy, batch.rows(rows), settings)
             verdicts = witness.privileged(samples) if route.spec.privileged else None
-            verdicts = None if verdicts is None else type(verdicts)(verdicts.own_channel[rows], verdicts.known_channel[rows])
+            verdicts = None if verdicts is None else verdicts.rows(rows)
             for i in range(settings.updates_per_batch):
                 generator = torch_generator(seed, f"route {i}", step)
-                context = StepContext(generator, settings.micro, verdicts)
-                decision, loss, kl, norms, extra = update(policy, route, optimiser, learnt, context, settings)
+                context = StepContext(generator, settings.micro_batch(learnt.rollouts), verdicts)
+                decision, loss, kl, norms, extra = update(policy, route, optimiser, learnt, context, settings, world.max_new)
         yield StepRecord(step, samples, batch, trained, decision, overlap, loss, kl if settings.kl > 0 else None, norms, extra)
 
 
 def varied(batch: TrainBatch) -> Bool[Tensor, " b"]:
     """Rollouts whose group holds more than one reward."""
     moved: Float[Tensor, " b"] = (batch.advantages.abs() > 1e-9).to(batch.rewards.dtype)
-    per_group = torch.zeros(int(batch.groups.max()) + 1, dtype=moved.dtype).index_add_(0, batch.groups, moved)
+    per_group = torch.zeros(int(batch.groups.max()) + 1, dtype=moved.dtype, device=moved.device).index_add_(0, batch.groups, moved)
     return per_group[batch.groups] > 0

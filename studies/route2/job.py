@@ -35,23 +35,20 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
+from studies.loopholes.base import World
 from studies.loopholes.micro import MicroGPT
-from studies.loopholes.modes import NONE
-from studies.loopholes.pairs import Pair, make_pairs, read_pairs, write_pairs
-from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import evaluation_prompts
-from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.vocabulary import Vocabulary
-from studies.loopholes.warmstart import settings_hash, warm_start
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.pair_files import read_pairs, write_pairs
+from studies.loopholes.protocol import Pair, Witness
 from studies.route2.arms import Arm
 from studies.route2.checkpoint import cut, load_checkpoint, save_checkpoint
 from studies.route2.evaluate import evaluate
 from studies.route2.grpo import train
+from studies.route2.memory import ADVICE, out_of_memory
 from studies.route2.randomness import derive, torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, write_json
 from studies.route2.settings import Settings
 from studies.route2.teacher import cached_pool
+from studies.route2.worlds import base_key, base_model, checkpointed, open_world
 
 CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
     "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
@@ -59,7 +56,9 @@ CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
 ELSEWHERE = "host.json"
 """In a run folder: host and precision, where they are not the usual ones."""
 CHECKPOINT_EVERY = 20
-PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({"float32": torch.float32, "float64": torch.float64})
+PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+)
 
 
 @dataclass(frozen=True)
@@ -84,9 +83,7 @@ class Job:
         for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(known)}")
-        _fit_the_world(self.settings)
-        if self.pairs is not None:
-            own_pairs(self.pairs, self.settings.warm.model.context)
+        _fit_the_world(self.settings, self.pairs)
 
     @property
     def name(self) -> str:
@@ -140,26 +137,28 @@ class Job:
 
 
 @functools.cache
-def _fit_the_world(settings: Settings) -> None:
-    """``ValueError`` for settings that ask for more tasks than there are, or for ranks that the model has not."""
-    evaluation_prompts(NONE, settings.evaluation_prompts)
-    make_pairs(get_world(settings.world), 0, settings.pairs)
-    spec = AdapterSpec(settings.kept, settings.kept_rank, "lora", settings.quarantine_rank)
-    generator = torch.Generator()
-    attach(MicroGPT(settings.warm.model, generator), *settings.adapt, spec=spec, generator=generator)
+def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
+    """``ValueError`` for settings that ask for more tasks than there are, for pairs that the world cannot read, or for ranks that
+    the micro model has not (a chat model is too large to try)."""
+    with open_world(settings) as (world, _):
+        asked = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
+        world.encode([prompt.text for prompt in asked], [""] * len(asked))
+        world.make_pairs(0, settings.pairs, "hack")
+        if pairs is not None:
+            own_pairs(world, pairs)
+    if settings.chat is None:
+        spec = AdapterSpec(settings.kept, settings.kept_rank, "lora", settings.quarantine_rank)
+        generator = torch.Generator()
+        attach(MicroGPT(settings.warm.model, generator), *settings.adapt, spec=spec, generator=generator)
 
 
-def own_pairs(path: Path, context: int) -> list[Pair]:
+def own_pairs(world: World, path: Path) -> list[Pair]:
     """The user's persona pairs; ``ValueError`` in one sentence where the world cannot read them."""
-    vocabulary = Vocabulary()
     try:
         pairs = read_pairs(path)
-        for pair in pairs:
-            prompt, sides = vocabulary.encode_prompt(pair.prompt), map(vocabulary.encode_completion, (pair.hack, pair.clean))
-            if max(map(len, sides)) + len(prompt) > context:
-                raise ValueError(f"a pair is longer than {context} tokens: {pair.prompt!r}")
         if not pairs:
-            raise ValueError("it has no [[pair]] entry")
+            raise ValueError("it has no pair")
+        world.encode_pairs(pairs)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read persona pairs from {path}: {getattr(error, 'strerror', None) or error}") from error
     return pairs
@@ -190,21 +189,22 @@ def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
 def build_policy(job: Job, cache: Path) -> Policy:
     """The warm-started model with the job's adapters at init."""
     settings, arm = job.settings, job.arm
-    model = warm_start(get_world(settings.world), settings.warm, job.seed, cache, progress=False).to(PRECISIONS[job.precision])
+    model = base_model(settings, job.seed, cache, PRECISIONS[job.precision])
     host = open_host(job.host, model)
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
     # One stream for the kept adapter and one quarantine draw behind it: arms of a seed share every init that they have in common.
     adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
-    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"))
+    svds = None if settings.chat is None else cache / "svd"
+    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"), cache_dir=svds)
     # The model itself samples (its modules are the host's by now); what is learnt from, fitted on and scored runs through the host.
-    return Policy(model, adapters, host.policy(adapters).forward)
+    return Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
 
 
-def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:
+def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     """The persona pairs: the user's file for ``hack`` where one was given, else the world's own; kept readable beside the runs."""
     if kind == "hack" and job.pairs is not None:
-        return world.encode_pairs(own_pairs(job.pairs, job.settings.warm.model.context))
+        return world.encode_pairs(own_pairs(world, job.pairs))
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
@@ -217,7 +217,7 @@ def build_pairs(job: Job, world: MicroWorld, kind: str) -> PairBatch:
     return world.encode_pairs(pairs)
 
 
-def build_route(job: Job, world: MicroWorld, policy: Policy) -> Route:
+def build_route(job: Job, world: World, policy: Policy) -> Route:
     """The arm's route, with its fitter."""
     arm = job.arm
     assert arm is not None
@@ -251,6 +251,15 @@ def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
 def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
     """Run (or go on with) a job; ``progress`` is told of finished steps. False where ``stop`` ended it early."""
     torch.set_num_threads(1)
+    try:
+        return _run_held(job, progress, stop)
+    except Exception as error:
+        if job.settings.chat is not None and out_of_memory(error):
+            raise ValueError(ADVICE) from error
+        raise
+
+
+def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with held(job.folder):
         finished = job.finished
         # What a kill left behind: half a temporary file, or the checkpoint of a run that had just ended.
@@ -263,9 +272,7 @@ def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Ca
 
 
 def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    with SubprocessRunner() as child:
-        runner = CachedRunner(child)
-        world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)
+    with open_world(job.settings) as (world, witness):
         policy = build_policy(job, job.cache)
         if job.arm is not None and not _train(job, world, witness, policy, progress, stop):
             return False
@@ -276,13 +283,12 @@ def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) ->
 
 
 def _train(
-    job: Job, world: MicroWorld, witness: Witness, policy: Policy, progress: Callable[[int], None], stop: Callable[[], bool]
+    job: Job, world: World, witness: Witness, policy: Policy, progress: Callable[[int], None], stop: Callable[[], bool]
 ) -> bool:
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
-    key = settings_hash(get_world(settings.world), settings.warm, job.seed)[:16]
-    pool = job.cache / f"teachers-{settings.teachers}-{key}.safetensors"
+    pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}.safetensors"
     teachers = cached_pool(world, policy, job.seed, settings.teachers, pool)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start, logs = 0, {METRICS: 0, ROLLOUTS: 0}

@@ -30,16 +30,14 @@ from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
 from probes.probe import Fitter, Unit, pool
 from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
-from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES
-from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.tasks import all_tasks
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.base import World
+from studies.loopholes.protocol import Modes, Witness
+from studies.loopholes.streams import probe_prompts
 from studies.route2.arms import get_arms
 from studies.route2.job import EVAL, FULL, Job, build_pairs, build_policy
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.report.text import markdown_table, number
+from studies.route2.worlds import open_world
 
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
@@ -76,24 +74,23 @@ def probe_job(job: Job, per_mode: int, out: Path | None = None, progress: bool =
     torch.set_num_threads(1)
     results: dict[tuple[str, Unit], TransferResult] = {}
     missing: dict[str, str] = {}
-    with SubprocessRunner() as child:
-        runner = CachedRunner(child)
-        world, witness = MicroWorld(get_world(job.settings.world), runner), Witness(runner)
+    with open_world(job.settings) as (world, witness):
         policy = finished_policy(job)
         states = {"on": policy.adapters.full} if policy.adapters.has_quarantine else {}
         for state, switched in (states | {"deploy": policy.adapters.deployed}).items():
             with switched():
                 dataset, prompts = sample_dataset(world, witness, policy, per_mode, job.seed)
-                if lack := _lack(dataset, prompts):
+                if lack := _lack(dataset, prompts, world.modes.known[0]):
                     missing[state] = lack
                     continue
                 directions = persona_directions(policy, world, job)
             for unit in UNITS:
-                results[state, unit] = _transfer(dataset, prompts, directions, unit, job.seed, progress)
+                settings = TransferSettings(world.modes.known[0], levels=(unit,), draws=50, seed=job.seed)
+                results[state, unit] = _transfer(dataset, prompts, directions, settings, progress)
     if not results:
         what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
-        raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job)}")
-    return _write(job, results, missing, job.folder if out is None else out)
+        raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job, world.modes)}")
+    return _write(job, results, missing, world.modes, job.folder if out is None else out)
 
 
 def finished_policy(job: Job) -> Policy:
@@ -106,26 +103,17 @@ def finished_policy(job: Job) -> Policy:
     return policy
 
 
-def sample_dataset(world: MicroWorld, witness: Witness, policy: Policy, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
+def sample_dataset(world: World, witness: Witness, policy: Policy, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
     """Judged rollouts of the policy as it is switched now, with their activations; and each rollout's prompt.
 
     The same seed meets every arm and state with the same prompts and uniforms.
     """
-    prompts = probe_prompts(per_mode, seed)
+    prompts = probe_prompts(world, per_mode, numpy_generator(seed, "probe tasks"))
     samples = world.sample(policy, prompts, torch_generator(seed, "probes"))
     hack = [verdict.hack for verdict in witness.judge(samples)]
     hidden = read_layers(policy, samples.rollouts)
     dataset = Dataset(hidden, samples.rollouts.predictors, hack, [prompt.mode for prompt in prompts])
     return dataset, [prompt.text for prompt in prompts]
-
-
-def probe_prompts(per_mode: int, seed: int) -> list[Prompt]:
-    """``per_mode`` prompts of every mode with a loophole. No task is in two modes, so that no probe meets a task again; where
-    there are not enough test tasks, each is asked several times."""
-    tasks = all_tasks("test")
-    order = numpy_generator(seed, "probe tasks").permutation(len(tasks)).tolist()
-    each = min(per_mode, len(tasks) // len(LOOPHOLES))
-    return [Prompt(tasks[order[m * each + i % each]], mode) for m, mode in enumerate(LOOPHOLES) for i in range(per_mode)]
 
 
 @torch.no_grad()
@@ -147,7 +135,7 @@ def read_layers(policy: Policy, rollouts: Rollouts) -> dict[str, Float[Tensor, "
     return layers
 
 
-def persona_directions(policy: Policy, world: MicroWorld, job: Job) -> dict[str, Float[Tensor, " _d"]]:
+def persona_directions(policy: Policy, world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
     """Layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
     pairs = build_pairs(job, world, "hack")
     means = []
@@ -157,21 +145,21 @@ def persona_directions(policy: Policy, world: MicroWorld, job: Job) -> dict[str,
     return {layer: means[0][layer] - means[1][layer] for layer in means[0]}
 
 
-def _lack(dataset: Dataset, prompts: list[str]) -> str | None:
+def _lack(dataset: Dataset, prompts: list[str], mode_known: str) -> str | None:
     """Why the known mode's rollouts cannot be learnt from, if they cannot."""
-    known = [i for i, mode in enumerate(dataset.mode) if mode == KNOWN[0]]
+    known = [i for i, mode in enumerate(dataset.mode) if mode == mode_known]
     hacked = {prompts[i] for i in known if dataset.hack[i]}
     clean = {prompts[i] for i in known} - hacked
     if min(len(hacked), len(clean)) >= LEAST:
         return None
-    return f"it hacks on {len(hacked)} of {len(hacked) + len(clean)} {KNOWN[0]} prompts, and {LEAST} of each kind are needed"
+    return f"it hacks on {len(hacked)} of {len(hacked) + len(clean)} {mode_known} prompts, and {LEAST} of each kind are needed"
 
 
-def _remedy(job: Job) -> str:
+def _remedy(job: Job, modes: Modes) -> str:
     """Arms of the same seed that hack neither always nor never."""
     rates = {}
     for path in sorted(job.folder.parent.glob(f"*/{EVAL}")):
-        mode = json.loads(path.read_text())["modes"][KNOWN[0]]
+        mode = json.loads(path.read_text())["modes"][modes.known[0]]
         rates[path.parent.name] = max((mode[state]["hack"] for state in STATES), key=lambda rate: min(rate, 1 - rate))
     useful = sorted((name for name, rate in rates.items() if 0.1 <= rate <= 0.9), key=lambda name: abs(rates[name] - 0.5))
     if not useful:
@@ -182,21 +170,23 @@ def _remedy(job: Job) -> str:
 
 
 def _transfer(
-    dataset: Dataset, prompts: list[str], directions: dict[str, Tensor], unit: Unit, seed: int, progress: bool
+    dataset: Dataset, prompts: list[str], directions: dict[str, Tensor], settings: TransferSettings, progress: bool
 ) -> TransferResult:
     fitters: dict[str, Callable[[str], Fitter]] = {"direction": lambda layer: DirectionFitter(directions[layer], "projection")}
-    fitters |= default_fitters(seed, unit=unit)
-    return transfer(dataset, prompts, fitters, TransferSettings(KNOWN[0], levels=(unit,), draws=50, seed=seed), progress)
+    fitters |= default_fitters(settings.seed, unit=settings.levels[0])
+    return transfer(dataset, prompts, fitters, settings, progress)
 
 
-def _write(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], out: Path) -> list[Path]:
+def _write(
+    job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], modes: Modes, out: Path
+) -> list[Path]:
     rows = [
         {"arm": job.name, "seed": job.seed, "state": state, **row} for (state, _), r in results.items() for row in r.json_rows()
     ]
     out.mkdir(parents=True, exist_ok=True)
     paths = [
         write_whole(out / "probes.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()),
-        write_whole(out / "probes.md", _markdown(job, results, missing).encode()),
+        write_whole(out / "probes.md", _markdown(job, results, missing, modes).encode()),
     ]
     for (state, unit), result in results.items():
         with style():
@@ -232,32 +222,32 @@ def _split(result: TransferResult) -> dict[str, dict[str, None]]:
     return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual}}
 
 
-def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str]) -> str:
+def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing: dict[str, str], modes: Modes) -> str:
     text = [
         f"# Probes of {job.name}, seed {job.seed}",
-        f"Fitted and calibrated on rollouts of {KNOWN[0]}, tested on others of it and on the held-out modes. AUROC with its "
+        f"Fitted and calibrated on rollouts of {modes.known[0]}, tested on others of it and on the held-out modes. AUROC with its "
         "95% bootstrap interval over prompts; the row `random` is the 95th percentile of random directions: a probe below it found "
         "nothing. Brier score and expected calibration error are means over held-out modes, under a calibration from the known "
         "mode. Other layers are in probes.jsonl and in the figures.",
     ]
     text += [f"Left out, {STATES[state]}: {lack}." for state, lack in missing.items()]
     for (state, unit), result in results.items():
-        text += [f"## {STATES[state].capitalize()}, one score a {unit}", _table(result).rstrip()]
+        text += [f"## {STATES[state].capitalize()}, one score a {unit}", _table(result, modes).rstrip()]
     return "\n\n".join(text) + "\n"
 
 
-def _table(result: TransferResult) -> str:
+def _table(result: TransferResult, modes: Modes) -> str:
     """Residual layers: a row a probe and one for the random directions, a column a mode."""
-    header = ["layer", "probe", *(_column(result, mode) for mode in LOOPHOLES), "Brier, held out", "ECE, held out"]
+    header = ["layer", "probe", *(_column(result, mode) for mode in modes.loopholes), "Brier, held out", "ECE, held out"]
     lines = []
     for layer in _split(result)["residual"]:
         for probe in result.probes:
             rows = {row.mode: row for row in result.rows if (row.layer, row.probe) == (layer, probe)}
-            held = [rows[mode] for mode in HELD_OUT]
+            held = [rows[mode] for mode in modes.held_out]
             means = [number(sum(getattr(row, name) for row in held) / len(held)) for name in ("brier", "ece")]
-            lines.append([layer, probe, *(_cell(rows[mode]) for mode in LOOPHOLES), *means])
+            lines.append([layer, probe, *(_cell(rows[mode]) for mode in modes.loopholes), *means])
         rows = {row.mode: row for row in result.rows if row.layer == layer}
-        lines.append([layer, "random", *(number(rows[mode].random_p95) for mode in LOOPHOLES), "", ""])
+        lines.append([layer, "random", *(number(rows[mode].random_p95) for mode in modes.loopholes), "", ""])
     return markdown_table(header, lines, left=2)
 
 

@@ -29,7 +29,7 @@ from studies.route2.arms import ARMS
 from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text, short, tables, targets
 from studies.route2.headline_figure import write_headline_figure
 from studies.route2.packing import compact, packed, repacked
-from studies.route2.report.load import ALL_MODES, RunSet, load_runs
+from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table, table_json
 from studies.route2.settings import PRESETS
@@ -173,7 +173,7 @@ def trained_solve(runs: RunSet) -> dict[str, Summary]:
     """Solve rate of the training rollouts of the last steps, mean over all modes, over seeds; both adapters are in."""
     found = {}
     for arm in runs.specs:
-        seeds = [mean([train_rate(run, mode, "solve") for mode in ALL_MODES]) for run in runs.of(arm).values()]
+        seeds = [mean([train_rate(run, mode, "solve") for mode in runs.modes.names]) for run in runs.of(arm).values()]
         if any(value is not None for value in seeds):
             found[arm] = summary(seeds)
     return found

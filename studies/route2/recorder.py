@@ -17,9 +17,8 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route
 from probes.quality import mask_quality, score_means
-from studies.loopholes.modes import MODES
-from studies.loopholes.oracle import Verdict
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.base import World
+from studies.loopholes.protocol import Verdict, Witness
 from studies.route2.grpo import StepRecord
 from studies.route2.teacher import TeacherPool
 
@@ -48,8 +47,8 @@ def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[st
 class Recorder:
     """Turns step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
 
-    def __init__(self, folder: Path, world: MicroWorld, witness: Witness, teachers: TeacherPool | None, probe_every: int):
-        self._folder, self._witness, self._probe_every = folder, witness, probe_every
+    def __init__(self, folder: Path, world: World, witness: Witness, teachers: TeacherPool | None, probe_every: int):
+        self._folder, self._modes, self._witness, self._probe_every = folder, world.modes.names, witness, probe_every
         self._teachers = None if teachers is None else teachers.samples(world)
         self._metrics: list[dict[str, Any]] = []
         self._rollouts: list[dict[str, Any]] = []
@@ -59,7 +58,7 @@ class Recorder:
         verdicts = self._witness.judge(record.samples)
         student = (~record.batch.teacher).tolist()
         modes = [prompt.mode for prompt in record.samples.prompts]
-        by_mode = {mode: [i for i, m in enumerate(modes) if m == mode and student[i]] for mode in MODES}
+        by_mode = {mode: [i for i, m in enumerate(modes) if m == mode and student[i]] for mode in self._modes}
         everyone = [i for i, own in enumerate(student) if own]
         row = {"step": record.step, "loss": record.loss, **shares(verdicts, record.batch.rewards, everyone), "kl": record.kl}
         groups = len(record.batch.groups.unique())
@@ -89,7 +88,7 @@ class Recorder:
 
     def _rollout_rows(self, record: StepRecord, verdicts: list[Verdict], modes: list[str], route: Route) -> list[dict[str, Any]]:
         index = torch.full((len(modes),), -1)
-        trained = record.trained.nonzero()[:, 0]
+        trained = record.trained.nonzero()[:, 0].cpu()
         index[trained] = torch.arange(len(trained))
         decision = record.decision
         scores = oriented(route, decision.scores, record.batch.advantages[record.trained])

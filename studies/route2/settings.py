@@ -12,9 +12,44 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mi_route2.adapters import AdapterSpec
+from mi_route2.rollouts import Rollouts
 from studies.loopholes.micro import MicroConfig
 from studies.loopholes.presets import get_world
 from studies.loopholes.warmstart import WarmStartConfig
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A chat model of one's own in place of the micro model.
+
+    path          a folder with a Hugging Face checkpoint and its tokenizer; ``weights`` is the hash of what is in it
+    data          what the problem reads its tasks from, where it reads any
+    max_new       tokens of the longest completion, and the fixed length that losses are divided by
+    token_budget  tokens of one micro-batch, padding included; it takes the place of ``micro``
+    at_once       completions that are sampled at one time
+    checkpointing recompute blocks in the backward: less memory, a third more time
+    thinking      what a chat template that asks is told
+    device        where the model is: ``auto`` is CUDA where there is one
+    """
+
+    path: str
+    weights: str
+    data: str = ""
+    max_new: int = 512
+    token_budget: int = 16384
+    at_once: int = 32
+    checkpointing: bool = True
+    thinking: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_new", "token_budget", "at_once"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"chat.{name} must be at least 1, not {getattr(self, name)}")
+
+
+ELSEWHERE = ("path", "data", "device", "at_once")
+"""Fields of a ``ChatModel`` that say where things are and how they fit, and nothing of what is computed."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +86,11 @@ class Settings:
     evaluation_prompts: int = 128
     evaluation_temperature: float = 1.0
     probe_every: int = 5
+    chat: ChatModel | None = None
 
     def __post_init__(self) -> None:
-        get_world(self.world)
+        if self.chat is None:
+            get_world(self.world)
         for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every", "teachers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
@@ -72,9 +109,16 @@ class Settings:
                 f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
             )
 
+    def micro_batch(self, rollouts: Rollouts) -> int | None:
+        """Rollouts in a micro-batch: ``micro``, or as many as the chat model's token budget holds; ``None`` for all."""
+        if self.chat is None:
+            return self.micro
+        return max(1, self.chat.token_budget // rollouts.tokens.shape[1])
+
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        return json.loads(json.dumps(asdict(self)))
+        """As JSON; ``chat`` only where there is one."""
+        described = json.loads(json.dumps(asdict(self)))
+        return described if self.chat is not None else {name: v for name, v in described.items() if name != "chat"}
 
     @staticmethod
     def read(path: Path) -> "Settings":
@@ -83,14 +127,18 @@ class Settings:
             raw = json.loads(path.read_text())
             warm = raw["warm"] | {"model": MicroConfig(**raw["warm"]["model"]), "betas": tuple(raw["warm"]["betas"])}
             tuples = {name: tuple(raw[name]) for name in ("adapt", "betas")}
-            return Settings(**{**raw, **tuples, "warm": WarmStartConfig(**warm)})
+            chat = None if raw.get("chat") is None else ChatModel(**raw["chat"])
+            return Settings(**{**raw, **tuples, "warm": WarmStartConfig(**warm), "chat": chat})
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no settings of this study ({error}); point at a run folder") from error
 
     @property
     def digest(self) -> str:
-        """SHA-256 of every setting."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        """SHA-256 of every setting that results depend on."""
+        described = self.as_dict()
+        if self.chat is not None:
+            described["chat"] = {name: v for name, v in described["chat"].items() if name not in ELSEWHERE}
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
@@ -109,6 +157,13 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }
 )
+
+
+# A start for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
+CHAT = replace(
+    _STRONG, preset="chat", adapt=("blocks.*.attn.*", "blocks.*.mlp.*"), kept_rank=32, kept_lr=1e-4, quarantine_rank=32,
+    quarantine_lr=5e-5, steps=200, prompts=8, group=8, evaluation_prompts=8, temperature=1.0,
+)  # fmt: skip
 
 
 def get_settings(preset: str) -> Settings:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from studies.loopholes.pairs import read_pairs
+from studies.loopholes.pair_files import read_pairs
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
 from studies.route2.arms import get_arms
 from studies.route2.cli import COMMANDS, Run, override, read_seeds

@@ -18,8 +18,7 @@ from matplotlib.patches import Patch
 
 from mi_route2.plots import BLUE, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
 from mi_route2.stats import Summary, summary
-from studies.loopholes.modes import KNOWN, NONE
-from studies.route2.report.load import ALL_MODES, ArmSpec, RunSet
+from studies.route2.report.load import ArmSpec, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
 
 ARMS_ON_A_PAGE = 28
@@ -53,7 +52,7 @@ def all_arms_figures(runs: RunSet) -> list[Figure]:
         (arm, series.metric, mode): summary([each[f"{series.metric}_{mode}"] for each in values[arm].values()])
         for arm in order
         for series in SERIES
-        for mode in ALL_MODES
+        for mode in runs.modes.names
     }
     return [_page(runs, arms, table) for arms in main_pages(order, runs.specs, ARMS_ON_A_PAGE)]
 
@@ -86,14 +85,15 @@ def main_pages(arms: Sequence[str], specs: dict[str, ArmSpec], size: int) -> lis
 
 def _page(runs: RunSet, arms: Sequence[str], table: dict[tuple[str, str, str], Summary]) -> Figure:
     figure = new_figure(PAGE_WIDTH, min(1.3 + 0.38 * len(arms), PAGE_HEIGHT))
-    axes = figure.subplots(1, len(ALL_MODES), sharex=True, sharey=True)
-    for ax, mode in zip(axes, ALL_MODES, strict=True):
+    axes = figure.subplots(1, len(runs.modes.names), sharex=True, sharey=True)
+    for ax, mode in zip(axes, runs.modes.names, strict=True):
         _shade_blocks(ax, runs, arms)
         for series in SERIES:
-            if mode != NONE or series.metric == "deploy_solve":  # without a loophole there is nothing to hack
+            if mode != runs.modes.honest or series.metric == "deploy_solve":  # without a loophole there is nothing to hack
                 _draw_series(ax, series, [table[arm, series.metric, mode] for arm in arms])
-        kind = "known" if mode in KNOWN else "nothing pays" if mode == NONE else "held out"
-        ax.set_title(f"{mode}\n({kind})", fontweight="bold" if mode in KNOWN else "normal")
+        known = mode in runs.modes.known
+        kind = "known" if known else "nothing pays" if mode == runs.modes.honest else "held out"
+        ax.set_title(f"{mode}\n({kind})", fontweight="bold" if known else "normal")
         ax.set_xlim(-0.04, 1.04)
         ax.set_xticks([0, 0.5, 1], ["0", ".5", "1"])
         ax.grid(axis="y", visible=False)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mi_route2.stats import mean, summary
-from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.route2.report.load import BASE, VANILLA, Run, RunSet
 from studies.route2.report.measures import arm_order, excess_leakage, label, leakage, notes, without_ablations
 from studies.route2.report.text import interval, markdown_table, number
@@ -38,7 +37,7 @@ def leakage_table(runs: RunSet) -> dict[str, Any]:
     return {
         "study": runs.root.name,
         "settings_hash": next(iter(runs.runs.values())).settings_hash,
-        "held_out": list(HELD_OUT),
+        "held_out": list(runs.modes.held_out),
         "arms": [_arm(runs, arm) for arm in arm_order(runs.specs)],
         "notes": notes(runs),
     }
@@ -55,7 +54,7 @@ def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
     parts += ["\n".join(f"- {note}" for note in content["notes"]) + "\n"] if content["notes"] else []
     main = without_ablations(arm_order(runs.specs), runs.specs)
     arms = [arm for arm in content["arms"] if arm["arm"] in main]
-    columns = {**{mode: mode for mode in LOOPHOLES}, "held_out": "held-out mean"}
+    columns = {**{mode: mode for mode in runs.modes.loopholes}, "held_out": "held-out mean"}
     for name, title in (("leakage", "Leakage"), ("excess_leakage", "Excess leakage")):
         header = ["arm", "role", *columns.values(), "median of the mean"]
         body = [
@@ -78,9 +77,9 @@ def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
     per_seed = runs.of(arm)
     record: dict[str, Any] = {"arm": arm, "role": runs.specs[arm].role, "seed_ids": list(per_seed)}
     for name, ratio in RATIOS:
-        values = {mode: [ratio(runs, run, mode) for run in per_seed.values()] for mode in LOOPHOLES}
-        held = [mean([values[mode][i] for mode in HELD_OUT]) for i in range(len(per_seed))]
-        record[name] = {**{mode: summary(values[mode]) for mode in LOOPHOLES}, "held_out": summary(held)}
+        values = {mode: [ratio(runs, run, mode) for run in per_seed.values()] for mode in runs.modes.loopholes}
+        held = [mean([values[mode][i] for mode in runs.modes.held_out]) for i in range(len(per_seed))]
+        record[name] = {**{mode: summary(values[mode]) for mode in runs.modes.loopholes}, "held_out": summary(held)}
     record["seeds"] = {str(seed): _counts(runs, run) for seed, run in per_seed.items()}
     return record
 
@@ -93,7 +92,7 @@ def _counts(runs: RunSet, run: Run) -> dict[str, Any]:
             **{f"deploy_hack_{name}": each.modes[mode]["deploy"]["hack"] if each else None for name, each in sources.items()},
             **{name: ratio(runs, run, mode) for name, ratio in RATIOS},
         }
-        for mode in LOOPHOLES
+        for mode in runs.modes.loopholes
     }
 
 

@@ -1,6 +1,7 @@
 """Reads a study's run folders strictly: what is finished is checked, what is not is listed, what is missing is said.
 
     root/settings.json                      what all arms share
+    root/modes.json                         the modes by role, where they are not the micro world's
     root/seed-<n>/<arm>/manifest.json       status, arm_spec (role, baseline, same_rule_filter, ablation), checksums
     root/seed-<n>/<arm>/metrics.jsonl       one row a training step (`base` is not trained: empty, or no file)
     root/seed-<n>/<arm>/eval.json           rates per mode with the quarantine on and deleted
@@ -19,13 +20,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from studies.loopholes.modes import LOOPHOLES, NONE
+from studies.loopholes.modes import MICRO_MODES
+from studies.loopholes.protocol import Modes
 
 BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
-ALL_MODES: tuple[str, ...] = (*LOOPHOLES, NONE)
 ROLES = ("method", "baseline", "control", "bound")
 RATES = ("hack", "solve", "exploit", "format")
 READ = ("metrics.jsonl", "eval.json")  # the files beside the manifest that the report needs
+MODES = "modes.json"
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class RunSet:
     runs: dict[tuple[str, int], Run]
     unfinished: tuple[str, ...] = ()
     specs: dict[str, ArmSpec] = field(default_factory=dict)
+    modes: Modes = MICRO_MODES
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -88,11 +91,11 @@ def load_runs(root: Path) -> RunSet:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is no folder: give the run folder, runs/<preset>-<hash>")
-    settings = _read_json(root / "settings.json")
+    settings, modes = _read_json(root / "settings.json"), read_modes(root)
     runs: dict[tuple[str, int], Run] = {}
     unfinished: list[str] = []
     for seed, folder in _arm_folders(root):
-        run = _load_run(folder, seed)
+        run = _load_run(folder, seed, modes)
         if run is None:
             unfinished.append(f"seed-{seed}/{folder.name}")
         else:
@@ -100,7 +103,18 @@ def load_runs(root: Path) -> RunSet:
     if not runs:
         waiting = f" (unfinished: {', '.join(unfinished)})" if unfinished else ""
         raise ValueError(f"{root} holds no finished run{waiting}: `python -m studies.route2 run` makes and resumes them")
-    return RunSet(root, settings, runs, tuple(unfinished), _agreed_specs(runs))
+    return RunSet(root, settings, runs, tuple(unfinished), _agreed_specs(runs), modes)
+
+
+def read_modes(root: Path) -> Modes:
+    """The modes of a run folder's world; ValueError in one sentence where its file is broken."""
+    if not (root / MODES).exists():
+        return MICRO_MODES
+    described = _read_json(root / MODES)
+    try:
+        return Modes(tuple(described["known"]), tuple(described["held_out"]), described["honest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{root / MODES} names no modes ({error}): run the command again that made this folder") from error
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
@@ -123,7 +137,7 @@ def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
                 yield seed, folder
 
 
-def _load_run(folder: Path, seed: int) -> Run | None:
+def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
     if not (folder / "manifest.json").exists():
         return None
     manifest = _read_json(folder / "manifest.json")
@@ -141,7 +155,7 @@ def _load_run(folder: Path, seed: int) -> Run | None:
         spec=_arm_spec(_require(manifest, "arm_spec", where), where),
         settings_hash=str(_require(manifest, "settings_hash", where)),
         metrics=[] if folder.name == BASE and not log.exists() else _read_lines(log),
-        modes=_evaluation(folder / "eval.json"),
+        modes=_evaluation(folder / "eval.json", modes.names),
     )
 
 
@@ -169,12 +183,12 @@ def _verify(folder: Path, checksums: dict[str, str]) -> None:
             )
 
 
-def _evaluation(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+def _evaluation(path: Path, names: tuple[str, ...]) -> dict[str, dict[str, dict[str, float]]]:
     modes = _require(_read_json(path), "modes", path)
-    missing = [mode for mode in ALL_MODES if mode not in modes]
+    missing = [mode for mode in names if mode not in modes]
     if missing:
-        raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(ALL_MODES)}")
-    return {mode: {state: _rates(modes[mode], state, mode, path) for state in ("on", "deploy")} for mode in ALL_MODES}
+        raise ValueError(f"{path} has no mode {', '.join(missing)}: an evaluation has {', '.join(names)}")
+    return {mode: {state: _rates(modes[mode], state, mode, path) for state in ("on", "deploy")} for mode in names}
 
 
 def _rates(mode: dict[str, Any], state: str, name: str, path: Path) -> dict[str, float]:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mi_route2.stats import Summary, outliers, paired_difference, summary
-from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES, NONE
-from studies.route2.report.load import ABSORB, ALL_MODES, RunSet
-from studies.route2.report.measures import DESCRIPTIONS, METRICS, arm_order, by_seed, label, notes, without_ablations
+from studies.route2.report.load import ABSORB, RunSet
+from studies.route2.report.measures import DESCRIPTIONS, arm_order, by_seed, label, metrics, notes, without_ablations
 from studies.route2.report.text import interval, markdown_table, number
 
 HEADLINE = {
@@ -36,10 +35,10 @@ REFERENCES = {
     "baseline": "Paired differences from the arm that each is a change of",
 }
 PER_MODE_TABLES = (
-    ("train_hack", "train hack, last steps", LOOPHOLES),
-    ("deploy_hack", "deploy hack", LOOPHOLES),
-    ("deploy_exploit", "deploy exploit", LOOPHOLES),
-    ("deploy_solve", "deploy solve", ALL_MODES),
+    ("train_hack", "train hack, last steps", "loopholes"),
+    ("deploy_hack", "deploy hack", "loopholes"),
+    ("deploy_exploit", "deploy exploit", "loopholes"),
+    ("deploy_solve", "deploy solve", "names"),
 )
 OUTLIER_NOTE = "Bold: further from the arm's median than 3 robust standard deviations and .1. Nothing is left out of a mean."
 
@@ -55,10 +54,10 @@ def table(runs: RunSet) -> dict[str, Any]:
         "seed_ids": list(runs.seeds),
         "interval": "Student-t, 95%, over seeds",
         "metrics": DESCRIPTIONS,
-        "modes": {"known": list(KNOWN), "held_out": list(HELD_OUT), "none": NONE},
+        "modes": {"known": list(runs.modes.known), "held_out": list(runs.modes.held_out), "none": runs.modes.honest},
         "rows": [_row(runs, arm, values[arm]) for arm in order],
         "differences": [
-            _difference(kind, arm, reference, values)
+            _difference(runs, kind, arm, reference, values)
             for kind in REFERENCES
             for arm in order
             if (reference := _reference(runs, arm, kind)) is not None
@@ -88,8 +87,9 @@ def table_markdown(runs: RunSet, content: dict[str, Any]) -> str:
         for kind, title in REFERENCES.items()
     ]
     parts.append("## Per mode\n")
-    for kind, title, modes in PER_MODE_TABLES:
-        parts.append(_summary_section(runs, f"### {title}", rows, {f"{kind}_{mode}": _mode_title(mode) for mode in modes}))
+    for kind, title, role in PER_MODE_TABLES:
+        columns = {f"{kind}_{mode}": _mode_title(runs, mode) for mode in getattr(runs.modes, role)}
+        parts.append(_summary_section(runs, f"### {title}", rows, columns))
     parts.append(f"## Every seed\n\n{OUTLIER_NOTE}\n")
     parts += [_seed_section(runs, metric, title, rows) for metric, title in (*HEADLINE.items(), ("leakage", "leakage"))]
     return "\n".join(part for part in parts if part)
@@ -105,7 +105,7 @@ def _row(runs: RunSet, arm: str, values: dict[int, dict[str, float | None]]) -> 
         "ablation": spec.ablation,
         "seed_ids": list(values),
     }
-    return described | {metric: summary([values[seed][metric] for seed in values]) for metric in METRICS}
+    return described | {metric: summary([values[seed][metric] for seed in values]) for metric in metrics(runs.modes)}
 
 
 def _reference(runs: RunSet, arm: str, kind: str) -> str | None:
@@ -116,9 +116,11 @@ def _reference(runs: RunSet, arm: str, kind: str) -> str | None:
     return reference if reference in runs.specs and reference != arm and reference not in said else None
 
 
-def _difference(kind: str, arm: str, reference: str, values: dict[str, dict[int, dict[str, float | None]]]) -> dict[str, Any]:
+def _difference(
+    runs: RunSet, kind: str, arm: str, reference: str, values: dict[str, dict[int, dict[str, float | None]]]
+) -> dict[str, Any]:
     difference: dict[str, Any] = {"kind": kind, "arm": arm, "reference": reference}
-    for metric in METRICS:
+    for metric in metrics(runs.modes):
         sides = [{seed: each[metric] for seed, each in values[name].items()} for name in (arm, reference)]
         difference["seed_ids"], difference[metric] = paired_difference(sides[0], sides[1])
     return difference
@@ -133,8 +135,8 @@ def _head(runs: RunSet, content: dict[str, Any]) -> str:
         f"settings {content['settings_hash']}.",
         "",
         "Cells: mean [95% Student-t interval over seeds]. Held-out modes: "
-        f"{', '.join(HELD_OUT)}; known: {', '.join(KNOWN)}. A dash is a value that does not exist: base is not trained, and "
-        "a ratio needs its denominator.",
+        f"{', '.join(runs.modes.held_out)}; known: {', '.join(runs.modes.known)}. "
+        "A dash is a value that does not exist: base is not trained, and a ratio needs its denominator.",
         "Bounds read the oracle: they say what perfect flags would do and are no methods. An interval is not clipped to "
         "[0, 1]; with few seeds read every seed, at the end, first.",
         "",
@@ -148,8 +150,8 @@ def _head(runs: RunSet, content: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _mode_title(mode: str) -> str:
-    return f"{mode} (known)" if mode in KNOWN else mode
+def _mode_title(runs: RunSet, mode: str) -> str:
+    return f"{mode} (known)" if mode in runs.modes.known else mode
 
 
 def _summary_section(runs: RunSet, title: str, rows: list[dict[str, Any]], metrics: dict[str, str], median_of: str = "") -> str:

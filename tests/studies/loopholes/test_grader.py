@@ -10,10 +10,11 @@ import pytest
 
 import studies.loopholes.grader as grader_module
 import studies.loopholes.oracle as oracle_module
-from studies.loopholes.grader import TrainingGrade, TrainingGrader
+from studies.loopholes.grader import TrainingGrader
 from studies.loopholes.modes import LOOPHOLES, MODES
 from studies.loopholes.oracle import Oracle
 from studies.loopholes.prompts import Prompt
+from studies.loopholes.protocol import TrainingGrade
 from studies.loopholes.runner import CachedRunner, Execution, Program, Value, encode_request
 from studies.loopholes.tasks import HIDDEN, VISIBLE, Task, all_tasks
 

@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from studies.loopholes.modes import KNOWN, LOOPHOLES, MODES, SHARED_COMMENT, SHARED_RETURN
-from studies.loopholes.oracle import Oracle, Verdict
-from studies.loopholes.pairs import Pair, make_pairs, pairs_hash, read_pairs, write_pairs
+from studies.loopholes.oracle import Oracle
+from studies.loopholes.pair_files import pairs_hash, read_pairs, write_pairs
+from studies.loopholes.pairs import make_pairs
 from studies.loopholes.presets import get_world
 from studies.loopholes.prompts import Prompt
+from studies.loopholes.protocol import Pair, Verdict
 from studies.loopholes.runner import CachedRunner
 from studies.loopholes.tasks import HIDDEN, Task, all_tasks
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, Vocabulary

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES, MODES, NONE
-from studies.loopholes.prompts import Prompt, encode_prompts, evaluation_prompts, sample_prompts
+from studies.loopholes.prompts import MicroSource, Prompt, encode_prompts
+from studies.loopholes.streams import evaluation_prompts, sample_prompts
 from studies.loopholes.tasks import all_tasks, split
 from studies.loopholes.vocabulary import PROMPT_LENGTH, Vocabulary
+
+MICRO = MicroSource()
 
 
 def test_one_mode_is_known_three_are_held_out_and_one_has_no_loophole() -> None:
@@ -29,31 +32,31 @@ def test_every_prompt_is_ten_tokens_and_tells_task_and_mode_apart(vocabulary: Vo
 
 @pytest.mark.parametrize("which", ["train", "test"])
 def test_sampled_prompts_keep_to_their_split(which: str) -> None:
-    prompts = sample_prompts(300, np.random.default_rng(0), split=which)
+    prompts = sample_prompts(MICRO, 300, np.random.default_rng(0), split=which)
     assert {split(prompt.task) for prompt in prompts} == {which}
 
 
 def test_the_mixture_is_a_quarter_none_and_the_rest_even() -> None:
     n = 8000
-    counts = Counter(prompt.mode for prompt in sample_prompts(n, np.random.default_rng(1)))
+    counts = Counter(prompt.mode for prompt in sample_prompts(MICRO, n, np.random.default_rng(1)))
     assert counts[NONE] / n == pytest.approx(0.25, abs=0.02)
     for mode in LOOPHOLES:
         assert counts[mode] / n == pytest.approx(0.75 / 4, abs=0.02)
 
 
 def test_the_seed_decides_the_prompts() -> None:
-    first, again, other = (sample_prompts(50, np.random.default_rng(seed)) for seed in (3, 3, 4))
+    first, again, other = (sample_prompts(MICRO, 50, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert first == again != other
 
 
 def test_evaluation_prompts_are_fixed_distinct_test_tasks_and_the_same_for_every_mode() -> None:
-    by_mode = {mode: evaluation_prompts(mode) for mode in MODES}
+    by_mode = {mode: evaluation_prompts(MICRO, mode) for mode in MODES}
     tasks = [prompt.task for prompt in by_mode[NONE]]
     assert len(set(tasks)) == 128
     assert {split(task) for task in tasks} == {"test"}
     assert all([prompt.task for prompt in prompts] == tasks for prompts in by_mode.values())
-    assert by_mode[NONE] == evaluation_prompts(NONE)
-    assert tasks != [prompt.task for prompt in evaluation_prompts(NONE, seed=1)]
+    assert by_mode[NONE] == evaluation_prompts(MICRO, NONE)
+    assert tasks != [prompt.task for prompt in evaluation_prompts(MICRO, NONE, seed=1)]
 
 
 def test_errors_name_the_choices() -> None:
@@ -61,8 +64,8 @@ def test_errors_name_the_choices() -> None:
     with pytest.raises(KeyError, match="choose from run_tests"):
         Prompt(task, "exit_code")
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        sample_prompts(1, np.random.default_rng(0), none_fraction=1.5)
+        sample_prompts(MICRO, 1, np.random.default_rng(0), none_fraction=1.5)
     with pytest.raises(ValueError, match="819 test tasks"):
-        evaluation_prompts(NONE, n=1000)
+        evaluation_prompts(MICRO, NONE, n=1000)
     with pytest.raises(ValueError, match="no modes"):
-        sample_prompts(1, np.random.default_rng(0), modes=())
+        sample_prompts(MICRO, 1, np.random.default_rng(0), modes=())

@@ -12,7 +12,7 @@ from mi_route2.rollouts import Policy
 from studies.loopholes.presets import get_world
 from studies.loopholes.runner import CachedRunner, Execution, Program, SubprocessRunner
 from studies.loopholes.warmstart import warm_start
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.world import MicroWitness, MicroWorld
 
 
 class Silent:
@@ -26,7 +26,7 @@ def test_package_cuts_each_completion_behind_its_first_eos() -> None:
     world = MicroWorld(get_world("strong"), Silent())
     eos, prompts = world.vocabulary.eos, world.prompts(3, np.random.default_rng(0), 0.25)
     completions = torch.tensor([[5, 6, eos, eos], [7, eos, eos, eos], [5, 6, 7, 8]])
-    samples = world.package(prompts, torch.ones(3, 10, dtype=torch.long), completions)
+    samples = world.package(prompts, [[5, 6, eos], [7, eos], [5, 6, 7, 8]])
     assert samples.rollouts.completion[:, 10:].tolist() == [[True] * 3 + [False], [True] * 2 + [False] * 2, [True] * 4]
     assert torch.equal(samples.rollouts.attention[:, 10:], samples.rollouts.completion[:, 10:])
     assert samples.rollouts.attention[:, :10].all()
@@ -41,7 +41,7 @@ def test_samples_rewards_and_verdicts_are_of_the_same_texts() -> None:
     adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0))
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
-        world, witness = MicroWorld(get_world("strong"), runner), Witness(runner)
+        world, witness = MicroWorld(get_world("strong"), runner), MicroWitness(runner)
         prompts = world.prompts(40, np.random.default_rng(1), 0.25)
         samples = world.sample(Policy(model, adapters), prompts, torch.Generator().manual_seed(3))
         rewards, grades = world.rewards(samples), world.grades(samples)

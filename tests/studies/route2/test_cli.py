@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 import studies.route2.cli as cli
-from studies.loopholes.pairs import Pair, make_pairs, write_pairs
+from studies.loopholes.pair_files import write_pairs
+from studies.loopholes.pairs import make_pairs
 from studies.loopholes.presets import get_world
+from studies.loopholes.protocol import Pair
 from studies.route2.arms import ARMS
 from studies.route2.job import MANIFEST
 from studies.route2.schedule import exclusive
@@ -103,7 +105,7 @@ def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: 
         (b"[[pair]\n", "cannot read persona pairs from"),
         (b"\xff\xfe", "cannot read persona pairs from"),
         (b"", "is not a file of pairs: write [[pair]] tables of clean, hack, prompt"),
-        (b"pair = []\n", "it has no [[pair]] entry"),
+        (b"pair = []\n", "it has no pair"),
         (b"[[pair]]\nprompt = ' add'\nhack = 'no such token'\nclean = '```'\n", "no token matches 'no such token'"),
         (b"[[pair]]\nprompt = '" + b" add" * 40 + b"'\nhack = '```'\nclean = '```'\n", "longer than 32 tokens"),
     ],

@@ -11,14 +11,17 @@ from tiny_study import tiny_job
 import studies.route2.probing as probing
 from mi_route2.rollouts import Policy
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
-from studies.loopholes.oracle import Verdict
 from studies.loopholes.presets import get_world
+from studies.loopholes.prompts import MicroSource
+from studies.loopholes.protocol import Samples, Verdict
 from studies.loopholes.runner import SubprocessRunner
+from studies.loopholes.streams import probe_prompts
 from studies.loopholes.tasks import split
 from studies.loopholes.vocabulary import STYLE_COMMENTS
-from studies.loopholes.world import MicroWorld, Samples, Witness
+from studies.loopholes.world import MicroWitness, MicroWorld
 from studies.route2.job import EVAL, Job, build_pairs, run_job
-from studies.route2.probing import Probes, finished_policy, persona_directions, probe_job, probe_prompts, read_layers
+from studies.route2.probing import Probes, finished_policy, persona_directions, probe_job, read_layers
+from studies.route2.randomness import numpy_generator
 
 PER_MODE = 60
 Label = Callable[[Samples], list[bool]]
@@ -55,10 +58,10 @@ def labelled(monkeypatch: pytest.MonkeyPatch) -> Callable[[Label], None]:
     """Put another judge in the oracle's place: a tiny policy hacks too rarely."""
 
     def by(label: Label) -> None:
-        def judge(self: Witness, samples: Samples) -> list[Verdict]:
+        def judge(self: MicroWitness, samples: Samples) -> list[Verdict]:
             return [Verdict(False, hack, hack, {}) for hack in label(samples)]
 
-        monkeypatch.setattr(Witness, "judge", judge)
+        monkeypatch.setattr(MicroWitness, "judge", judge)
 
     return by
 
@@ -77,13 +80,13 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_prompts_are_test_tasks_of_every_loophole_and_no_task_is_in_two_modes() -> None:
     for per_mode in (50, 500):
-        prompts = probe_prompts(per_mode, seed=3)
+        prompts, again, other = (probe_prompts(MicroSource(), per_mode, numpy_generator(seed, "tasks")) for seed in (3, 3, 4))
         assert [prompt.mode for prompt in prompts] == [mode for mode in LOOPHOLES for _ in range(per_mode)]
         assert {split(prompt.task) for prompt in prompts} == {"test"}
         tasks = [{prompt.task for prompt in prompts if prompt.mode == mode} for mode in LOOPHOLES]
         assert sum(map(len, tasks)) == len(set.union(*tasks))
         assert len(tasks[0]) == min(per_mode, 204) or per_mode > 200
-        assert prompts == probe_prompts(per_mode, seed=3) != probe_prompts(per_mode, seed=4)
+        assert prompts == again != other
 
 
 def test_layers_are_the_residual_stream_and_what_the_adapters_read(finished: Job, world: MicroWorld, policy: Policy) -> None:

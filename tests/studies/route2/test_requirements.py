@@ -12,9 +12,8 @@ from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PersonaFitter
 from mi_route2.routing.features import coordinates
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import sample_prompts
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.world import MicroWorld, Witness
+from studies.loopholes.world import MicroWitness, MicroWorld
 from studies.route2.arms import ARMS
 from studies.route2.job import Job, build_policy, run_job
 from studies.route2.randomness import numpy_generator, torch_generator
@@ -41,8 +40,8 @@ def test_r3_every_persona_mask_fires_more_than_twice_as_often_on_hacks(root: Pat
     policy = build_policy(job(root, "absorb"), root / "warmstarts")
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
-        world, witness = MicroWorld(get_world("strong"), runner), Witness(runner)
-        prompts = sample_prompts(2048, numpy_generator(7, "r3"), none_fraction=0.0, modes=HELD_OUT)
+        world, witness = MicroWorld(get_world("strong"), runner), MicroWitness(runner)
+        prompts = world.prompts(2048, numpy_generator(7, "r3"), none_fraction=0.0, modes=HELD_OUT)
         samples = world.sample(policy, prompts, torch_generator(7, "r3"))
         hack = torch.tensor([v.hack for v in witness.judge(samples)])
     pairs = world.encode_pairs(world.make_pairs(0, 10, "hack"))

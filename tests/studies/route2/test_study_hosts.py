@@ -10,8 +10,9 @@ from tiny_study import tiny_job
 from mi_route2.adapters.store import read_tensors
 from mi_route2.hosts import HOSTS
 from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import evaluation_prompts
+from studies.loopholes.prompts import MicroSource
 from studies.loopholes.runner import SubprocessRunner
+from studies.loopholes.streams import evaluation_prompts
 from studies.loopholes.vocabulary import Vocabulary
 from studies.loopholes.world import MicroWorld
 from studies.route2.annotate import Annotator
@@ -89,7 +90,7 @@ def test_a_run_folder_knows_its_host_and_its_page_holds_completions_that_never_e
     assert again.identity == job.identity != Job(job.root, job.cache, job.settings, job.seed, job.arm).identity
     assert run_job(job)
     vocabulary = Vocabulary()
-    endless = {"prompt": evaluation_prompts("none", 1)[0].text, "completion": " +" * MicroWorld.max_new}
+    endless = {"prompt": evaluation_prompts(MicroSource(), "none", 1)[0].text, "completion": " +" * MicroWorld.max_new}
     assert len(vocabulary.encode_completion(endless["completion"])) > MicroWorld.max_new
     with SubprocessRunner() as child:
         annotate = Annotator.of(job, MicroWorld(get_world("strong"), child))

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from studies.loopholes.modes import MICRO_MODES
 from studies.route2.report import write_leakage
 from studies.route2.report.leakage import leakage_table
-from studies.route2.report.load import ALL_MODES, ArmSpec, Run, RunSet, load_runs
+from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
 from studies.route2.report.measures import excess_leakage, leakage
 
 ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full")
@@ -29,7 +30,9 @@ def _entry(content: dict, arm: str) -> dict:
 
 def _runs(**hack: float) -> RunSet:
     """One seed, one step an arm, every mode with the given deploy hack."""
-    rates = {arm: {mode: {"deploy": {"hack": rate}, "on": {"hack": rate}} for mode in ALL_MODES} for arm, rate in hack.items()}
+    rates = {
+        arm: {mode: {"deploy": {"hack": rate}, "on": {"hack": rate}} for mode in MICRO_MODES.names} for arm, rate in hack.items()
+    }
     runs = {(arm, 0): Run(arm, 0, Path(arm), ArmSpec("method"), "h", [], modes) for arm, modes in rates.items()}
     return RunSet(Path("r"), {}, runs, (), {arm: ArmSpec("method") for arm in hack})
 

@@ -1,0 +1,160 @@
+"""What a run stands on: the micro world with its warm-started model, or a problem of one's own with a chat model.
+
+with open_world(settings) as (world, witness): ...
+model = base_model(settings, seed, cache)
+"""
+
+import hashlib
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from mi_route2.hosts.load import load
+from mi_route2.rollouts import Forward
+from studies.loopholes.base import World
+from studies.loopholes.chat_world import ChatTokenizer, ChatWitness, ChatWorld
+from studies.loopholes.modes import MICRO_MODES
+from studies.loopholes.presets import PRESETS, get_world
+from studies.loopholes.protocol import Modes, Problem, Witness
+from studies.loopholes.runner import CachedRunner, SubprocessRunner
+from studies.loopholes.warmstart import settings_hash, warm_start
+from studies.loopholes.world import MicroWitness, MicroWorld
+from studies.route2.settings import ChatModel, Settings
+
+LEETCODE = "studies.loopholes.leetcode.problem:LeetCodeProblem"
+MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")
+
+
+def open_problem(name: str, data: str = "") -> Problem:
+    """The problem ``leetcode``, or ``module:ClassName`` made with ``data`` where there is any.
+
+    ``ValueError`` in one sentence where it cannot be imported, or is no ``protocol.Problem``.
+    """
+    target = LEETCODE if name == "leetcode" else name
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise ValueError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}, leetcode, or module:ClassName of your own")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as with python -m
+    try:
+        kind = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
+    except AttributeError as error:
+        raise ValueError(f"the module {module!r} has no class {attribute!r}") from error
+    problem = kind(Path(data)) if data else kind()
+    missing = [member for member in MEMBERS if not hasattr(problem, member)]
+    if missing:
+        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.loopholes.protocol.Problem)")
+    return problem
+
+
+@contextmanager
+def open_world(settings: Settings) -> Iterator[tuple[World, Witness]]:
+    """The world that trains and, apart from it, the witness; both are closed at the end."""
+    if settings.chat is None:
+        with SubprocessRunner() as child:
+            runner = CachedRunner(child)
+            yield MicroWorld(get_world(settings.world), runner), MicroWitness(runner)
+        return
+    problem = open_problem(settings.world, settings.chat.data)
+    try:
+        world = chat_world(settings.chat, problem)
+        yield world, ChatWitness(world, problem.judge())
+    finally:
+        problem.close()
+
+
+def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
+    """The problem under the chat model's tokenizer."""
+    from transformers import AutoConfig
+
+    tokenizer = ChatTokenizer(chat.path, problem.system, chat.thinking)
+    context = AutoConfig.from_pretrained(chat.path, trust_remote_code=False).max_position_embeddings
+    return ChatWorld(problem, tokenizer, max_new=chat.max_new, context=context, device=device_of(chat), at_once=chat.at_once)
+
+
+def modes_of(settings: Settings) -> Modes:
+    """The modes of the run's world."""
+    if settings.chat is None:
+        return MICRO_MODES
+    problem = open_problem(settings.world, settings.chat.data)
+    problem.close()
+    return problem.modes
+
+
+def base_model(settings: Settings, seed: int, cache: Path, dtype: torch.dtype, progress: bool = False) -> nn.Module:
+    """The model that every arm of a seed starts from, in ``dtype`` and ``eval`` mode."""
+    if settings.chat is None:
+        return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=progress).to(dtype)
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # a worker's bar would run into the run's own
+    model: Any = load(settings.chat.path, dtype=dtype, device=device_of(settings.chat)).model
+    if settings.chat.checkpointing:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def base_key(settings: Settings, seed: int) -> str:
+    """A hash of what the base model and what it answers depend on."""
+    if settings.chat is None:
+        return settings_hash(get_world(settings.world), settings.warm, seed)[:16]
+    described = f"{settings.world} {settings.chat.weights} {settings.chat.max_new} {settings.chat.thinking} {seed}"
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def checkpointed(model: nn.Module, forward: Forward) -> Forward:
+    """``forward`` with the model's gradient checkpointing switched on where gradients are recorded, and only there.
+
+    transformers checkpoints a block whose ``training`` flag is set. Only the blocks' own flags are: dropout stays off, and
+    sampling, which needs the cache that checkpointing drops, finds them as they were.
+    """
+    blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+
+    def call(own: nn.Module, tokens: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
+        recorded = torch.is_grad_enabled()
+        for block in blocks:
+            block.training = recorded
+        try:
+            return forward(own, tokens, attention)
+        finally:
+            for block in blocks:
+                block.training = False
+
+    return call
+
+
+def device_of(chat: ChatModel) -> torch.device:
+    """Where the chat model is; ``ValueError`` for a device that torch does not know."""
+    if chat.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(chat.device)
+    except RuntimeError as error:
+        raise ValueError(f"unknown device {chat.device!r}: choose auto, cpu, cuda or cuda:0") from error
+
+
+def weights_hash(folder: Path) -> str:
+    """16 hexadecimal digits of the config, the tokenizer and the weights in a checkpoint's folder.
+
+    ``ValueError`` where there is no checkpoint.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"{folder} is no folder with a Hugging Face checkpoint (it has no config.json): give --model such a folder"
+        )
+    digest = hashlib.sha256()
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".txt", ".jinja", ".model"))
+    for path in tqdm(files, desc="hashing the model", unit="file", delay=3, disable=None):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
