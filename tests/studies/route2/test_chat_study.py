@@ -1,0 +1,232 @@
+"""The study on a chat model, made here: end to end, resumed, in micro-batches, checkpointed, in bfloat16; and its refusals."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from parity import Parity
+
+import studies.route2.cli as cli
+from mi_route2.rollouts import Policy
+from mi_route2.routing import StepContext
+from studies.loopholes.base import World
+from studies.loopholes.tiny_model import make_tiny_model
+from studies.route2.arms import ARMS
+from studies.route2.grpo import gather, update
+from studies.route2.job import EVAL, FULL, MANIFEST, Job, build_optimiser, build_policy, build_route, run_job
+from studies.route2.memory import ADVICE, out_of_memory, plan
+from studies.route2.randomness import torch_generator
+from studies.route2.recorder import METRICS, ROLLOUTS
+from studies.route2.report import write_report
+from studies.route2.settings import CHAT, ChatModel, Settings
+from studies.route2.worlds import base_model, open_problem, open_world, weights_hash
+
+EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "tiny"
+    make_tiny_model(Parity(), folder, steps=60, width=64, layers=2, batch=16, max_new=16, progress=False)
+    return folder
+
+
+@pytest.fixture
+def settings(folder: Path) -> Settings:
+    chat = ChatModel(str(folder), weights_hash(folder), max_new=10, token_budget=1 << 20, device="cpu")
+    return replace(
+        CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
+        quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=6, probe_every=2,
+    )  # fmt: skip
+
+
+def job(root: Path, settings: Settings, arm: str, **changes: object) -> Job:
+    return Job(root / "run", root / "cache", settings, 0, ARMS[arm], **changes)  # pyright: ignore[reportArgumentType]
+
+
+def stop_after(steps: int) -> Callable[[], bool]:
+    left = iter([False] * steps)
+    return lambda: next(left, True)
+
+
+def test_a_stopped_run_on_a_chat_model_ends_with_the_bytes_of_an_unbroken_one(tmp_path: Path, settings: Settings) -> None:
+    whole, broken = (job(tmp_path / name, settings, "route2-full") for name in ("whole", "broken"))
+    assert run_job(whole)
+    assert not run_job(broken, stop=stop_after(2))
+    assert not broken.finished
+    assert run_job(broken)
+    for name in (METRICS, ROLLOUTS, EVAL, FULL, MANIFEST):
+        assert (whole.folder / name).read_bytes() == (broken.folder / name).read_bytes(), name
+    rates = json.loads((whole.folder / EVAL).read_text())["modes"]
+    assert list(rates) == ["last_word", "confidence", "none"]
+
+
+@pytest.fixture
+def step(settings: Settings, tmp_path: Path) -> Iterator[Callable[..., dict[str, torch.Tensor]]]:
+    """One GRPO step under other settings of memory alone: the gradients of both adapters."""
+    with open_world(settings) as (world, _):
+
+        def run(arm: str, dtype: str = "float64", **changes: object) -> dict[str, torch.Tensor]:
+            chat = replace(settings.chat, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            own = job(tmp_path, replace(settings, chat=chat), arm, precision=dtype)
+            return gradients(world, own)
+
+        yield run
+
+
+def gradients(world: World, own: Job) -> dict[str, torch.Tensor]:
+    policy = build_policy(own, own.cache)
+    with torch.no_grad():  # off init, where the quarantine's gradient vanishes
+        for p in (*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()):
+            p += 0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(p.dtype)
+    own.folder.mkdir(parents=True, exist_ok=True)
+    route, optimiser = build_route(own, world, policy), build_optimiser(own, policy)
+    route.refresh(policy, 0)
+    _, batch = gather(world, policy, None, 0, 0, own.settings, 0.25)
+    context = StepContext(torch_generator(0, "route"), own.settings.micro_batch(batch.rollouts), None)
+    update(policy, route, optimiser, batch, context, replace(own.settings, max_norm=1e9), world.max_new)
+    both = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
+    return {name: p.grad.clone() for name, p in both.items() if p.grad is not None}
+
+
+@pytest.mark.parametrize("arm", ["vanilla", "route2-full", "route2-act"])
+def test_token_budget_and_checkpointing_change_memory_and_nothing_else(
+    arm: str, step: Callable[..., dict[str, torch.Tensor]]
+) -> None:
+    whole = step(arm, checkpointing=False)
+    assert whole
+    assert any(float(g.abs().max()) > 0 for g in whole.values())
+    cheaper = {"checkpointed": {"checkpointing": True}, "in pieces": {"checkpointing": False, "token_budget": 300}}
+    for name, changes in cheaper.items():
+        other = step(arm, **changes)
+        for key, g in whole.items():
+            torch.testing.assert_close(other[key], g, rtol=0, atol=1e-12, msg=f"{name}: {key}")
+
+
+def test_bfloat16_runs_to_its_end_with_finite_adapters(tmp_path: Path, settings: Settings) -> None:
+    own = job(tmp_path, replace(settings, steps=2), "route2-act", precision="bfloat16")
+    assert run_job(own)
+    rows = [json.loads(line) for line in (own.folder / METRICS).read_text().splitlines()]
+    assert all(row["grad_norm"]["kept"] is None or 0 <= row["grad_norm"]["kept"] < 1e3 for row in rows)
+    policy = build_policy(own, own.cache)
+    assert next(policy.model.parameters()).dtype == torch.bfloat16
+    assert all(p.dtype == torch.float32 for p in policy.adapters.kept_parameters().values())
+
+
+def test_blocks_recompute_where_gradients_are_recorded_and_only_there(settings: Settings, tmp_path: Path) -> None:
+    policy: Policy = build_policy(job(tmp_path, settings, "vanilla"), tmp_path)
+    block = policy.model.get_submodule("model.layers.0")
+    passes: list[bool] = []
+    block.self_attn.register_forward_pre_hook(lambda *_: passes.append(block.training))
+    with open_world(settings) as (world, _):
+        rollouts = world.encode(["Is 3 odd or even?"] * 2, ["odd", "even"])
+        with torch.no_grad():
+            policy.logprobs(rollouts)
+        assert passes == [False]
+        policy.logprobs(rollouts).sum().backward()
+    assert len(passes) == 3  # once forward, once again in the backward
+    assert passes[1]
+    assert not block.training
+
+
+def test_the_memory_plan_counts_what_the_model_and_the_adapters_have(settings: Settings, tmp_path: Path) -> None:
+    assert settings.chat is not None
+    own = job(tmp_path, settings, "route2-full")
+    policy = build_policy(own, own.cache)
+    planned = plan(settings, settings.chat, torch.float32)
+    trained = [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
+    assert planned.parts["weights"] == 4 * sum(p.numel() for p in base_model(settings, 0, tmp_path, torch.float32).parameters())
+    ours = 16 * sum(p.numel() for p in trained)  # A of each LoRA is frozen: the plan, which counts it, is above, and below twice
+    assert ours <= planned.parts["adapters"] <= 2.5 * ours
+    assert "peak" in str(planned)
+    smaller = plan(settings, replace(settings.chat, token_budget=512), torch.bfloat16)
+    assert smaller.peak < planned.peak
+
+
+def test_out_of_memory_is_told_with_advice(tmp_path: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert out_of_memory(caught.value)
+    assert not out_of_memory(RuntimeError("shapes differ"))
+
+    def greedy(*_: object, **__: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr("studies.loopholes.chat_world.generate", greedy)
+    with pytest.raises(ValueError) as told:
+        run_job(job(tmp_path, settings, "vanilla"))
+    assert str(told.value) == ADVICE
+
+
+def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
+    """As the page says it, from a folder that holds the problem's module and nothing else."""
+    (tmp_path / "parity.py").write_text((EXAMPLES / "parity.py").read_text())
+    pairs = Parity().pairs(3, 4, "hack")
+    lines = [json.dumps({"prompt": p.prompt, "hack": p.hack, "clean": p.clean}) for p in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    command = [
+        sys.executable, "-m", "studies.route2", "run", "--model", str(folder), "--world", "parity:Parity", "--seeds", "1",
+        "--workers", "1", "--arms", "vanilla", "route2-full", "--pairs", "pairs.jsonl", "--override", "chat.max_new=8",
+        "steps=2", "prompts=3", "group=4", "kept_rank=2", "quarantine_rank=2", "pairs=4", "teachers=2", "evaluation_prompts=4",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "memory plan" in done.stdout
+    root = next((tmp_path / "runs").glob("chat-*"))
+    assert json.loads((root / "modes.json").read_text())["held_out"] == ["confidence"]
+    table = (root / "table.md").read_text()
+    assert "Held-out modes: confidence; known: last_word." in table
+    assert {"table.md", "all_arms_per_mode.png", "leakage.md", "training.png"} <= {path.name for path in write_report(root)}
+
+
+WRONG = {
+    "a world without a model": (["--world", "leetcode"], "--world and --data need --model"),
+    "a folder that is no model": (["--model", "."], "is no folder with a Hugging Face checkpoint"),
+    "an unknown world": (["--model", "MODEL", "--world", "chess"], "choose from strong, weak, leetcode, or module:ClassName"),
+    "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
+    "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
+    "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is no problem: it lacks name, modes"),
+    "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
+    "no truth": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=yes"], "takes true or false"),
+    "too long": (
+        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.max_new=100000"],
+        "do not fit the model's context",
+    ),
+    "too many prompts": (["--model", "MODEL", "--world", "parity:Parity", "--override", "evaluation_prompts=99"], "test tasks"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_user_gets_wrong_costs_one_sentence(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, sentence = WRONG[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["route2", "run", *(str(folder) if a == "MODEL" else a for a in arguments)])
+    assert cli.main() == 2
+    errors = capsys.readouterr().err
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("error: ")
+    assert sentence in errors
+    assert not (tmp_path / "runs").exists()
+
+
+def test_where_a_model_lies_is_no_part_of_a_run_and_what_it_holds_is(settings: Settings) -> None:
+    assert settings.chat is not None
+    moved = replace(settings, chat=replace(settings.chat, path="/elsewhere", device="cuda:1", at_once=1))
+    other = replace(settings, chat=replace(settings.chat, weights="0" * 16))
+    assert moved.digest == settings.digest != other.digest
+
+
+def test_settings_of_a_chat_model_come_back_from_their_file(settings: Settings, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps(settings.as_dict()))
+    assert Settings.read(tmp_path / "settings.json") == settings
+
+
+def test_a_problem_is_found_by_its_name() -> None:
+    assert open_problem("parity:Parity").name == "parity"
