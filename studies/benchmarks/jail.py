@@ -1,0 +1,188 @@
+"""What the jail costs: grades a second by warm servers, beside a fresh process a grade, and beside servers that confine nothing.
+
+    python -m studies.benchmarks.jail [--quick] [--rounds 15] [--out FILE.json]
+
+Every side runs the same small grades, two at a time, and takes turns with the others:
+
+    warm servers             `Jail` with all of its protections
+    warm, unconfined         the same with every protection left off: the price of a fork and of bringing data back
+    fresh process, confined  an interpreter started for each grade, which imports the same modules and confines itself
+
+Time is the wall's, as the work is spread over processes; run it on a quiet machine. Folders lie in memory where there is /dev/shm,
+so that no disk is measured.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from studies.benchmarks import command
+from studies.benchmarks.paired import Ratio, machine, ratio
+from studies.jail import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
+from studies.jail.checks import DRIVER
+from studies.jail.jail import search_paths
+from studies.jail.pool import ENVIRONMENT, SERVER
+from studies.jail.wire import read_reply
+
+WARM, OPEN, FRESH = "warm servers", "warm, unconfined", "fresh process, confined"
+WORKERS = 2
+ROWS = ((WARM, FRESH), (WARM, OPEN))
+"""Which side is measured over which."""
+
+GRADE = {
+    "code": """
+class Solution:
+    def twoSum(self, nums, target):
+        seen = {}
+        for i, x in enumerate(nums):
+            if target - x in seen:
+                return [seen[target - x], i]
+            seen[x] = i
+result = [Solution().twoSum(list(range(n)), 2 * n - 3) for n in (2, 10, 100)]
+"""
+}
+REPLY = [[0, 1], [8, 9], [98, 99]]
+
+PEER = """
+import json, os, runpy, sys
+os.dup2(2, 3)  # taken: it is the reply's
+config = json.loads(sys.argv[1])
+server = runpy.run_path(config["server"])
+_, execute, private = server["prepare"](config)
+child, limits = sys.modules["studies.jail.child"], sys.modules["studies.jail.limits"]
+programs = {True: child.make_program(bytes.fromhex(config["program"]))}
+how = child.Confinement(frozenset(limits.KERNEL_PROTECTIONS), programs, config["identity"], True, os.getppid())
+folder, payload = sys.argv[2], memoryview(sys.stdin.buffer.read())
+rules = child.make_rules(folder)
+task = child.Task(folder, (1, 2, 1), child.make_bounds(how, limits.Limits()), rules, payload)
+child.live(how, task, child.Driver(execute, frozenset(private)))
+"""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds a grade of ``over`` relative to ``under``, and grades a second of both."""
+
+    over: str
+    under: str
+    time: Ratio
+    over_rate: float
+    under_rate: float
+
+
+class FreshProcess:
+    """A confined interpreter for every grade. Needs a child's own root: as root, or by a user namespace."""
+
+    def __init__(self) -> None:
+        self._identity = 65534 if os.geteuid() == 0 else None
+        search = search_paths(["landlockpy"])
+        config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "own": search, "server": str(SERVER)}
+        config |= {"program": filters.program(True).hex(), "identity": self._identity}
+        self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
+
+    def run(self, payload: dict[str, str]) -> Any:
+        """The reply. Raises OSError where there is none."""
+        folder = tempfile.mkdtemp(prefix="fresh-")
+        try:
+            if self._identity is not None:
+                os.chown(folder, self._identity, self._identity)
+            text = json.dumps(payload).encode()
+            done = subprocess.run(
+                [*self._command, folder], input=text, capture_output=True, env=ENVIRONMENT, timeout=60, check=False
+            )
+            try:
+                return read_reply(done.stdout[1:], Limits().reply)
+            except ValueError as error:
+                raise OSError(f"a fresh process gave no reply: {done.stdout[:200]!r} {done.stderr[-200:]!r}") from error
+        finally:
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def folders_in_memory() -> Iterator[None]:
+    """Temporary folders go to /dev/shm, where that exists."""
+    before, shared = tempfile.tempdir, "/dev/shm"
+    tempfile.tempdir = shared if os.access(shared, os.W_OK) else before
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def sides(stack: ExitStack) -> dict[str, Callable[[int], list[Any]]]:
+    """Name -> what runs a number of grades and returns their replies."""
+    warm = stack.enter_context(Jail(DRIVER, workers=WORKERS))
+    unconfined = stack.enter_context(Jail(DRIVER, workers=WORKERS, unsafe=True, without=PROTECTIONS))
+    threads = stack.enter_context(ThreadPoolExecutor(WORKERS))
+    fresh = FreshProcess()
+    return {
+        WARM: lambda grades: [outcome.reply for outcome in warm.run([GRADE] * grades)],
+        OPEN: lambda grades: [outcome.reply for outcome in unconfined.run([GRADE] * grades)],
+        FRESH: lambda grades: list(threads.map(fresh.run, [GRADE] * grades)),
+    }
+
+
+def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Seconds a grade, one number a round, after a turn that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in grades}
+    bar = tqdm(total=(rounds + 1) * len(grades), desc="taking turns", unit="turn", leave=False)
+    with folders_in_memory(), ExitStack() as stack, bar:
+        run = sides(stack)
+        for turn in range(rounds + 1):
+            for name in rng.permutation(list(grades)):
+                start = time.perf_counter()
+                replies = run[name](grades[name])
+                took = time.perf_counter() - start
+                assert replies == [REPLY] * grades[name], replies
+                if turn:
+                    seconds[name].append(took / grades[name])
+                bar.update()
+    return seconds
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: grades a second by medians, and the ratio of times with its 95% bootstrap interval."""
+    lines = ["| what | grades/s | against | grades/s | time | 95% |", "|---|---|---|---|---|---|"]
+    for r in results:
+        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
+        lines.append(f"| {r.over} | {r.over_rate:.0f} | {r.under} | {r.under_rate:.0f} | {r.time.value:.3f} | {spread} |")
+    return "\n".join(lines)
+
+
+class Options(command.Benchmark):
+    """Grades a second of the jail, beside a fresh confined process a grade and beside forks that nothing confines.
+
+    A time is that of a grade relative to the partner's, by medians over rounds, with a 95% bootstrap interval; below 1 is faster.
+    15 rounds take a minute, --quick some seconds.
+    """
+
+    def run(self) -> None:
+        grades = {WARM: 10, OPEN: 10, FRESH: 2} if self.quick else {WARM: 200, OPEN: 200, FRESH: 20}
+        seconds = measure(grades, self.turns, np.random.default_rng(self.seed))
+        rng = np.random.default_rng(self.seed)
+        results = [
+            Result(over, under, ratio(seconds[over], seconds[under], rng), 1 / median(seconds[over]), 1 / median(seconds[under]))
+            for over, under in ROWS
+        ]
+        print(f"{self.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors")
+        print("so few grades show that every side runs, and no more\n" if self.quick else "")
+        print(table(results))
+        document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": self.turns, "grades": grades}
+        self.write(document | {"rows": [asdict(r) for r in results], "sides": seconds})
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, "studies.benchmarks.jail"))

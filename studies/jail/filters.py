@@ -1,0 +1,125 @@
+"""Which system calls a child may make: an allow-list as data, and the BPF program that libseccomp makes of it.
+
+Everything that is not named here fails with EPERM: processes and threads, sockets, signals to anyone, ptrace, ioctl, namespaces,
+mounts, keys, shared memory, links, folders, permissions, limits. A system call of another architecture kills.
+"""
+
+import errno
+import functools
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+SIGN = 0x80000000
+"""Of an int."""
+PROT_EXEC = 0x4
+MAP_ANONYMOUS = 0x20
+O_PATH = 0x200000
+O_TMPFILE = 0x400000
+AT_EMPTY_PATH = 0x1000
+AT_REMOVEDIR = 0x200
+F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
+MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The bits `mask` of argument number `argument` must read `value`."""
+
+    argument: int
+    mask: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Is:
+    """Argument number `argument` must be `value`."""
+
+    argument: int
+    value: int
+
+
+PLAIN = {
+    "its memory": "brk munmap mremap futex",
+    "time": "gettimeofday nanosleep time times sched_yield",
+    "signals to itself": "rt_sigaction rt_sigprocmask rt_sigreturn sigaltstack restart_syscall alarm setitimer getitimer pause",
+    "chance and the end": "getrandom exit exit_group",
+    "descriptors that it has": "read write readv writev pread64 pwrite64 preadv pwritev lseek close fstat dup dup2 dup3 pipe pipe2 "
+    "poll ppoll select pselect6 ftruncate sendfile getdents64",
+    "names in its folder, which Landlock bounds": "unlink rename renameat renameat2",
+    "who and where it is": "getpid getppid gettid getpgrp getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
+    "what it has": "getrusage getrlimit uname",
+}
+"""What for -> the system calls that are allowed whatever their arguments."""
+
+ANSWERED = {
+    "fsync": 0,  # the disk is everyone's, and the folder is gone in a moment
+    "fdatasync": 0,
+    "sync_file_range": 0,
+    "ioctl": errno.ENOTTY,  # upon which Python does without
+}
+"""System calls that do nothing -> the error that they return, or success."""
+
+CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
+    # Memory that is executable could hold system calls of the candidate's own; a mapped file outlives its name and its size limit.
+    "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
+    "mprotect": ((Bits(2, PROT_EXEC, 0),),),
+    "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
+    # O_PATH is free of Landlock; files without a name cannot be counted.
+    "openat": ((Bits(2, O_PATH | O_TMPFILE, 0),),),
+    "unlinkat": ((Bits(2, AT_REMOVEDIR, 0),),),
+    # F_SETOWN and F_SETSIG send signals.
+    "fcntl": tuple((Is(1, command),) for command in (F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL)),
+    # Limits may be read.
+    "prlimit64": ((Is(0, 0), Is(2, 0)),),
+    # Its own processors and clocks: negative clocks are other processes', which would tell which ones there are and what they do.
+    "sched_getaffinity": ((Is(0, 0),),),
+    "clock_gettime": ((Bits(0, SIGN, 0),),),
+    "clock_getres": ((Bits(0, SIGN, 0),),),
+    "clock_nanosleep": ((Bits(0, SIGN, 0),),),
+    "newfstatat": ((Bits(3, AT_EMPTY_PATH, AT_EMPTY_PATH),),),
+}
+"""Allowed where one of the sets of conditions holds."""
+
+LOOKUPS = ("stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat")
+"""Questions about a path, which Landlock does not answer for: harmless where the child's root is its folder, else not allowed."""
+
+
+@functools.cache
+def program(chrooted: bool) -> bytes:
+    """The filter as an array of `struct sock_filter`. Raises OSError where libseccomp is not installed or too old."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, AttributeError) as error:
+        raise OSError(errno.ENOSYS, f"libseccomp cannot be used ({error})") from error
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+    rules.set_attr(pyseccomp.Attr.ACT_BADARCH, pyseccomp.KILL_PROCESS)
+    plain = [*(name for names in PLAIN.values() for name in names.split()), *(LOOKUPS if chrooted else ())]
+    for name in plain:
+        _add(rules, pyseccomp.ALLOW, name)
+    for name, error in ANSWERED.items():
+        _add(rules, pyseccomp.ERRNO(error), name)
+    for name, alternatives in CONDITIONAL.items():
+        for conditions in alternatives if name not in plain else ():
+            _add(rules, pyseccomp.ALLOW, name, *(_condition(condition) for condition in conditions))
+    with tempfile.TemporaryFile(prefix="jail-filter-") as file:
+        rules.export_bpf(file)
+        size = os.fstat(file.fileno()).st_size
+        return os.pread(file.fileno(), size, 0)
+
+
+def _condition(condition: Bits | Is) -> Any:
+    import pyseccomp
+
+    if isinstance(condition, Is):
+        return pyseccomp.Arg(condition.argument, pyseccomp.EQ, condition.value)
+    return pyseccomp.Arg(condition.argument, pyseccomp.MASKED_EQ, condition.mask, condition.value)
+
+
+def _add(rules: Any, action: int, name: str, *conditions: Any) -> None:
+    import pyseccomp
+
+    number = pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name)
+    if number >= 0:  # negative: this architecture has no such call
+        rules.add_rule(action, number, *conditions)

@@ -1,0 +1,230 @@
+"""The jail as its user sees it: a pool of warm servers that are handed one job at a time."""
+
+import contextlib
+import importlib.util
+import json
+import selectors
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from studies.jail import filters
+from studies.jail.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailUnavailableError, Limits, Outcome
+from studies.jail.pool import CLOSED, Pool, Recipe, ServerDiedError, Worker
+
+NEEDS = {
+    "rlimits": "resource limits that it may lower",
+    "privileges": "the right to give up privileges (as root: chown, setuid, setgid and chroot)",
+    "landlock": "Landlock (Linux 5.13 or newer with landlock among its security modules)",
+    "seccomp": "seccomp filters (libseccomp 2.5 or newer, and a kernel with CONFIG_SECCOMP_FILTER)",
+}
+"""What a missing protection needs of the machine."""
+PATIENCE = 30.0
+"""Seconds beyond a job's limit after which its server itself is taken for dead."""
+ATTEMPTS = 2
+"""Servers that a job may lose before it is reported."""
+
+
+class Jail:
+    """Runs untrusted Python in confined children of warm servers, and brings back data.
+
+    driver   a trusted Python file that defines ``execute(payload)``, called in the confined child; it returns the reply, JSON-able
+    limits   what a job may use unless `run` says otherwise
+    workers  servers, and so jobs at a time
+    modules  what candidates can import; everything else is a ModuleNotFoundError
+    unsafe   run also where this machine lacks a protection; those in use are in `protections`
+    without  protections to leave off, to see what they are good for; needs ``unsafe``
+
+    A context manager; it also closes when it is collected or Python exits. Several jails may live in one process. Threads may share
+    one: their calls of `run` take turns. Raises ValueError for what cannot be asked for, JailUnavailableError where the machine
+    lacks a protection, and OSError where a server cannot be started, which includes a driver that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        driver: Path,
+        *,
+        limits: Limits | None = None,
+        workers: int = 2,
+        modules: Iterable[str] = DEFAULT_MODULES,
+        unsafe: bool = False,
+        without: Iterable[str] = frozenset(),
+    ) -> None:
+        without, modules = frozenset(without), tuple(modules)
+        unknown = sorted(without - set(PROTECTIONS))
+        if unknown:
+            raise ValueError(f"there is no protection {unknown[0]!r}: choose among {', '.join(PROTECTIONS)}")
+        if without and not unsafe:
+            raise ValueError(f"leaving off {', '.join(sorted(without))} is for control runs: say unsafe=True as well")
+        if workers < 1:
+            raise ValueError(f"workers = {workers} can do no job: choose at least 1")
+        if not Path(driver).is_file():
+            raise ValueError(f"there is no driver {driver}: name a Python file that defines execute(payload)")
+        if sys.platform != "linux":
+            raise JailUnavailableError(f"the jail needs Linux, and this is {sys.platform}")
+        if importlib.util.find_spec("landlockpy") is None:
+            raise JailUnavailableError("the jail needs the package landlockpy, which is not installed")
+        self.limits = limits or Limits()
+        wanted = frozenset(PROTECTIONS) - without
+        programs, reason = _programs(wanted)
+        recipe = Recipe(Path(driver).resolve(), modules, search_paths(modules), search_paths(["landlockpy"]), wanted, programs)
+        self._lock = threading.RLock()
+        self._pool = Pool(recipe, workers)
+        self._finalizer = weakref.finalize(self, self._pool.close)
+        try:
+            self.protections, missing = self._pool.fill()
+            if missing and not unsafe:
+                raise JailUnavailableError(_what_is_missing(missing | ({"seccomp": reason} if reason else {})))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, payloads: Sequence[Any], *, limits: Limits | None = None, progress: str | None = None) -> list[Outcome]:
+        """One Outcome a payload (JSON-able data), in order, with a progress bar if it is named.
+
+        Jobs go one at a time to whichever server is free. A job whose server dies is repeated once. Raises TypeError and ValueError
+        for payloads that are not JSON, ValueError when the jail is closed or was inherited through a fork, and OSError for the
+        machine's own trouble, such as a full disk; never for what a candidate does.
+        """
+        texts = [json.dumps(payload, allow_nan=False).encode() for payload in payloads]
+        if not self._pool.mine:
+            raise ValueError("this jail belongs to the process that this one was forked from: make another one here")
+        with self._lock:
+            if not self._finalizer.alive:
+                raise ValueError(CLOSED)
+            with progress_bar(progress, len(texts)) as tick:
+                return _Batch(self._pool, texts, limits or self.limits, "reply" in self.protections, tick).run()
+
+    def close(self) -> None:
+        """Ends the servers and removes every folder, after the call of `run` that another thread may be in; twice is fine."""
+        if self._pool.mine:
+            with self._lock:
+                self._finalizer()
+
+    def __enter__(self) -> "Jail":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Batch:
+    """One call of `run`."""
+
+    def __init__(self, pool: Pool, texts: list[bytes], limits: Limits, strict: bool, tick: Callable[[], object]) -> None:
+        self._pool, self._texts, self._limits, self._strict, self._tick = pool, texts, limits, strict, tick
+        self._waiting = deque(range(len(texts)))
+        self._attempts = [0] * len(texts)
+        self._outcomes: dict[int, Outcome] = {}
+        self._busy: dict[Worker, tuple[int, float]] = {}
+        """Worker -> its job, and when it is taken for dead."""
+
+    def run(self) -> list[Outcome]:
+        try:
+            while len(self._outcomes) < len(self._texts):
+                self._hand_out()
+                for worker in self._ready():
+                    self._take_in(worker)
+        finally:
+            for worker in list(self._busy):  # interrupted: what they still do is nobody's
+                self._pool.drop(worker)
+        return [self._outcomes[index] for index in range(len(self._texts))]
+
+    def _hand_out(self) -> None:
+        """A job to every free server, also to those that take a dead one's place."""
+        self._pool.fill()
+        for worker in [worker for worker in self._pool.workers if worker not in self._busy]:
+            if not self._waiting:
+                break
+            index = self._waiting.popleft()
+            self._busy[worker] = (index, time.monotonic() + self._limits.seconds + PATIENCE)
+            try:
+                worker.send(index, self._texts[index], self._limits)
+            except ServerDiedError as death:
+                self._bury(worker, death)
+
+    def _ready(self) -> list[Worker]:
+        """The busy workers that have something to say; waits for one. Who says nothing for too long is killed."""
+        if not self._busy:
+            return []
+        with selectors.DefaultSelector() as selector:
+            for worker in self._busy:
+                selector.register(worker.socket, selectors.EVENT_READ, worker)
+            first = min(deadline for _, deadline in self._busy.values())
+            ready = [key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))]
+        if not ready:
+            next(worker for worker, (_, deadline) in self._busy.items() if deadline == first).kill()
+        return ready
+
+    def _take_in(self, worker: Worker) -> None:
+        index, _ = self._busy[worker]
+        try:
+            outcome = worker.receive(index, self._limits, self._strict)
+        except ServerDiedError as death:
+            self._bury(worker, death)
+        else:
+            del self._busy[worker]
+            self._finish(index, outcome)
+
+    def _bury(self, worker: Worker, death: ServerDiedError) -> None:
+        """A job whose server died comes first again, unless it is the second that died of it."""
+        index, _ = self._busy[worker]
+        self._pool.drop(worker)
+        del self._busy[worker]
+        self._attempts[index] += 1
+        if self._attempts[index] < ATTEMPTS:
+            self._waiting.appendleft(index)
+        else:
+            code = death.code
+            self._finish(index, Outcome("signalled", signal=-code) if code < 0 else Outcome("exited", exit_code=code))
+
+    def _finish(self, index: int, outcome: Outcome) -> None:
+        self._outcomes[index] = outcome
+        self._tick()
+
+
+@contextlib.contextmanager
+def progress_bar(label: str | None, total: int) -> Iterator[Callable[[], object]]:
+    """What to call after every job; shows a bar if it has a label."""
+    if label is None:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit="job", leave=False) as bar:
+        yield bar.update
+
+
+def _programs(wanted: frozenset[str]) -> tuple[dict[bool, bytes], str]:
+    """The seccomp programs, for children with and without a root of their own; empty, and why, where they cannot be made."""
+    if "seccomp" not in wanted:
+        return {}, ""
+    try:
+        return {chrooted: filters.program(chrooted) for chrooted in (False, True)}, ""
+    except OSError as error:
+        return {}, str(error)
+
+
+def search_paths(modules: Sequence[str]) -> tuple[str, ...]:
+    """Where servers find what the standard library lacks. Raises ValueError for a module that is not installed."""
+    paths = []
+    for name in dict.fromkeys(module.partition(".")[0] for module in modules):
+        if name in sys.stdlib_module_names:
+            continue
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ValueError(f"the module {name} is not installed: leave it out of modules, or install it")
+        paths.append(str(Path(spec.origin).parents[1 if spec.submodule_search_locations else 0]))
+    return tuple(dict.fromkeys(paths))
+
+
+def _what_is_missing(missing: dict[str, str]) -> str:
+    names = [name for name in KERNEL_PROTECTIONS if name in missing]
+    needs = "; ".join(f"{NEEDS[name]} [{name}: {missing[name]}]" for name in names)
+    return f"untrusted code cannot be confined on this machine, which lacks {needs}; unsafe=True runs it all the same"

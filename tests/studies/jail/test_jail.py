@@ -1,0 +1,502 @@
+"""The jail: data comes back in order whatever a job does, limits hold, honest programs work, every layer does its part."""
+
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from studies.jail import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
+from studies.jail.checks import honest_program_works
+
+DRIVER = """
+def execute(payload):
+    if "echo" in payload:
+        return payload["echo"]
+    namespace = {"__name__": "candidate"}
+    exec(compile(payload["code"], "<candidate>", "exec", dont_inherit=True), namespace)
+    return namespace.get("result")
+"""
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("jail") / "driver.py"
+    path.write_text(DRIVER)
+    return path
+
+
+@pytest.fixture(scope="module")
+def jail(driver: Path) -> Iterator[Jail]:
+    with Jail(driver) as jail:
+        yield jail
+
+
+def run(jail: Jail, code: str, **limits: Any) -> Outcome:
+    (outcome,) = jail.run([{"code": code}], limits=Limits(**limits))
+    return outcome
+
+
+# data ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_driver_returns_comes_back_in_order(jail: Jail) -> None:
+    values = [None, True, 0, -7, 2**200, 0.1, 1e308, "", "a\nb\x00\x1f é \U0001f600", [], {}, [1, [2, {"k": None}]], "x" * 100_000]
+    outcomes = jail.run([{"echo": value} for value in values * 3])
+    assert [outcome.reply for outcome in outcomes] == values * 3
+    assert {(o.status, o.exit_code, o.signal, o.stdout, o.stderr, o.truncated) for o in outcomes} == {
+        ("replied", 0, None, b"", b"", False)
+    }
+    assert all(type(a.reply) is type(b) for a, b in zip(outcomes, values * 3, strict=True))
+    assert all(outcome.cpu_seconds > 0 and 0 < outcome.seconds < 5 and outcome.peak_memory > MIB for outcome in outcomes)
+
+
+def test_no_payloads_no_outcomes(jail: Jail) -> None:
+    assert jail.run([]) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code", "signal"),
+    [
+        ("pass", "replied", 0, None),
+        ("raise SystemExit", "exited", 0, None),
+        ("raise SystemExit(3)", "exited", 3, None),
+        ("raise SystemExit('no')", "exited", 1, None),
+        ("raise ValueError", "exited", 1, None),
+        ("raise KeyboardInterrupt", "exited", 1, None),
+        ("result = object()", "exited", 1, None),
+        ("result = float('nan')", "exited", 1, None),
+        ("import os\nos._exit(0)", "exited", 0, None),
+        ("import os\nos._exit(77)", "exited", 77, None),
+        ("import signal, time\nsignal.setitimer(signal.ITIMER_REAL, 0.01)\ntime.sleep(1)", "signalled", None, 14),
+        ("while True: pass", "cpu", None, None),
+        ("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "cpu", None, None),
+        ("import time\ntime.sleep(60)", "timeout", None, None),
+        ("while True: print('x' * 100)", "output", None, None),
+        ("import os\nwhile True: os.write(2, b'x' * 100)", "output", None, None),
+        ("import os\nwhile True: os.write(3, b'x' * 100)", "output", None, None),
+        ("result = 'x' * 2_000_000", "output", None, None),
+        ("for i in range(65): open(str(i), 'w').close()", "disk", None, None),
+        ("for i in range(5): open(str(i), 'wb').write(bytes(1_000_000))", "disk", None, None),
+        ("import time\nfor i in range(65): open(str(i), 'w').close()\ntime.sleep(60)", "disk", None, None),
+    ],
+)
+def test_statuses(jail: Jail, code: str, status: str, exit_code: int | None, signal: int | None) -> None:
+    outcome = run(jail, code, cpu_seconds=0.3, seconds=5.0 if status == "cpu" else 1.5)
+    assert (outcome.status, outcome.exit_code, outcome.signal) == (status, exit_code, signal)
+    assert outcome.reply is None
+
+
+def test_what_is_raised_is_told_on_stderr(jail: Jail) -> None:
+    assert run(jail, "def f(): raise ValueError('why')\nf()").stderr.endswith(b"line 1, in f\nValueError: why\n")
+    assert run(jail, "raise SystemExit('no \\ud800')").stderr == b"no \\ud800\n"
+    hostile = "class E(Exception):\n    def __str__(self): raise SystemExit(0)\nraise E"
+    assert run(jail, hostile).status == "exited"
+
+
+def test_output_is_what_reached_the_descriptors(jail: Jail) -> None:
+    code = (
+        "import os, sys\nprint('a', flush=True)\nos.write(1, b'b\\xff\\n')\nprint('c', file=sys.stderr)\nsys.__stdout__.write('d')"
+    )
+    outcome = run(jail, code)
+    assert (outcome.stdout, outcome.stderr) == (b"a\nb\xff\nd", b"c\n")
+    last_words = run(jail, "print('before')\nraise SystemExit(1)")
+    assert last_words.stdout == b"before\n"
+    unreadable = run(jail, "import sys, os\nsys.stdout = None\nos.write(1, b'still')")
+    assert (unreadable.status, unreadable.stdout) == ("replied", b"still")
+    nothing = run(jail, "import os\nos.close(1)\nos.close(2)\nresult = 1")
+    assert (nothing.status, nothing.reply) == ("replied", 1)
+
+
+@pytest.mark.parametrize("size", [0, 99, 100, 101, 300_000])
+def test_output_is_cut_at_its_limit(jail: Jail, size: int) -> None:
+    outcome = run(jail, f"import sys\nsys.stdout.write('x' * {size})\nsys.stderr.write('y' * 100)", output=100)
+    assert (outcome.status, outcome.stdout, outcome.stderr) == ("replied", b"x" * min(size, 100), b"y" * 100)
+    assert outcome.truncated == (size > 100)
+
+
+def test_files_come_back_as_far_as_they_are_within_limits(jail: Jail) -> None:
+    code = "for n, s in (('b', 3), ('a', 0), ('c\\n', 1), ('é', 5)): open(n, 'wb').write(b'x' * s)\nopen(b'\\xff', 'w').close()"
+    outcome = run(jail, code)
+    assert list(outcome.files.items()) == [("a", b""), ("b", b"xxx"), ("é", b"xxxxx")]
+    too_large = run(jail, "open('small', 'w').write('s')\nopen('z', 'wb').write(bytes(1000))", disk=500)
+    assert (too_large.status, dict(too_large.files)) == ("disk", {"small": b"s"})
+    with pytest.raises(TypeError):
+        outcome.files["a"] = b""  # pyright: ignore[reportIndexIssue]
+
+
+def test_every_job_finds_an_empty_folder_and_no_trace(jail: Jail) -> None:
+    leave = """
+import sys, builtins, math
+open("mark", "w").write("x")
+sys.modules["mark"] = builtins.mark = math.mark = 1
+"""
+    look = """
+import os, sys, builtins, math
+result = [os.listdir("."), "mark" in sys.modules, hasattr(builtins, "mark"), hasattr(math, "mark")]
+"""
+    outcomes = jail.run([{"code": leave}] * 4 + [{"code": look}] * 4)
+    assert [outcome.reply for outcome in outcomes[4:]] == [[[], False, False, False]] * 4
+
+
+def test_a_program_does_the_same_on_every_server(jail: Jail) -> None:
+    outcomes = jail.run([{"code": "result = [hash('a'), list({str(i) for i in range(50)})]"}] * 20)
+    assert len({json.dumps(outcome.reply) for outcome in outcomes}) == 1
+
+
+# forged replies -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "reply"),
+    [
+        (b'{"passed": true}\n', {"passed": True}),
+        (b"NaN\n", None),
+        (b"1", None),
+        (b"1\n2\n", None),
+        (b"1\n\n", None),
+        (b"\n", None),
+        (b"1\n+1\n", None),
+        (b"-it failed\n", None),
+        (b'{"serial": 1}\n{"serial": 2}\n', None),
+        (b"[" * 100_000 + b"\n", None),
+        (b"", None),
+    ],
+)
+def test_a_forged_reply_is_data_or_nothing(jail: Jail, written: bytes, reply: Any) -> None:
+    outcome, following = jail.run([{"code": f"import os\nos.write(3, {written!r})\nos._exit(0)"}, {"echo": "next"}])
+    assert outcome.status == ("exited" if reply is None else "replied")
+    assert (outcome.reply, outcome.exit_code) == (reply, 0)
+    assert (following.status, following.reply) == ("replied", "next")
+
+
+def test_a_forged_reply_spoils_the_driver_s_own(jail: Jail) -> None:
+    assert run(jail, "import os\nos.write(3, b'true\\n')\nresult = 1").reply is None
+    assert run(jail, "import os\nos.write(3, b'true\\n')\nos._exit(1)").reply is None
+    assert run(jail, "import os\nos.close(3)\nresult = 1").status == "exited"
+
+
+def test_a_job_cannot_write_the_next_one_s_reply(driver: Path) -> None:
+    """One server, so that the jobs follow each other; whatever is left in a pipe goes with its job."""
+    with Jail(driver, workers=1) as jail:
+        forged = b'{"serial": 1, "status": "replied"}\n' * 3 + b"x" * 1000
+        outcomes = jail.run(
+            [{"code": f"import os\nfor fd in range(64):\n try: os.write(fd, {forged!r})\n except OSError: 0"}, {"echo": 5}] * 3
+        )
+    assert [outcome.reply for outcome in outcomes] == [None, 5] * 3
+
+
+# limits -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_wall_clock_ends_a_sleeping_job(jail: Jail) -> None:
+    outcome = run(jail, "import time\nprint('began', flush=True)\ntime.sleep(60)", seconds=0.4)
+    assert (outcome.status, outcome.stdout) == ("timeout", b"began\n")
+    assert 0.4 <= outcome.seconds < 2.4
+
+
+def test_processor_time_ends_a_busy_job(jail: Jail) -> None:
+    outcome = run(jail, "while True: pass", cpu_seconds=0.2, seconds=20.0)
+    assert outcome.status == "cpu"
+    assert 0.2 <= outcome.cpu_seconds < 0.7
+
+
+def test_the_kernel_ends_a_busy_job_that_nobody_watches(driver: Path) -> None:
+    with Jail(driver, workers=1, unsafe=True, without={"watchdog"}) as jail:
+        outcome = run(jail, "while True: pass", cpu_seconds=0.9)
+    assert outcome.status == "cpu"
+    assert outcome.cpu_seconds < 1.9
+
+
+def test_memory_above_the_idle_child_s_is_what_a_job_gets(jail: Jail) -> None:
+    code = "try:\n    result = len(b'x' * {})\nexcept MemoryError:\n    result = 'MemoryError'"
+    assert run(jail, code.format(200 * MIB)).reply == 200 * MIB
+    assert run(jail, code.format(520 * MIB)).reply == "MemoryError"
+    assert run(jail, code.format(60 * MIB), memory=64 * MIB).reply == 60 * MIB
+    assert run(jail, code.format(68 * MIB), memory=64 * MIB).reply == "MemoryError"
+    assert run(jail, "x = b'x' * (200 << 20)").peak_memory > 200 * MIB
+
+
+def test_a_file_has_a_largest_size(jail: Jail) -> None:
+    code = """
+open("f", "wb", buffering=0).write(bytes(1001))
+try: open("f", "ab", buffering=0).write(b"x")
+except OSError as error: result = error.errno
+"""
+    outcome = run(jail, code, file_size=1000)
+    assert outcome.reply == errno.EFBIG
+    assert len(outcome.files["f"]) == 1000
+
+
+def test_files_without_a_name_count(jail: Jail) -> None:
+    code = """
+import os, time
+held = []
+for i in range(5):
+    held.append(open(str(i), "wb", buffering=0))
+    held[-1].write(bytes(1_000_000))
+    os.unlink(str(i))
+time.sleep(60)
+"""
+    assert run(jail, code, seconds=3.0).status == "disk"
+
+
+def test_descriptors_are_few(jail: Jail) -> None:
+    assert run(jail, "import os\ntry:\n    while True: n = os.dup(0)\nexcept OSError: result = n").reply == 63
+
+
+def test_hung_jobs_delay_the_others_by_no_more_than_their_own_limit(driver: Path) -> None:
+    """Three of forty hang on two servers. The quick ones tell when they ran, by the machine's clock."""
+    quick, hung = {"code": "import time\nresult = time.monotonic()"}, {"code": "while True: pass"}
+    payloads: list[dict[str, str]] = [quick] * 40
+    for index in (0, 7, 8):
+        payloads[index] = hung
+    with Jail(driver, limits=Limits(seconds=1.0, cpu_seconds=60.0)) as jail:
+        jail.run([quick] * 2)
+        start = time.monotonic()
+        outcomes = jail.run(payloads)
+        took = time.monotonic() - start
+    assert [index for index, outcome in enumerate(outcomes) if outcome.status == "timeout"] == [0, 7, 8]
+    assert all(outcome.status == "replied" for index, outcome in enumerate(outcomes) if index not in (0, 7, 8))
+    times = [outcome.reply - start for outcome in outcomes if outcome.status == "replied"]
+    assert max(times[:6]) < 1.0  # while the first one hung, the other server went on
+    assert took < 3 * 1.0 + 2.0
+
+
+def test_a_lone_hung_job_delays_nobody(driver: Path) -> None:
+    quick, hung = {"code": "import time\nresult = time.monotonic()"}, {"code": "import time\ntime.sleep(60)"}
+    with Jail(driver, limits=Limits(seconds=2.0)) as jail:
+        jail.run([quick] * 2)
+        start = time.monotonic()
+        outcomes = jail.run([hung, *[quick] * 30])
+    assert outcomes[0].status == "timeout"
+    assert max(outcome.reply for outcome in outcomes[1:]) - start < 2.0
+
+
+# what a candidate can do --------------------------------------------------------------------------------------------------------
+
+HONEST = """
+# strptime
+import datetime
+result = datetime.datetime.strptime("2024-02-29", "%Y-%m-%d").day == 29
+# recursion
+import sys
+sys.setrecursionlimit(10**6)
+def f(n): return 0 if n == 0 else 1 + f(n - 1)
+result = f(100_000) == 100_000
+# recursion through C
+import sys, functools
+sys.setrecursionlimit(10**6)
+@functools.cache
+def f(n): return 0 if n == 0 else 1 + f(n - 1)
+result = f(20_000) == 20_000
+# endless recursion
+def f(): f()
+try: f()
+except RecursionError: result = True
+# big numbers
+import math
+result = math.factorial(5000) % 10 == 0 and 7 ** 100_000 > 0
+# codecs
+names = "ascii latin-1 utf-16 utf-32 cp1252 utf-8-sig idna punycode".split()
+result = all("a".encode(name).decode(name) == "a" for name in names)
+# threads are there to import
+import threading, queue
+with threading.Lock(): result = queue.Queue().empty()
+# printing
+import pprint
+pprint.pprint({"a": [1] * 50})
+print("é", 1, sep="|", end="!")
+result = True
+# files
+import os, pathlib
+with open("a", "w") as f: f.write("x"); f.flush(); os.fsync(f.fileno())
+os.rename("a", "b")
+result = pathlib.Path("b").read_text() == "x" and os.listdir() == ["b"] and not os.remove("b")
+# temporary files
+import tempfile
+with tempfile.NamedTemporaryFile("w+") as f, tempfile.TemporaryFile() as g:
+    f.write("x"); f.seek(0); g.write(b"y")
+    result = f.read() == "x"
+# clocks
+import time, timeit
+time.sleep(0.001)
+result = timeit.timeit("1", number=10) >= 0 and time.perf_counter() > 0
+# chance
+import random, secrets
+result = random.Random(1).random() == 0.13436424411240122 and len(secrets.token_hex()) == 64
+# tests
+import unittest
+class T(unittest.TestCase):
+    def test(self): self.assertTrue(1)
+result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(T)).wasSuccessful()
+# dataclasses
+from dataclasses import dataclass
+import typing
+@dataclass
+class A:
+    x: typing.Optional[int] = None
+result = A() == A(None)
+# garbage
+import gc
+class A: pass
+for _ in range(10_000):
+    a = A(); a.a = a
+result = gc.collect() >= 0
+# no input
+try: input()
+except EOFError: result = True
+# its own alarm
+import signal
+def h(*_): raise TimeoutError
+signal.signal(signal.SIGALRM, h)
+try:
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    while True: pass
+except TimeoutError: result = True
+# processors
+import os
+result = os.cpu_count() != 0 and len(os.sched_getaffinity(0)) > 0
+# a tree of nodes
+import collections, heapq, bisect, itertools, functools, operator, string, re, copy, json, decimal, fractions, statistics
+class Node:
+    def __init__(self, value, left=None, right=None): self.value, self.left, self.right = value, left, right
+def total(node): return node.value + total(node.left) + total(node.right) if node else 0
+result = total(copy.deepcopy(Node(1, Node(2), Node(3)))) == 6
+"""
+
+
+def read_programs(text: str) -> dict[str, str]:
+    """Name -> program, of a text in which a program begins with its name."""
+    parts = text.lstrip("\n").removeprefix("# ").split("\n# ")
+    return {name: code for name, _, code in (part.partition("\n") for part in parts)}
+
+
+def test_honest_programs_work(jail: Jail) -> None:
+    programs = read_programs(HONEST)
+    assert len(programs) == 19
+    programs["modules"] = f"import importlib\nfor name in {DEFAULT_MODULES!r}: importlib.import_module(name)\nresult = True"
+    outcomes = dict(zip(programs, jail.run([{"code": code} for code in programs.values()]), strict=True))
+    assert {name: o.stderr.decode() or o.status for name, o in outcomes.items() if o.reply is not True} == {}
+
+
+def test_the_self_check_s_honest_program_works(driver: Path) -> None:
+    with Jail(driver, workers=1) as jail:
+        assert honest_program_works(jail)
+
+
+REFUSED = {
+    "thread": ("import threading\nthreading.Thread(target=print).start()", "RuntimeError"),
+    "fork": ("import os\nos.fork()", "PermissionError"),
+    "exec": ("import os\nos.execv('/bin/true', ['true'])", "OSError"),
+    "kill": ("import os\nos.kill(os.getppid(), 9)", "PermissionError"),
+    "own group": ("import os\nos.killpg(0, 9)", "PermissionError"),
+    "folder": ("import os\nos.mkdir('d')", "PermissionError"),
+    "link": ("import os\nos.symlink('/', 'l')", "PermissionError"),
+    "permissions": ("import os\nos.chmod('.', 0)", "PermissionError"),
+    "outside": ("open('/etc/passwd')", "OSError"),
+    "above": (
+        "open('../x', 'w').close()\nopen('/x')\nresult = 1\nimport os\nassert os.listdir('..') == ['x'], 1\nraise OSError",
+        "OSError",
+    ),
+    "proc": ("open('/proc/self/mem')", "OSError"),
+    "other modules": ("import subprocess", "ModuleNotFoundError"),
+    "sockets": ("import socket", "ModuleNotFoundError"),
+    "foreign functions": ("import ctypes", "ModuleNotFoundError"),
+    "the server's modules": ("import landlockpy", "ModuleNotFoundError"),
+    "the jail": ("import studies.jail.child", "ModuleNotFoundError"),
+    "files by path": ("import sys, os\nsys.path.append(os.path.dirname(os.__file__))\nimport subprocess", "ModuleNotFoundError"),
+    "stdin": ("import sys\nraise EOFError(sys.stdin.read())", "EOFError"),
+}
+
+
+def test_what_is_refused(jail: Jail) -> None:
+    template = "try:\n    {}\nexcept Exception as e:\n    result = [c.__name__ for c in type(e).__mro__]"
+    payloads = [{"code": template.format(code.replace("\n", "\n    "))} for code, _ in REFUSED.values()]
+    outcomes = jail.run(payloads)
+    assert [
+        name for name, (_, error), outcome in zip(REFUSED, REFUSED.values(), outcomes) if error not in (outcome.reply or [])
+    ] == []
+
+
+def test_jobs_at_once_do_not_see_each_other(jail: Jail) -> None:
+    write = "import os, time\nopen('secret', 'w').write('s')\nopen('seen', 'w').write(os.getcwd())\ntime.sleep(0.7)\nresult = True"
+    look = """
+import os, time
+time.sleep(0.3)
+found = []
+for start in ('.', '..', '../..', '/', '/tmp'):
+    for step in ('', '0/job', '1/job', 'job', '../1/job', '../0/job', '../2/job'):
+        try:
+            found += os.listdir(os.path.join(start, step))
+        except OSError:
+            pass
+result = found"""
+    first, second = jail.run([{"code": write}, {"code": look}])
+    assert first.reply is True
+    assert "secret" not in second.reply
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has privileges to drop")
+def test_root_becomes_nobody_in_a_root_of_its_own(driver: Path) -> None:
+    look = "import os\nresult = [os.getresuid(), os.getresgid(), os.getgroups(), os.getcwd(), os.listdir('/')]"
+    with Jail(driver) as jail:
+        for outcome in jail.run([{"code": look}] * 4):
+            uids, gids, groups, folder, entries = outcome.reply
+            assert len({*uids, *gids}) == 1
+            assert 0 not in uids
+            assert (groups, folder, entries) == ([], "/", [])
+        busy = "import os, time\ntime.sleep(0.3)\nresult = os.getuid()"
+        assert len({outcome.reply for outcome in jail.run([{"code": busy}] * 2)}) == 2  # strangers to each other
+    status = "result = {l.split(':')[0]: l.split()[1] for l in open('/proc/self/status') if l[:3] in ('Cap', 'NoN', 'Sec')}"
+    with Jail(driver, workers=1, unsafe=True, without=set(PROTECTIONS) - {"privileges"}) as jail:
+        assert run(jail, "import os\nresult = os.listdir('/')").reply == []
+    with Jail(driver, workers=1, unsafe=True, without={"privileges", "landlock"}) as jail:
+        assert int(run(jail, status).reply["CapEff"], 16) > 0
+
+
+LOOK_INTO_MEMORY = """
+table = bytes(byte ^ 0x5A for byte in range(256))
+found = [0] * len(MASKED)
+with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:
+    for line in list(maps):
+        span, rights = line.split()[:2]
+        if rights.startswith('rw'):
+            start, end = (int(number, 16) for number in span.split('-'))
+            memory.seek(start)
+            try:
+                content = memory.read(end - start)
+            except OSError:
+                continue
+            for i, masked in enumerate(MASKED):
+                found[i] += content.translate(table).count(masked)
+result = found
+"""
+
+
+def test_what_earlier_jobs_wrote_is_not_in_the_memory_that_a_job_inherits(driver: Path) -> None:
+    """With all off that keeps a child from reading its memory. What is looked for is disguised, so that no copy of it is found; a
+    mark that the job itself was sent shows that the search finds what is there."""
+    marks = [os.urandom(12).hex().encode() for _ in range(2)]
+    masked = [bytes(byte ^ 0x5A for byte in mark) for mark in marks]
+    leave = f"""
+import os
+mark = "{marks[0].decode()}"
+for descriptor in (1, 2): os.write(descriptor, mark.encode())
+open("f", "w").write(mark)
+result = mark
+"""
+    look = f"MASKED = {masked!r}\n{LOOK_INTO_MEMORY}# {marks[1].decode()}"
+    with Jail(driver, workers=1, unsafe=True, without={"landlock", "privileges", "seccomp", "rlimits"}) as jail:
+        left = jail.run([{"code": leave}] * 3)
+        assert [(o.stdout, o.stderr, o.files["f"], o.reply) for o in left] == [
+            (marks[0], marks[0], marks[0], marks[0].decode())
+        ] * 3
+        earlier, own = run(jail, look).reply
+    assert own > 0
+    assert earlier == 0
