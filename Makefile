@@ -37,9 +37,11 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.routing
 	$(PY) -m studies.benchmarks.hosts
+	$(PY) -m studies.benchmarks.jail
 
-soak: $(STAMP)  ## kill a run 100 times at random moments; each resume must end with the same bytes
+soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail, with nothing left behind
 	$(PY) -m studies.route2.soak --kills 100
+	$(PY) -m studies.jail.soak --grades 10000
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv site

@@ -48,6 +48,14 @@ LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.do
 HEADED = frozenset({"q", "k", "v", "z"})
 """Points that are by head."""
 
+CAUSAL: Mapping[str, object] = MappingProxyType(
+    {"is_causal": True, "use_bidirectional_attention": False, "attention_dir": "causal"}
+)
+"""What a config says, where it says something, of a model in which no token reads what comes after it."""
+
+WRAPPED = "_original_component"
+"""Name under which TransformerLens's bridge puts a module that it wraps, into the model's own tree too."""
+
 
 @dataclass(frozen=True)
 class LinearAt:
@@ -92,9 +100,14 @@ class Architecture:
     """Whether the model is told positions: a transformers model does not count them over its attention mask."""
     requires: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Values of the model's config that this row is for, where a class has several rows."""
+    bridge_config: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    """Values of the model's config that the bridge takes for granted; with another one it computes another model."""
     exact_eager: bool = False
     """Whether eager attention keeps the model's type: transformers' softmax is float32 elsewhere, which makes a float64 model's
     logits NaN under left padding (its mask is float64's lowest number, so minus infinity in float32)."""
+
+    def __deepcopy__(self, memo: object) -> "Architecture":
+        return self  # a constant, and mapping proxies do not copy
 
 
 BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
@@ -163,6 +176,7 @@ _NEOX_POINTS = {
     "z": At("attention.dense", "input"),
     "mlp_out": At("post_mlp_dropout"),
 }
+_NEOX_CONFIG = {"attention_bias": True}
 _NATIVE_LINEARS = {f"attn.{name}": LinearAt(f"attn.{name}") for name in "qkvo"}
 _NATIVE_POINTS = {
     **_LLAMA_POINTS,
@@ -195,7 +209,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             _llama_like("Llama"),
             _llama_like("Mistral"),
             _llama_like("Gemma2", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
-            _llama_like("Gemma3", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
+            _llama_like(
+                "Gemma3",
+                points=_GEMMA_POINTS,
+                bridge_points=_GEMMA_BRIDGE,
+                bridge_config={"attn_logit_softcapping": None},  # transformers has no cap there, whatever the config says
+            ),
             Architecture(
                 "GPT2",
                 ("GPT2LMHeadModel",),
@@ -214,6 +233,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                     "z": At("attn.c_proj", "input"),
                     "mlp_in": At("ln_2"),
                 },
+                bridge_config={"scale_attn_weights": True},
                 exact_eager=True,
             ),
             Architecture(
@@ -223,6 +243,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 _NEOX_LINEARS,
                 {**_NEOX_POINTS, "resid_mid": _PARALLEL},
                 bridge_points={"resid_mid": _PARALLEL},
+                bridge_config=_NEOX_CONFIG,
                 requires={"use_parallel_residual": True},
             ),
             Architecture(
@@ -232,6 +253,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 _NEOX_LINEARS,
                 {**_NEOX_POINTS, "resid_mid": At("post_attention_layernorm", "input")},
                 bridge_points={"resid_mid": _BRIDGED_PARALLEL},
+                bridge_config=_NEOX_CONFIG,
                 requires={"use_parallel_residual": False},
             ),
             Architecture(

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
+from mi_route2.architectures import architecture_of
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -75,7 +76,13 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
     its causal fast path, and padding cannot leak in.
     """
     right_padded = bool((attention[:, 1:] <= attention[:, :-1]).all())
-    out = model(tokens) if right_padded else model(tokens, attention_mask=attention)
+    if right_padded:
+        out = model(tokens)
+    else:
+        row = architecture_of(model)
+        # a model that numbers its positions by itself counts the padding too
+        places = {"position_ids": (attention.long().cumsum(1) - 1).clamp_min(0)} if row is not None and row.positions else {}
+        out = model(tokens, attention_mask=attention.long() if places else attention, **places)
     return out if isinstance(out, Tensor) else out.logits
 
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS, Architecture, LinearAt, architecture_of, heads
+from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS, WRAPPED, Architecture, LinearAt, architecture_of, heads
 
 _SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
@@ -142,9 +142,19 @@ def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, lin
     return Slot(name, path, module, rows, at.transposed)
 
 
+def refuse_booted(model: nn.Module) -> None:
+    """``ValueError`` for a TransformerLens bridge, or a model that one was booted around: it runs other modules than the tree's."""
+    if any(path.rpartition(".")[2] == WRAPPED for path, _ in model.named_modules()):
+        raise ValueError(
+            "this model is a TransformerLens bridge, or one was booted around it and runs other modules: take "
+            "host = open_host('transformer_lens', bridge), and host.attach(...) or from_pretrained(host, folder)"
+        )
+
+
 def slots(model: nn.Module) -> dict[str, Slot]:
     """Every logical Linear by name, in the order of the forward. A model of no known architecture has its ``nn.Linear`` modules
-    under their own dotted names. ``ValueError`` for a known one whose module tree is another."""
+    under their own dotted names. ``ValueError`` for a known one whose module tree is another, and for a booted one."""
+    refuse_booted(model)
     row = architecture_of(model)
     if row is None:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -42,6 +42,17 @@ FORBIDDEN = {
     "studies.loopholes": ("studies.route2", "studies.benchmarks"),
     "studies.loopholes.grader": ("studies.loopholes.oracle", "studies.loopholes.world"),
     "studies.loopholes.oracle": ("studies.loopholes.grader", "studies.loopholes.world"),
+    "studies.jail": ("mi_route2", "probes", "studies.loopholes", "studies.route2", "studies.benchmarks"),
+    **{
+        f"studies.loopholes.leetcode.{room}": tuple(f"studies.loopholes.leetcode.{other}" for other in others.split())
+        for room, others in {
+            "grader": "oracle problem detectors report",
+            "oracle": "grader problem detectors report",
+            "programs": "grader oracle modes problems expressions",
+            "detectors": "oracle",
+            "pairs": "oracle",
+        }.items()
+    },
 }
 """Package or module -> what nothing in it may import, directly or through another module of the house."""
 

@@ -58,6 +58,7 @@ class Adapters:
         self.model, self.modules, self.spec, self._board = model, modules, spec, board
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
+        self._detached = False
         self.cache_dir: Path | None = None
         """Where SVDs of the base weights are kept, for whoever needs them later."""
         self.on_detach: list[Callable[[], None]] = []
@@ -109,12 +110,20 @@ class Adapters:
     def has_quarantine(self) -> bool:
         return self.spec.quarantine != "none"
 
-    @contextmanager
-    def _switched(self, **changes: object) -> Iterator[None]:
+    def demand_live(self) -> None:
+        """``RuntimeError`` where what is switched or loaded would not reach the model: under merged weights, and once detached."""
         if self._board.merged:
             raise RuntimeError(
-                "the merged weights hold what was on when they were made; leave merged() before switching or recording"
+                "the merged weights hold what was there when they were made; leave merged() before switching, recording or loading"
             )
+        if self._detached:
+            raise RuntimeError(
+                "these adapters were detached, and are in no model: use those that attach() or from_pretrained() gave"
+            )
+
+    @contextmanager
+    def _switched(self, **changes: object) -> Iterator[None]:
+        self.demand_live()
         before = {name: getattr(self._board, name) for name in changes}
         for name, value in changes.items():
             setattr(self._board, name, value)
@@ -152,9 +161,9 @@ class Adapters:
             raise RuntimeError("merged weights would bypass the open tape; close it first")
         if self._board.merged:
             raise RuntimeError("these weights are merged already; leave merged() before merging anew")
-        for module in self.modules.values():
-            module.merge()
         try:
+            for module in self.modules.values():
+                module.merge()
             with self._switched(merged=True), torch.no_grad():
                 yield
         finally:
@@ -184,7 +193,13 @@ class Adapters:
         return from_pretrained(model, folder, any_base=any_base, cache_dir=cache_dir)
 
     def detach(self) -> nn.Module:
-        """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was."""
+        """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was.
+
+        A second call does nothing: others may stand there by then.
+        """
+        if self._detached:
+            return self.model
+        self._detached = True
         for path, module in self.modules.items():
             _replace(self.model, path, module.base)
         for p in self._thawed:
@@ -250,8 +265,11 @@ def attach(
     by_path: dict[str, list[tuple[Slot, Branch]]] = {}
     # SVDs of large weights take minutes; a small model shows no bar
     for slot in tqdm(chosen.values(), desc="adapters", unit="Linear", delay=3, leave=False, disable=None):
-        kept, fold = _kept(slot, spec, generator, cache_dir)
-        branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
+        try:
+            kept, fold = _kept(slot, spec, generator, cache_dir)
+            branch = Branch(slot, kept, _quarantine(slot, kept, spec, generator), board, fold)
+        except ValueError as error:
+            raise ValueError(f"{error}, {slot.name}") from error
         by_path.setdefault(slot.path, []).append((slot, branch))
     modules = {
         path: RoutedLinear([slot for slot, _ in parts], [branch for _, branch in parts], board) for path, parts in by_path.items()

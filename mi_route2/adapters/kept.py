@@ -61,6 +61,17 @@ class SVDKept(nn.Module):
         """The weight that this adapter adds."""
         return (self.U * self.dS.to(self.U.dtype)) @ self.Vh
 
+    @torch.no_grad()
+    def basis(self) -> float:
+        """A number by which another basis is told: ``p^T U w / |w|`` with ``w_i = (1 + i/r) <v_i, q>`` and fixed Gaussian p, q.
+
+        Rounding moves it by as much as it turns the vectors. An independent choice of them draws it anew from N(0, 1).
+        """
+        generator = torch.Generator().manual_seed(0)
+        p, q = (gaussian(1, side, generator)[0] * side.shape[1] ** 0.5 for side in (self.U.mT, self.Vh))
+        w = torch.linspace(1, 2, self.dS.numel(), dtype=p.dtype, device=p.device) * (self.Vh.to(p.dtype) @ q)
+        return float(p @ (self.U.to(p.dtype) @ w) / w.norm())
+
     def extra_repr(self) -> str:
         return f"rank={self.dS.numel()}"
 

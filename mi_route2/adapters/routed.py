@@ -125,7 +125,7 @@ class RoutedLinear(nn.Module):
 
     def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
         super().__init__()
-        self.base, self._transposed, self._board = slots[0].module, slots[0].transposed, board
+        self.base, self.transposed, self._board = slots[0].module, slots[0].transposed, board
         self._names: list[str] = []
         for slot, branch in zip(slots, branches, strict=True):
             self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
@@ -150,11 +150,11 @@ class RoutedLinear(nn.Module):
 
     @property
     def in_features(self) -> int:
-        return self.weight.shape[0 if self._transposed else 1]
+        return self.weight.shape[0 if self.transposed else 1]
 
     @property
     def out_features(self) -> int:
-        return self.weight.shape[1 if self._transposed else 0]
+        return self.weight.shape[1 if self.transposed else 0]
 
     def forward(self, x: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
         if self._board.merged:
@@ -171,7 +171,7 @@ class RoutedLinear(nn.Module):
     def merge(self) -> None:
         """Write ``W`` plus what is switched on into one weight, for fast generation without gradients."""
         weight = self.weight.detach()
-        total = (weight.mT if self._transposed else weight).to(torch.float64)
+        total = (weight.mT if self.transposed else weight).to(torch.float64)
         for branch, rows in self.branches:
             total = branch.merged(total) if rows is None else total.index_copy(0, rows, branch.merged(total[rows]))
         self.merged_weight = total.to(weight.dtype)

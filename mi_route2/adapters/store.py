@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
+from mi_route2.adapters.kept import SVDKept
 
 HEADER = "mi-route2"
 CHECKSUM = "checksum"
@@ -33,20 +34,16 @@ FORMAT = "mi-route2 adapters 2"
 CONFIG, TENSORS = "route2_config.json", "route2_adapters.safetensors"
 _KEYS = ("format", "which", "spec", "base_hash")
 _CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256")
+BASES = "bases"
+"""Entry of the config: ``{site: SVDKept.basis()}``. Folders of before have none."""
+_TURNED = 0.05
 
 
 @runtime_checkable
 class Attaches(Protocol):
-    """What a host has in common with a torch model here: adapters can be attached to it."""
+    """What a host has in common with a torch model here: adapters can be attached to it, as by ``attach``."""
 
-    def attach(
-        self,
-        *patterns: str,
-        spec: AdapterSpec | None = None,
-        generator: torch.Generator,
-        expect: int | None = None,
-        cache_dir: Path | None = None,
-    ) -> Adapters: ...
+    def attach(self, *patterns: Any, **given: Any) -> Adapters: ...
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
@@ -157,6 +154,9 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     shape, or a value that is not finite. Nothing is changed unless everything fits.
     """
     path = Path(path)
+    adapters.demand_live()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it whole with from_pretrained")
     found, metadata = read_tensors(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file of adapters (format {metadata.get('format')!r}, expected {FORMAT!r})")
@@ -204,7 +204,13 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
         base = str(getattr(getattr(adapters.model, "config", None), "_name_or_path", ""))
         config = {**metadata, "spec": asdict(adapters.spec), "sites": list(adapters.sites), "base": base}
         config["sha256"] = _sha256(partial / TENSORS)
+        config[BASES] = bases(adapters)
         (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def bases(adapters: Adapters) -> dict[str, float]:
+    """Which singular vectors ``dS`` stands on: the weights alone do not say it where singular values are equal."""
+    return {site: branch.kept.basis() for site, branch in adapters.sites.items() if isinstance(branch.kept, SVDKept)}
 
 
 def _sha256(path: Path) -> str:
@@ -225,8 +231,9 @@ def from_pretrained(
     """Attach what ``save_pretrained`` wrote to a torch model or to any host, in one step.
 
     A deployed folder gives adapters without a quarantine. ``cache_dir`` keeps SVDs, as in ``attach``: an SVD kept adapter saves
-    ``dS`` alone, and ``U`` and ``Vh`` come from the base weights. Errors as in ``load_adapters``, and ``FileNotFoundError`` for
-    what is not there, ``KeyError`` for a site that the model lacks; the model is then as it was.
+    ``dS`` alone, and ``U`` and ``Vh`` come from the base weights. Errors as in ``load_adapters``, and ``ValueError`` where those
+    vectors come out otherwise than where the folder was written, ``FileNotFoundError`` for what is not there, ``KeyError`` for a
+    site that the model lacks; the model is then as it was.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -239,10 +246,24 @@ def from_pretrained(
     on = attach(model, *patterns, **given) if isinstance(model, nn.Module) else model.attach(*patterns, **given)
     try:
         load_adapters(on, folder / TENSORS, any_base=any_base)
+        if not any_base:
+            _refuse_other_bases(folder, config.get(BASES, {}), bases(on))
     except BaseException:
         on.detach()
         raise
     return on
+
+
+def _refuse_other_bases(folder: Path, written: Any, here: dict[str, float]) -> None:
+    """``written`` is what the config says, ``{}`` where it says nothing."""
+    if not isinstance(written, dict) or (written and written.keys() != here.keys()):
+        raise ValueError(f"{folder / CONFIG} was changed: its {BASES} are not those of its sites")
+    for site, value in written.items():
+        if not isinstance(value, float) or not abs(value - here[site]) < _TURNED:
+            raise ValueError(
+                f"the singular vectors of {site} are others here than where {folder} was written: its weight has equal singular "
+                "values, and each LAPACK then chooses its own; pass a cache_dir with the SVDs from there, or export it there"
+            )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -262,7 +283,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     known = config.get("format") if isinstance(config, dict) else None
     if known != FORMAT:
         raise ValueError(f"{path} is of the unknown format {known!r}: this version reads {FORMAT!r}")
-    if differing := sorted(config.keys() ^ set(_CONFIG_KEYS)):
+    if differing := sorted((config.keys() - {BASES}) ^ set(_CONFIG_KEYS)):
         raise ValueError(f"{path} should hold exactly {', '.join(_CONFIG_KEYS)}, and differs in {', '.join(differing)}")
     if _sha256(tensors) != config["sha256"]:
         raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the folder again, whole")
@@ -272,13 +293,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> None:
     """What the config says beside the tensor file must be what that file says itself."""
-    with safe_open(tensors, framework="pt") as handle:
-        inside = json.loads((handle.metadata() or {}).get(HEADER, "{}"))
-        names = list(handle.keys())
-    inside["spec"] = json.loads(inside["spec"])
-    for key in _KEYS:
-        if inside[key] != config[key]:
-            raise ValueError(f"{path} was changed: its {key} is {config[key]!r}, but {inside[key]!r} in {TENSORS}")
+    names, inside = read_tensors(tensors)
+    for key, said in {**config, "spec": json.dumps(config["spec"])}.items():
+        if key in _KEYS and inside.get(key) != said:
+            raise ValueError(f"{path} was changed: its {key} is {said!r}, but {inside.get(key)!r} in {TENSORS}")
     sites = sorted({name.partition(".")[2].rpartition(".")[0] for name in names})
     if not isinstance(config["sites"], list) or sorted(config["sites"]) != sites:
         raise ValueError(f"{path} was changed: its sites are {config['sites']}, but {sites} in {TENSORS}")

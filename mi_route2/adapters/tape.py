@@ -115,11 +115,12 @@ class Tape:
         self._forward[site] = mask
 
     def mask(self, site: str, keep: Tensor) -> Tensor:
-        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point; ``ValueError`` where they change its shape."""
+        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point; ``ValueError`` where they give no such mask."""
         point = self._forward.get(site)
         new = keep if point is None else point(keep)
-        if new.shape != keep.shape:
-            raise ValueError(f"a hook at {site}.hook_mask returned a mask of shape {list(new.shape)}, not {list(keep.shape)}")
+        if not isinstance(new, Tensor) or new.shape != keep.shape:
+            got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
+            raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(keep.shape)}")
         return new
 
     def saw_backward(self, site: str) -> None:

@@ -1,4 +1,4 @@
-"""Models to hook, by three libraries and one protocol: plain torch, TransformerLens's bridge, nnsight."""
+"""Models to hook, by three libraries and one interface: plain torch, TransformerLens's bridge, nnsight."""
 
 import importlib
 from collections.abc import Callable, Mapping

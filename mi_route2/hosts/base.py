@@ -1,4 +1,4 @@
-"""The protocol of a host, and what all hosts share.
+"""What a host is, and what all hosts share.
 
     host.attach("blocks.*.attn.*", spec=spec, generator=g)      the same adapters, parameters and file on every host
     host.capture([Site(0, "resid_mid")], tokens)                {site: tensor}, in one shape on every host
@@ -8,31 +8,46 @@ Values have the shapes that ``architectures.POINTS`` states: queries, keys, valu
 was asked for and did not fire is an error that names its site.
 """
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mi_route2.adapters import Adapters, AdapterSpec
-from mi_route2.architectures import ARCHITECTURES, HEADED, Architecture, architecture_of
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.architectures import ARCHITECTURES, CAUSAL, HEADED, Architecture, architecture_of, config_of
 from mi_route2.rollouts import Policy
-from mi_route2.sites import Site
+from mi_route2.sites import Site, Slot
 
 Edit = Callable[[Tensor], Tensor | None]
 """Reads a site's value and returns ``None``, or returns what the model goes on with."""
 
 
-@runtime_checkable
-class Host(Protocol):
-    """A model whose sites can be hooked."""
+class Host(ABC):
+    """A model whose sites can be hooked.
+
+    A host says how its library calls the model, where a site is, and how hooks get there. What follows from these is here.
+    """
 
     name: str
     model: nn.Module
     architecture: Architecture
+
+    @abstractmethod
+    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+        """Next-token logits; padding on either side, positions counted over real tokens."""
+
+    @abstractmethod
+    def address(self, site: Site) -> str:
+        """The site's name in this host's own language. ``ValueError`` says why, where the host or architecture lacks it."""
+
+    @abstractmethod
+    def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+        """Context: every forward through this host runs under ``edits``. On a clean exit all must have fired (``RuntimeError``)."""
 
     def attach(
         self,
@@ -43,39 +58,55 @@ class Host(Protocol):
         cache_dir: Path | None = None,
     ) -> Adapters:
         """Adapters at the logical Linears that ``patterns`` select; as ``mi_route2.attach``."""
-        ...
+        adapters = attach(
+            self.model,
+            *patterns,
+            spec=spec,
+            generator=generator,
+            expect=expect,
+            cache_dir=cache_dir,
+            known=self._linears(patterns),
+        )
+        return self._listed(adapters)
+
+    def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot] | None:
+        """The model's logical Linears, where they are not those of ``slots``; refuses ``patterns`` that this host cannot serve."""
+        return None
+
+    def _listed(self, adapters: Adapters) -> Adapters:
+        """``adapters``, which stand now, once the library knows their points."""
+        return adapters
 
     def policy(self, adapters: Adapters) -> Policy:
-        """The model with its adapters, called through this host."""
-        ...
+        """The model with its adapters, called through this host. A deep copy of it is called through a copy of the host."""
+        return Policy(self.model, adapters, self._forward)
 
-    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
-        """Next-token logits; padding on either side, positions counted over real tokens."""
-        ...
-
-    def address(self, site: Site) -> str:
-        """The site's name in this host's own language. ``ValueError`` says why, where the host or architecture lacks it."""
-        ...
+    def _forward(self, _model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+        return self.logits(tokens, attention)
 
     def capture(
         self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
     ) -> dict[Site, Tensor]:
         """Detached values at ``sites`` in one forward."""
-        ...
-
-    def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Context: every forward through this host runs under ``edits``. On a clean exit all must have fired (``RuntimeError``)."""
-        ...
+        found: dict[Site, Tensor] = {}
+        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
+            self.logits(tokens, attention)
+        return found
 
 
 def known_architecture(model: nn.Module) -> Architecture:
-    """The model's row; ``ValueError`` with the known ones."""
+    """The model's row; ``ValueError`` with the known ones, and for a model that is not causal."""
     row = architecture_of(model)
     if row is None:
         classes = ", ".join(name for row in ARCHITECTURES.values() for name in row.classes)
         raise ValueError(
             f"{type(model).__name__} is no known architecture: choose among {classes}, or add a row to architectures.py"
         )
+    for key, usual in CAUSAL.items():
+        if (value := getattr(config_of(model), key, None)) not in (None, usual):
+            raise ValueError(
+                f"this {type(model).__name__} has {key}={value!r}, but hosts are for causal models: padding would leak"
+            )
     return row
 
 
@@ -104,7 +135,36 @@ class Fired:
             names = ", ".join(f"{site} ({address(site)})" for site in self._silent)
             raise RuntimeError(
                 f"these hooks did not fire: {names}; run the forward inside the context, through the host's own model"
+                + (_COMPILED if compiled_anything() else "")
             )
+
+
+_COMPILED = (
+    ". torch.compile has made graphs here, and a graph does not look for hooks that come after it: set "
+    "torch._dynamo.config.skip_nnmodule_hook_guards = False before compiling"
+)
+
+
+def compiled_anything() -> bool:
+    """Whether ``torch.compile`` traced something in this process."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and bool(dynamo.utils.counters["frames"])
+
+
+def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
+    """What ``edit`` puts in the place of ``value``; ``None`` where it only read.
+
+    A value that was asked for its gradient (``retain_grad``, ``register_hook``) is put back itself: as a view or a copy of the
+    model's tensor it would have none. ``ValueError`` for an answer that does not fit, and for a value that was written in place
+    without being returned, which acts or does not by where the site is (inference mode does not count writes).
+    """
+    writes = None if value.is_inference() else value._version
+    new = edit(value)
+    if new is not None:
+        return fitting(site, value, new)
+    if writes is not None and value._version != writes:
+        raise ValueError(f"the edit of {site} wrote into its value in place and returned None: return the tensor to go on with")
+    return value if value.retains_grad or value._backward_hooks else None
 
 
 def fitting(site: Site, value: Tensor, new: object) -> Tensor:
@@ -128,8 +188,8 @@ def whole_stream(edits: Mapping[Site, Edit]) -> dict[Site, Edit]:
 
 def _overwriting(site: Site, edit: Edit) -> Edit:
     def overwrite(x: Tensor) -> Tensor | None:
-        new = edit(x.clone())
-        return None if new is None else x.copy_(fitting(site, x, new))
+        new = answered(site, edit, x.clone())
+        return None if new is None else x.copy_(new)
 
     return overwrite
 

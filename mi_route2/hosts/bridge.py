@@ -8,8 +8,9 @@ Booting rewrites the model in place: attention becomes eager, and fused q, k and
 therefore come after the boot, at the Linears that the bridge calls.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,19 +35,22 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.routed import Branch, RoutedLinear
-from mi_route2.architectures import BRIDGE_LINEARS, Architecture
+from mi_route2.architectures import BRIDGE_LINEARS, WRAPPED, Architecture, config_of
 from mi_route2.hosts.base import known_architecture
-from mi_route2.sites import Slot
+from mi_route2.sites import Site, Slot
 
-WRAPPED, ROUTE = "_original_component", "route"
+ROUTE = "route"
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
 BYPASSES: Mapping[str, tuple[str, ...]] = {
     "use_split_qkv_input": ("attn.q", "attn.k", "attn.v"),
     "use_attn_in": ("attn.q", "attn.k", "attn.v"),
     "use_attn_result": ("attn.o",),
 }
-"""Settings under which a bridge multiplies by the weights of these Linears itself, and calls neither them nor their adapters."""
+"""Settings under which a bridge multiplies by the weights of these Linears itself, and calls neither them nor their adapters.
 
+Those that pass q, k and v by take the stream from in front of the norm, so that an edit of ``attn_in`` is lost as well."""
+
+_LAYOUT = "_weight_layout_in_out"
 _PROCESSORS = ("enable_compatibility_mode", "process_weights")
 _PROCESSING = (
     "it folds norms into the weights that adapters are trained on and saved for: boot a fresh bridge and leave its weights raw "
@@ -149,10 +153,22 @@ def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, 
         for linear, at in architecture.linears.items():
             path = f"blocks.{layer}.{where[linear]}"
             component = bridge.get_submodule(path)
-            plain = isinstance(getattr(component, WRAPPED), nn.Linear)  # a part of a Conv1D is copied into a Linear
+            held = getattr(component, WRAPPED)
+            base = held.base if isinstance(held, RoutedLinear) else held
+            plain = isinstance(base, nn.Linear)  # a part of a Conv1D is copied into a Linear
             found[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
     found["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
     return found
+
+
+def refuse_config(model: nn.Module, architecture: Architecture) -> None:
+    """``ValueError`` for a value of the model's config that the bridge does not heed."""
+    for key, usual in architecture.bridge_config.items():
+        if (value := getattr(config_of(model), key, usual)) != usual:
+            raise ValueError(
+                f"the bridge does not heed {key}={value!r} of this {type(model).__name__} and would be another model: "
+                "use the torch or the nnsight host"
+            )
 
 
 def refuse_processed(bridge: TransformerBridge) -> None:
@@ -182,6 +198,15 @@ def _bypass(flag: str, site: str) -> str:
     return f"under {flag} the bridge multiplies by the weights of {site} itself and passes its adapters by: set_{flag}(False)"
 
 
+def refuse_lost(bridge: TransformerBridge, site: Site) -> None:
+    """``RuntimeError`` for an edit that a setting of the bridge would lose."""
+    for flag, passed in BYPASSES.items():
+        if site.point == "attn_in" and "attn.q" in passed and getattr(bridge.cfg, flag, False):
+            raise RuntimeError(
+                f"under {flag} the bridge reads the stream in front of {site}, and loses an edit there: set_{flag}(False)"
+            )
+
+
 def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
     """``ValueError`` where upstream gives NaN: a float64 mask is -inf in its float32 softmax, and a leading pad reads nothing."""
     leading, exact = not bool(attention[:, 0].all()), next(bridge.parameters()).dtype == torch.float64
@@ -205,8 +230,11 @@ def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[s
         # nn.Module's own: a component would hand the name on to what it wraps, which has a route too
         nn.Module.__setattr__(places[site].component, ROUTE, branch)
     bridge._scan_existing_hooks(bridge, "")
+    standing = [places[site] for site in adapters.sites]
+    for parent in _parents(bridge, standing):
+        vars(parent)[_LAYOUT] = partial(_stored_in_out, parent)
     guarded = _guard(bridge, list(adapters.sites))
-    adapters.on_detach.append(lambda: _unlist(bridge, [places[site] for site in adapters.sites], guarded))
+    adapters.on_detach.append(partial(_unlist, bridge, standing, guarded))  # no closure: a deep copy then undoes its own
 
 
 def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterable[str]) -> None:
@@ -214,8 +242,26 @@ def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterabl
         delattr(place.component, ROUTE)
         for point in ROUTE_POINTS:
             bridge._hook_registry.pop(f"{place.path}.{ROUTE}.{point}", None)
+    for parent in _parents(bridge, places):
+        vars(parent).pop(_LAYOUT)
     for method in guarded:
         vars(bridge).pop(method, None)
+
+
+def _parents(bridge: TransformerBridge, places: Iterable[Place]) -> list[nn.Module]:
+    """The attention and MLP components around ``places``."""
+    paths = dict.fromkeys(place.path.rpartition(".")[0] for place in places)
+    return [parent for parent in map(bridge.get_submodule, paths) if hasattr(parent, _LAYOUT)]
+
+
+def _stored_in_out(parent: Any, component: nn.Module) -> bool | None:
+    """Whether a weight is stored ``[d_in d_out]``, for ``W_O``, ``OV`` and the like.
+
+    The bridge tells by the class of what it wraps, and guesses by the shape where that is a routed Linear: a square one comes out
+    transposed.
+    """
+    held = getattr(component, WRAPPED)
+    return held.transposed if isinstance(held, RoutedLinear) else getattr(type(parent), _LAYOUT)(parent, component)
 
 
 def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
@@ -225,14 +271,11 @@ def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
         if past := [site for site in sites if site.endswith(passed)]:
             whys[f"set_{flag}"] = _bypass(flag, past[0])
     for name, why in whys.items():
-        vars(bridge)[name] = _refusal(getattr(bridge, name), why)
+        vars(bridge)[name] = partial(_refuse, bridge, name, why)
     return list(whys)
 
 
-def _refusal(method: Callable[..., Any], why: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        if args == (False,) or kwargs.get("no_processing"):  # what is off stays off, what is raw stays raw
-            return method(*args, **kwargs)
-        raise RuntimeError(why)
-
-    return refuse
+def _refuse(bridge: TransformerBridge, method: str, why: str, *args: Any, **kwargs: Any) -> Any:
+    if args == (False,) or kwargs.get("no_processing"):  # what is off stays off, what is raw stays raw
+        return getattr(type(bridge), method)(bridge, *args, **kwargs)
+    raise RuntimeError(why)

@@ -4,10 +4,9 @@ Gradient checkpointing runs a block's modules again in the backward, so edits mu
 ``hooks``. Both ways to get this wrong are errors, since the gradients would be those of another forward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.routed import Branch
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
-from mi_route2.hosts.base import Edit, Fired, fitting, known_architecture, positions, reader, split_heads, whole_stream
-from mi_route2.rollouts import Policy
-from mi_route2.sites import Site, block_paths, module_at, nearest, slot_at
+from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream
+from mi_route2.sites import Site, block_paths, module_at, nearest, refuse_booted, slot_at
 
 HOOKS = {"kept_a": "hook_kept_a", "kept_out": "hook_kept", "quarantine_out": "hook_quarantine"}
 """The adapter's points by the name of their module in a ``Branch``."""
@@ -72,26 +69,14 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     return Tap(path, at.side, None, count)
 
 
-class TorchHost:
-    """See ``Host``. Raises ``ValueError`` for a model of no known architecture."""
+class TorchHost(Host):
+    """See ``Host``. ``ValueError`` for a model of no known architecture, and one that TransformerLens's bridge has rewritten."""
 
     name = "torch"
 
     def __init__(self, model: nn.Module):
+        refuse_booted(model)
         self.model, self.architecture = model, known_architecture(model)
-
-    def attach(
-        self,
-        *patterns: str,
-        spec: AdapterSpec | None = None,
-        generator: torch.Generator,
-        expect: int | None = None,
-        cache_dir: Path | None = None,
-    ) -> Adapters:
-        return attach(self.model, *patterns, spec=spec, generator=generator, expect=expect, cache_dir=cache_dir)
-
-    def policy(self, adapters: Adapters) -> Policy:
-        return Policy(self.model, adapters, lambda _model, tokens, attention: self.logits(tokens, attention))
 
     def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
         out = self.model(tokens, **self.keywords(attention))
@@ -121,14 +106,6 @@ class TorchHost:
     def address(self, site: Site) -> str:
         tap = tap_of(self.model, self.architecture, site)
         return f"{tap.path}.{tap.side}" + ("" if tap.rows is None else f"[..., {len(tap.rows)} rows]")
-
-    def capture(
-        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
-    ) -> dict[Site, Tensor]:
-        found: dict[Site, Tensor] = {}
-        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
-            self.logits(tokens, attention)
-        return found
 
     @contextmanager
     def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
@@ -199,12 +176,11 @@ def checkpointing() -> bool:
 def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays) -> RemovableHandle:
     def edited(raw: Tensor) -> Tensor | None:
         fired.saw(site)
-        value = tap.read(site, raw)
-        new = edit(value)
+        new = answered(site, edit, tap.read(site, raw))
         if new is None:
             return None
         again.edited(site)
-        return tap.write(raw, fitting(site, value, new))
+        return tap.write(raw, new)
 
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         by_place = bool(args) and isinstance(args[0], Tensor)

@@ -11,10 +11,10 @@ each requested site is a worker of its own (an invoke without input, which sees 
 An envoy shows a module's input after torch's forward pre-hooks and its output before torch's forward hooks.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +23,9 @@ from nnsight import Envoy, NNsight
 from nnsight.intervention.interleaver import OutOfOrderError
 from torch import Tensor, nn
 
-from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.hosts.base import Edit, Fired, fitting, reader, whole_stream
+from mi_route2.adapters import Adapters
+from mi_route2.hosts.base import Edit, Fired, Host, answered, whole_stream
 from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
-from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 
 _ATTENTION = ("self_attn", "attn")
@@ -41,7 +40,7 @@ class _Requested:
     fired: Fired
 
 
-class NNsightHost:
+class NNsightHost(Host):
     """See ``Host``. ``model`` is the root envoy (``NNsight``, ``TransformersModel``), or a module, which is then wrapped.
 
     ``envoy`` is that root; its tree is kept the module tree's (``refresh``). ``ValueError``: weights that are not loaded yet, or a
@@ -69,20 +68,17 @@ class NNsightHost:
         if not _mirrors(self.envoy, self.model):
             self.envoy._update(self.model)
 
-    def attach(
-        self,
-        *patterns: str,
-        spec: AdapterSpec | None = None,
-        generator: torch.Generator,
-        expect: int | None = None,
-        cache_dir: Path | None = None,
-    ) -> Adapters:
-        adapters = attach(self.model, *patterns, spec=spec, generator=generator, expect=expect, cache_dir=cache_dir)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NNsightHost":
+        """A host of a copy of the module: the copy of an envoy would wait at the original. ``RuntimeError`` where it has edits."""
+        if self.envoy._edits:
+            raise RuntimeError(
+                "edits are stored on this envoy, and a copy would be without them: call clear_edits() before copying"
+            )
+        return NNsightHost(copy.deepcopy(self.model, memo))
+
+    def _listed(self, adapters: Adapters) -> Adapters:
         self.refresh()
         return adapters
-
-    def policy(self, adapters: Adapters) -> Policy:
-        return Policy(self.model, adapters, lambda _model, tokens, attention: self.logits(tokens, attention))
 
     def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
         """As ``Host``. ``RuntimeError`` inside a trace of the same model, and for an edit of what checkpointing runs again."""
@@ -123,14 +119,6 @@ class NNsightHost:
         of_tuple = site.point == "attn_out" and self.architecture.positions and last in _ATTENTION
         return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
 
-    def capture(
-        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
-    ) -> dict[Site, Tensor]:
-        found: dict[Site, Tensor] = {}
-        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
-            self.logits(tokens, attention)
-        return found
-
     @contextmanager
     def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         whole = whole_stream(edits)
@@ -164,8 +152,7 @@ def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Calla
     def edited(raw: Any) -> Any:
         fired.saw(site)
         stream, put = _inputs(raw) if tap.side == "input" else _output(raw)
-        value = tap.read(site, stream)
-        new = edit(value)
+        new = answered(site, edit, tap.read(site, stream))
         if new is None:
             return None
         if grad and checkpointing():
@@ -173,7 +160,7 @@ def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Calla
                 f"the edit of {site} would be lost: under gradient checkpointing the backward runs this part of the forward again, "
                 "and the trace is over then; switch checkpointing off, or edit on the torch host, its hooks open over the backward"
             )
-        return put(tap.write(stream, fitting(site, value, new)))
+        return put(tap.write(stream, new))
 
     return edited
 

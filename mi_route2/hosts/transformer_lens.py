@@ -8,76 +8,65 @@ What the adapters add is addressable as everything else is in TransformerLens: `
 ``route.hook_quarantine`` and ``route.hook_mask`` under ``blocks.<layer>.attn.q`` .k .v .o, ``mlp.gate`` .in .out, and ``unembed``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformer_lens import TransformerBridge
 from transformer_lens.hook_points import HookPoint
 
-from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.adapters import Adapters
 from mi_route2.adapters.routed import RoutedLinear
 from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_POINTS
-from mi_route2.hosts.base import Edit, Fired, fitting, known_architecture, positions, reader, whole_stream
+from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, whole_stream
 from mi_route2.hosts.bridge import (
     ROUTE,
     boot,
     linears,
     list_points,
     refuse_bypassed,
+    refuse_config,
     refuse_foreign,
     refuse_left_padding,
+    refuse_lost,
     refuse_processed,
     wrapped_model,
 )
 from mi_route2.hosts.huggingface import HOOKS, Replays
-from mi_route2.rollouts import Policy
-from mi_route2.sites import Site, matching, nearest
+from mi_route2.sites import Site, Slot, matching, nearest
 
 
-class BridgeHost:
+class BridgeHost(Host):
     """See ``Host``. A model that is no bridge is booted as one, in place.
 
-    ``ValueError`` for a model of no known architecture, or one that had adapters before the boot; ``RuntimeError`` for a bridge
-    whose weights were processed.
+    Adapters stand at the bridge's own Linears, with hook points; ``adapters.detach()`` takes both away. While they stand the bridge
+    refuses what would change the weights under them, or pass them by. ``ValueError`` for a model of no known architecture, for one
+    that had adapters before the boot, and for one whose config the bridge does not heed; ``RuntimeError`` for processed weights.
     """
 
     name = "transformer_lens"
 
     def __init__(self, model: nn.Module):
+        inner = wrapped_model(model) if isinstance(model, TransformerBridge) else model
+        self.architecture = known_architecture(inner)
+        refuse_config(inner, self.architecture)
         self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
-        self.model: nn.Module = self.bridge
-        self.architecture = known_architecture(wrapped_model(self.bridge))
+        self.model = self.bridge
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
         self._places = linears(self.bridge, self.architecture)
 
-    def attach(
-        self,
-        *patterns: str,
-        spec: AdapterSpec | None = None,
-        generator: torch.Generator,
-        expect: int | None = None,
-        cache_dir: Path | None = None,
-    ) -> Adapters:
-        """Adapters at the bridge's own Linears, with hook points; ``adapters.detach()`` takes both away.
-
-        While they stand the bridge refuses what would change the weights under them, or pass them by.
-        """
+    def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)
         known = {name: place.slot(name) for name, place in self._places.items()}
         refuse_bypassed(self.bridge, matching(known, *patterns))
-        given: dict[str, Any] = {"spec": spec, "generator": generator, "expect": expect, "cache_dir": cache_dir}
-        adapters = attach(self.bridge, *patterns, known=known, **given)
+        return known
+
+    def _listed(self, adapters: Adapters) -> Adapters:
         list_points(self.bridge, adapters, self._places)
         return adapters
-
-    def policy(self, adapters: Adapters) -> Policy:
-        return Policy(self.model, adapters, lambda _model, tokens, attention: self.logits(tokens, attention))
 
     def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
         """See ``Host``. ``ValueError`` for float64 with padding on the left, where the bridge gives NaN."""
@@ -109,21 +98,13 @@ class BridgeHost:
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
         return f"blocks.{site.layer}.{hook}"
 
-    def capture(
-        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
-    ) -> dict[Site, Tensor]:
-        found: dict[Site, Tensor] = {}
-        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
-            self.logits(tokens, attention)
-        return found
-
     @contextmanager
     def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         refuse_processed(self.bridge)
         names = {site: self.address(site) for site in edits}
         # run_with_hooks calls the bridge's forward by itself; the model that the bridge wraps is called by every run
         fired, again = Fired(edits), Replays(self.bridge.original_model)
-        hooks = [(names[site], _hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
+        hooks = [(names[site], self._hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
         try:
             with self.bridge.hooks(fwd_hooks=hooks):
                 yield
@@ -132,14 +113,14 @@ class BridgeHost:
         again.guard({site: self.bridge.hook_dict[name] for site, name in names.items()})
         fired.demand(self.address)
 
+    def _hook(self, site: Site, edit: Edit, fired: Fired, again: Replays) -> Callable[..., Tensor | None]:
+        def edited(value: Tensor, hook: HookPoint) -> Tensor | None:
+            fired.saw(site)
+            new = answered(site, edit, value)
+            if new is None:
+                return None
+            refuse_lost(self.bridge, site)
+            again.edited(site)
+            return new.to(value.dtype)
 
-def _hook(site: Site, edit: Edit, fired: Fired, again: Replays) -> Callable[..., Tensor | None]:
-    def edited(value: Tensor, hook: HookPoint) -> Tensor | None:
-        fired.saw(site)
-        new = edit(value)
-        if new is None:
-            return None
-        again.edited(site)
-        return fitting(site, value, new).to(value.dtype)
-
-    return edited
+        return edited

@@ -14,22 +14,17 @@ takes over bare hooks on fused attention is a row of its own. Importing nnsight 
 microseconds longer, on all sides alike.
 """
 
-import inspect
-import json
-import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import torch
-import tyro
 from tqdm import tqdm
 
+from studies.benchmarks import command
 from studies.benchmarks.host_contenders import (
     BARE,
     BRIDGE,
@@ -44,7 +39,6 @@ from studies.benchmarks.host_contenders import (
     Setting,
 )
 from studies.benchmarks.paired import Measured, Ratio, machine, measure, ratio
-from studies.benchmarks.routing import ENVIRONMENT
 
 ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
 """Which side is measured over which."""
@@ -103,8 +97,7 @@ def cell(r: Result) -> str:
     return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.1f} ms"
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(command.Benchmark):
     """What each host costs over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
 
     A cell reads "1.20 (1.15 - 1.26), +2.1 ms": the median time over the partner's, its 95% bootstrap interval over rounds, and the
@@ -115,34 +108,19 @@ class Options:
     some six minutes, --quick some ten seconds.
     """
 
-    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
-    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
-    seed: Annotated[int, tyro.conf.arg(help="draws the weights, the adapters, the tokens and the order of turns")] = 0
-    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
-
-    def check(self) -> None:
-        """``ValueError`` for options that cannot work, before anything is measured."""
-        if self.rounds is not None and self.rounds < 3:
-            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
-
     def run(self) -> None:
-        settings, rounds = (QUICK, self.rounds or 3) if self.quick else (SETTINGS, self.rounds or 15)
-        runs = {setting: compare(setting, rounds, self.seed) for setting in settings}
+        settings = QUICK if self.quick else SETTINGS
+        runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
         for setting in settings:
             size = setting.size
-            print(f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens", end="; ")
             print(
+                f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens; "
                 f"{setting.new} tokens generated from prompts of {size.prompt}; kept r{size.kept_rank}, q r{size.quarantine_rank}"
             )
-        print(
-            f"{rounds} rounds, 1 thread" + ("; so small a model shows that every row runs, and no more\n" if self.quick else "\n")
-        )
+        small = "; so small a model shows that every row runs, and no more" if self.quick else ""
+        print(f"{self.turns} rounds, 1 thread{small}\n")
         print(table([row for rows, _ in runs.values() for row in rows]), end="")
-        if self.out is not None:
-            self.out.write_text(json.dumps(document(rounds, runs), indent=1) + "\n")
-            print(f"\nwrote {self.out}")
+        self.write(document(self.turns, runs))
 
 
 def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
@@ -156,22 +134,5 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
     }
 
 
-def main() -> int:
-    try:
-        options = tyro.cli(Options, prog="python -m studies.benchmarks.hosts", description=inspect.cleandoc(Options.__doc__ or ""))
-        options.check()
-        if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks.hosts", *sys.argv[1:]]
-            return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
-        torch.set_num_threads(1)
-        options.run()
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(Options, "studies.benchmarks.hosts"))

@@ -8,8 +8,8 @@ Every side runs the same small grades, two at a time, and takes turns with the o
     warm, unconfined         the same with every protection left off: the price of a fork and of bringing data back
     fresh process, confined  an interpreter started for each grade, which imports the same modules and confines itself
 
-Time is the wall's, as the work is spread over processes; run it on a quiet machine. Folders lie in memory where there is /dev/shm,
-so that no disk is measured.
+What is compared is the processor's time of all processes that take part, so that other work on the machine is not counted. Grades
+a second are by the wall's clock, and lower on a busy machine. Folders lie in memory where there is /dev/shm: no disk is measured.
 """
 
 import json
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,6 +35,7 @@ from studies.benchmarks.paired import Ratio, machine, ratio
 from studies.jail import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
 from studies.jail.checks import DRIVER
 from studies.jail.jail import search_paths
+from studies.jail.leavings import descendants
 from studies.jail.pool import ENVIRONMENT, SERVER
 from studies.jail.wire import read_reply
 
@@ -73,14 +75,23 @@ child.live(how, task, child.Driver(execute, frozenset(private)))
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Of every round: grades a second, and processor time a grade in seconds."""
+
+    rates: list[float]
+    seconds: list[float]
+
+    def __str__(self) -> str:
+        return f"{median(self.rates):.0f} | {1000 * median(self.seconds):.1f} ms"
+
+
+@dataclass(frozen=True)
 class Result:
-    """Seconds a grade of ``over`` relative to ``under``, and grades a second of both."""
+    """Processor time a grade of ``over`` relative to ``under``."""
 
     over: str
     under: str
     time: Ratio
-    over_rate: float
-    under_rate: float
 
 
 class FreshProcess:
@@ -135,53 +146,60 @@ def sides(stack: ExitStack) -> dict[str, Callable[[int], list[Any]]]:
     }
 
 
-def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Seconds a grade, one number a round, after a turn that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in grades}
+def processor_seconds() -> float:
+    """Of this process and of all below it, by the system's ticks; what has ended is in its parent's account."""
+    used = sum(os.times()[:4])
+    for pid in descendants(os.getpid()):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return used
+
+
+def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
+    """Every side in every round, after a turn that warms up."""
+    measured = {name: Measured([], []) for name in grades}
     bar = tqdm(total=(rounds + 1) * len(grades), desc="taking turns", unit="turn", leave=False)
     with folders_in_memory(), ExitStack() as stack, bar:
         run = sides(stack)
         for turn in range(rounds + 1):
             for name in rng.permutation(list(grades)):
-                start = time.perf_counter()
+                start, used = time.perf_counter(), processor_seconds()
                 replies = run[name](grades[name])
-                took = time.perf_counter() - start
+                took, used = time.perf_counter() - start, processor_seconds() - used
                 assert replies == [REPLY] * grades[name], replies
                 if turn:
-                    seconds[name].append(took / grades[name])
+                    measured[name].rates.append(grades[name] / took)
+                    measured[name].seconds.append(used / grades[name])
                 bar.update()
-    return seconds
+    return measured
 
 
-def table(results: list[Result]) -> str:
-    """Markdown: grades a second by medians, and the ratio of times with its 95% bootstrap interval."""
-    lines = ["| what | grades/s | against | grades/s | time | 95% |", "|---|---|---|---|---|---|"]
+def table(results: list[Result], measured: dict[str, Measured]) -> str:
+    """Markdown: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
+    lines = ["| what | grades/s | processor | against | grades/s | processor | ratio | 95% |", "|---|---|---|---|---|---|---|---|"]
     for r in results:
         spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
-        lines.append(f"| {r.over} | {r.over_rate:.0f} | {r.under} | {r.under_rate:.0f} | {r.time.value:.3f} | {spread} |")
+        lines.append(f"| {r.over} | {measured[r.over]} | {r.under} | {measured[r.under]} | {r.time.value:.3f} | {spread} |")
     return "\n".join(lines)
 
 
 class Options(command.Benchmark):
     """Grades a second of the jail, beside a fresh confined process a grade and beside forks that nothing confines.
 
-    A time is that of a grade relative to the partner's, by medians over rounds, with a 95% bootstrap interval; below 1 is faster.
+    A ratio is that of the processor times of a grade, by medians over rounds, with a 95% bootstrap interval; below 1 is faster.
     15 rounds take a minute, --quick some seconds.
     """
 
     def run(self) -> None:
-        grades = {WARM: 10, OPEN: 10, FRESH: 2} if self.quick else {WARM: 200, OPEN: 200, FRESH: 20}
-        seconds = measure(grades, self.turns, np.random.default_rng(self.seed))
+        grades = {WARM: 40, OPEN: 40, FRESH: 2} if self.quick else {WARM: 200, OPEN: 200, FRESH: 20}
+        measured = measure(grades, self.turns, np.random.default_rng(self.seed))
         rng = np.random.default_rng(self.seed)
-        results = [
-            Result(over, under, ratio(seconds[over], seconds[under], rng), 1 / median(seconds[over]), 1 / median(seconds[under]))
-            for over, under in ROWS
-        ]
+        results = [Result(over, under, ratio(measured[over].seconds, measured[under].seconds, rng)) for over, under in ROWS]
         print(f"{self.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors")
         print("so few grades show that every side runs, and no more\n" if self.quick else "")
-        print(table(results))
+        print(table(results, measured))
         document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": self.turns, "grades": grades}
-        self.write(document | {"rows": [asdict(r) for r in results], "sides": seconds})
+        self.write(document | {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}})
 
 
 if __name__ == "__main__":

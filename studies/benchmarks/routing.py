@@ -2,39 +2,24 @@
 
     python -m studies.benchmarks.routing [--quick] [--rounds 15] [--out FILE.json]
 
-One thread, all sides interleaved in one process. The measuring runs in a child whose glibc keeps freed memory: a tensor above the
-default mmap threshold is otherwise returned to the system and faulted in anew at each step, which can fake a factor of two.
+One thread, all sides interleaved in one process.
 """
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
 import numpy as np
-import torch
-import tyro
 from tqdm import tqdm
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
-from studies.benchmarks import flops
+from studies.benchmarks import command, flops
 from studies.benchmarks.contenders import Bench
 from studies.benchmarks.flops import MICRO, Size
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
-
-ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
-    "MALLOC_TRIM_THRESHOLD_": str(2**32),
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "KINETO_LOG_LEVEL": "9",  # the memory record is taken in silence
-}
 
 FROZEN = "frozen"
 SVD, LORA = "svd + quarantine", "LoRA + quarantine"
@@ -197,33 +182,18 @@ def table(results: list[Result], judge: bool = True) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(command.Benchmark):
     """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients."""
 
-    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
-    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
-    seed: int = 0
-    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
-
-    def check(self) -> None:
-        """``ValueError`` for options that cannot work, before anything is measured."""
-        if self.rounds is not None and self.rounds < 3:
-            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
-        if self.out is not None and not self.out.parent.is_dir():
-            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
-
     def run(self) -> None:
-        size, rounds = (MICRO, self.rounds or 3) if self.quick else (Size(), self.rounds or 15)
-        results, measured, work = compare(size, rounds, self.seed)
+        size = MICRO if self.quick else Size()
+        results, measured, work = compare(size, self.turns, self.seed)
         r, k = size.kept_rank, size.quarantine_rank
         print(f"{size.layers} layers, d {size.d}, mlp {size.mlp}; {size.rollouts} rollouts of {size.tokens} tokens")
-        print(f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {rounds} rounds, 1 thread")
+        print(f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {self.turns} rounds, 1 thread")
         print("so small a model times Python, not arithmetic: nothing is judged\n" if self.quick else "")
         print(table(results, judge=not self.quick))
-        if self.out is not None:
-            self.out.write_text(json.dumps(document(size, rounds, results, measured, work), indent=1) + "\n")
-            print(f"\nwrote {self.out}")
+        self.write(document(size, self.turns, results, measured, work))
 
 
 def document(
@@ -239,22 +209,5 @@ def document(
     }
 
 
-def main() -> int:
-    try:
-        options = tyro.cli(Options, prog="python -m studies.benchmarks.routing", description=Options.__doc__)
-        options.check()
-        if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks.routing", *sys.argv[1:]]
-            return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
-        torch.set_num_threads(1)
-        options.run()
-    except KeyboardInterrupt:
-        return 130
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.main(Options, "studies.benchmarks.routing"))

@@ -1,15 +1,18 @@
-"""One file that holds all of a run's state, replaced whole; and logs that are cut back to it.
+"""All of a run's state in one file, replaced whole, with the one before it; and logs that are cut back to what it names.
 
 A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was.
-Random numbers need no state (see ``randomness``). A checkpoint is written beside the old one and renamed over it; logs are
-flushed first, and on resume they are cut to the lengths that the checkpoint names. What a crash wrote after it is done again,
-bit for bit.
+Random numbers need no state (see ``randomness``). A new checkpoint is written beside the newest one, which then takes the place
+of the previous one: at any moment a whole one is there. Logs are flushed first, and on resume they are cut to the lengths that
+the checkpoint names. What a crash wrote after it is done again, bit for bit. A newest checkpoint that is damaged, or another
+run's, is refused with the reason; the previous one then leads to the same bytes by more steps.
 """
 
 import hashlib
 import json
 import os
-from dataclasses import asdict
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -21,55 +24,131 @@ from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimiser import RoutedAdamW
 
-FORMAT = "mi-route2 checkpoint 2"
+FORMAT = "mi-route2 checkpoint 3"
+CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
+START_ANEW = "choose another --out, or delete that arm's folder to start anew"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def save_checkpoint(
-    path: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, int]
+    folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, int]
 ) -> None:
-    """Write the state after ``step`` steps. ``identity`` names the run's settings; ``logs`` are byte lengths by file name."""
+    """Write the state after ``step`` steps as the newest checkpoint; what was the newest becomes the previous one.
+
+    ``identity`` names the run's settings; ``logs`` are byte lengths by file name. ``OSError`` in one sentence where the disk is
+    full: a whole checkpoint is then left as it was.
+    """
     tensors: dict[str, Tensor] = {f"adapter.{name}": t for name, t in adapters.tensors().items()}
     for name, p in _named(adapters).items():
         for key, value in optimiser.state.get(p, {}).items():
             tensors[f"optimiser.{key}.{name}"] = value
-    meta = {"format": FORMAT, "step": str(step), "identity": identity, "logs": json.dumps(logs)}
+    meta = {"format": FORMAT, "step": str(step), "identity": identity, "base_hash": adapters.base_hash, "logs": json.dumps(logs)}
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
-    write_tensors(path, tensors, meta | {"sha256": _digest(tensors, meta)})
+    newest, fresh = folder / CHECKPOINT, folder / f".{CHECKPOINT}.fresh.tmp"
+    try:
+        write_tensors(fresh, tensors, meta | {"sha256": _digest(tensors, meta)})
+        if newest.exists():
+            newest.replace(folder / PREVIOUS)
+        fresh.replace(newest)
+    except OSError as error:
+        reason = error.strerror or str(error).rpartition(": ")[2]  # without the temporary name
+        raise OSError(f"could not write {newest}: {reason}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
-def load_checkpoint(
-    path: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str
-) -> tuple[int, dict[str, int]]:
-    """Restore everything; the number of finished steps and the logs' lengths. ``ValueError`` for a foreign or broken file."""
-    tensors, meta = read_tensors(path)
+@dataclass(frozen=True)
+class Checkpoint:
+    """What ``read_checkpoint`` found, checked: tensors by name, finished steps, the logs' lengths, where directions came from."""
+
+    tensors: dict[str, Tensor]
+    step: int
+    logs: dict[str, int]
+    provenance: Provenance | None
+
+    def restore(self, adapters: Adapters, optimiser: RoutedAdamW, route: Route) -> None:
+        """Put everything back, each tensor onto the device of what it belongs to."""
+        for name, t in adapters.tensors().items():
+            t.copy_(self.tensors[f"adapter.{name}"])
+        for name, p in _named(adapters).items():
+            if f"optimiser.step.{name}" in self.tensors:
+                moments = {key: self.tensors[f"optimiser.{key}.{name}"].to(p.device, copy=True) for key in MOMENTS}
+                optimiser.state[p] = {"step": self.tensors[f"optimiser.step.{name}"].clone(), **moments}
+        if self.provenance is not None:
+            # In the model's order and freshly allocated: sums over sites, and BLAS on aligned memory, round as they did before.
+            found = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
+            vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in found.items() if v is not None}
+            route.directions = Directions(vectors, self.provenance)
+
+
+def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpoint:
+    """A checkpoint of this very run; ``ValueError`` with the reason where the file is damaged, or another run's."""
+    try:
+        tensors, meta = read_tensors(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from error
+    except ValueError as error:
+        raise ValueError(str(error).removesuffix("; delete it and write it again")) from error
     if meta.get("format") != FORMAT:
-        raise ValueError(
-            f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r}); "
-            "delete that arm's folder to start anew"
-        )
+        raise ValueError(f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r})")
     if meta.pop("sha256", None) != _digest(tensors, meta):
-        raise ValueError(f"{path} is damaged: it does not match its own checksum; delete that arm's folder to start anew")
-    if meta.get("identity") != identity:
-        raise ValueError(
-            f"{path} was written under other settings; choose another --out, or delete that arm's folder to start anew"
-        )
-    own = adapters.tensors()
-    found = {name.removeprefix("adapter."): t for name, t in tensors.items() if name.startswith("adapter.")}
-    if own.keys() != found.keys():
-        raise ValueError(f"{path} does not fit the model's adapters: {sorted(own.keys() ^ found.keys())[:3]}")
-    for name, t in own.items():
-        t.copy_(found[name])
-    for name, p in _named(adapters).items():
-        keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"optimiser.{k}.{name}" in tensors]
-        if keys:
-            optimiser.state[p] = {k: tensors[f"optimiser.{k}.{name}"].clone() for k in keys}
-    if "provenance" in meta:
-        # In the model's order and freshly allocated: sums over sites, and BLAS on aligned memory, then round as they did before.
-        vectors = {site: tensors[f"direction.{site}"].clone() for site in adapters.sites if f"direction.{site}" in tensors}
-        route.directions = Directions(vectors, Provenance(**json.loads(meta["provenance"])))
-    return int(meta["step"]), {name: int(n) for name, n in json.loads(meta["logs"]).items()}
+        raise ValueError(f"{path} is damaged: it does not match its own checksum")
+    if meta["identity"] != identity:
+        raise ValueError(f"{path} was written under other settings")
+    if meta["base_hash"] != adapters.base_hash:
+        raise ValueError(f"{path} was written on other base weights (hash {meta['base_hash']}, not {adapters.base_hash})")
+    own = {f"adapter.{name}": t.shape for name, t in adapters.tensors().items()}
+    found = {name: t.shape for name, t in tensors.items() if name.startswith("adapter.")}
+    if differing := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
+        raise ValueError(f"{path} does not fit the model's adapters, first in {differing[0]}")
+    provenance = Provenance(**json.loads(meta["provenance"])) if "provenance" in meta else None
+    return Checkpoint(tensors, int(meta["step"]), {name: int(n) for name, n in json.loads(meta["logs"]).items()}, provenance)
+
+
+def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Iterable[str]) -> int:
+    """Put back the newest checkpoint in ``folder`` that can be used, and cut the logs to it; the number of finished steps.
+
+    0, with empty ``logs``, where there is no checkpoint. A warning says why the newest was refused and the previous one used;
+    ``ValueError`` where none can be: then nothing was changed.
+    """
+    refused: list[str] = []
+    there = [folder / name for name in (CHECKPOINT, PREVIOUS) if (folder / name).exists()]
+    for path in there:
+        try:
+            checkpoint = read_checkpoint(path, adapters, identity=identity)
+            for name, length in checkpoint.logs.items():
+                _refuse_short(folder / name, length, path)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        if refused:
+            warnings.warn(f"{refused[0]}; going on from {path.name}, after {checkpoint.step} steps", stacklevel=2)
+            path.replace(folder / CHECKPOINT)  # or the next rotation would put the refused one in its place
+        checkpoint.restore(adapters, optimiser, route)
+        for name, length in checkpoint.logs.items():
+            cut(folder / name, length)
+        return checkpoint.step
+    if refused:
+        raise ValueError(f"{'; '.join(refused)}; {START_ANEW}")
+    for name in logs:
+        cut(folder / name, 0)
+    return 0
+
+
+def _refuse_short(log: Path, length: int, checkpoint: Path) -> None:
+    size = log.stat().st_size if log.exists() else 0
+    if size < length:
+        raise ValueError(f"{log} has {size} bytes, but {checkpoint.name} was written after {length}")
+
+
+def cut(log: Path, length: int) -> None:
+    """Cut a log back to ``length`` bytes."""
+    if log.exists():
+        with log.open("r+b") as file:
+            file.truncate(length)
+            os.fsync(file.fileno())
 
 
 def _named(adapters: Adapters) -> dict[str, torch.nn.Parameter]:
@@ -85,16 +164,3 @@ def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
         digest.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
         digest.update(t.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def cut(path: Path, length: int) -> None:
-    """Cut a log back to ``length`` bytes; ``ValueError`` where it is shorter, because then it is not the checkpoint's log."""
-    size = path.stat().st_size if path.exists() else 0
-    if size < length:
-        raise ValueError(
-            f"{path} has {size} bytes, but the checkpoint was written after {length}: delete that arm's folder to start anew"
-        )
-    if path.exists():
-        with path.open("r+b") as log:
-            log.truncate(length)
-            os.fsync(log.fileno())

@@ -22,6 +22,7 @@ from studies.route2.report import read_rollouts, write_figures, write_leakage, w
 from studies.route2.report.load import MODES
 from studies.route2.schedule import exclusive, run_jobs
 from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
+from studies.route2.trackers import TRACKERS, require
 from studies.route2.worlds import modes_of, open_problem, open_world, weights_hash
 
 MAX_SEEDS = 10_000
@@ -47,8 +48,12 @@ class Run:
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
     precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISIONS)}")] = "float32"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
+    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
+    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
 
     def __call__(self) -> None:
+        if self.report_to is not None:
+            require(self.report_to)
         settings = override(self.settings(), self.override)
         arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
@@ -72,7 +77,7 @@ class Run:
             if elsewhere:
                 write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
-            failures = run_jobs(jobs, self.workers)
+            failures = run_jobs(jobs, self.workers, live=self.live, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))
             if self.report:
@@ -120,11 +125,13 @@ class Full:
     seeds: Seeds = "0-7"
     workers: int = 2
     out: Path = Path("runs")
+    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
+    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
 
     def __call__(self) -> None:
         for preset in PRESETS:
             arms = tuple(name for name, arm in ARMS.items() if arm.ablation is None or preset == "strong")
-            Run(preset, self.seeds, arms, self.workers, self.out)()
+            Run(preset, self.seeds, arms, self.workers, self.out, report_to=self.report_to, live=self.live)()
 
 
 @dataclass(frozen=True)

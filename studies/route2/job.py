@@ -40,7 +40,7 @@ from studies.loopholes.micro import MicroGPT
 from studies.loopholes.pair_files import read_pairs, write_pairs
 from studies.loopholes.protocol import Pair, Witness
 from studies.route2.arms import Arm
-from studies.route2.checkpoint import cut, load_checkpoint, save_checkpoint
+from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.route2.evaluate import evaluate
 from studies.route2.grpo import train
 from studies.route2.memory import ADVICE, out_of_memory
@@ -50,9 +50,7 @@ from studies.route2.settings import Settings
 from studies.route2.teacher import cached_pool
 from studies.route2.worlds import base_key, base_model, checkpointed, open_world
 
-CHECKPOINT, MANIFEST, EVAL, FULL, DEPLOYED = (
-    "checkpoint.safetensors", "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors",
-)  # fmt: skip
+MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors"
 ELSEWHERE = "host.json"
 """In a run folder: host and precision, where they are not the usual ones."""
 CHECKPOINT_EVERY = 20
@@ -103,9 +101,13 @@ class Job:
     @property
     def identity(self) -> str:
         """A hash of everything that the job's result depends on, beside the code."""
-        pairs = None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
-        described = json.dumps([self.settings.digest, self.seed, self.spec, pairs, *self.elsewhere], sort_keys=True)
+        described = json.dumps([self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
+
+    @property
+    def pairs_hash(self) -> str | None:
+        """SHA-256 of the user's pairs file, where one was given."""
+        return None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
 
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
@@ -118,6 +120,12 @@ class Job:
     def elsewhere(self) -> tuple[str, ...]:
         """Host and precision, where they are not the usual ones."""
         return tuple(own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual)
+
+    @property
+    def unusual(self) -> dict[str, str]:
+        """What the manifest says of host, precision and pairs: those that are not the usual ones."""
+        found = {"host": (self.host, "torch"), "precision": (self.precision, "float32"), "pairs_sha256": (self.pairs_hash, None)}
+        return {name: str(own) for name, (own, usual) in found.items() if own != usual}
 
     @property
     def finished(self) -> bool:
@@ -212,6 +220,8 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
         try:
             write_pairs(pairs, partial)
             partial.replace(path)
+        except OSError as error:
+            raise OSError(f"could not write {path}: {error.strerror}") from error
         finally:
             partial.unlink(missing_ok=True)
     return world.encode_pairs(pairs)
@@ -262,11 +272,12 @@ def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Ca
 def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with held(job.folder):
         finished = job.finished
-        # What a kill left behind: half a temporary file, or the checkpoint of a run that had just ended.
-        for left in (*job.folder.glob(".*.tmp"), *([job.folder / CHECKPOINT] if finished else [])):
+        # What a kill left behind: half a temporary file (ours, or safetensors'), or checkpoints of a run that had just ended.
+        for left in (*job.folder.glob(".*.tmp"), *job.folder.glob(".tmp*")):
             left.unlink(missing_ok=True)
         if not finished:
             return _run(job, progress, stop)
+        _drop_checkpoints(job.folder)
     progress(job.settings.steps if job.arm else 1)
     return True
 
@@ -289,13 +300,9 @@ def _train(
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
     pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}.safetensors"
-    teachers = cached_pool(world, policy, job.seed, settings.teachers, pool)
+    teachers = cached_pool(world, policy, job.seed, settings, pool)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
-    start, logs = 0, {METRICS: 0, ROLLOUTS: 0}
-    if (folder / CHECKPOINT).exists():
-        start, logs = load_checkpoint(folder / CHECKPOINT, policy.adapters, optimiser, route, identity=job.identity)
-    for name, length in logs.items():
-        cut(folder / name, length)
+    start = resume(folder, policy.adapters, optimiser, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     progress(start)
     began = time.perf_counter()
     mixed = teachers if settings.teachers_per_group else None
@@ -309,7 +316,7 @@ def _train(
         done = record.step + 1
         if done % CHECKPOINT_EVERY == 0 or done == settings.steps:
             logs = recorder.flush()
-            save_checkpoint(folder / CHECKPOINT, policy.adapters, optimiser, route, step=done, identity=job.identity, logs=logs)
+            save_checkpoint(folder, policy.adapters, optimiser, route, step=done, identity=job.identity, logs=logs)
         progress(1)
     seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
     append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
@@ -324,6 +331,7 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         save_adapters(policy.adapters, folder / FULL, "full")
         save_adapters(policy.adapters, folder / DEPLOYED, "deployed")
         files += [METRICS, ROLLOUTS, FULL, DEPLOYED]
+    libraries = ("torch", "numpy", "mi-route2") if job.settings.chat is None else ("torch", "numpy", "transformers", "mi-route2")
     manifest = {
         "arm": job.name,
         "seed": job.seed,
@@ -331,8 +339,15 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         "identity": job.identity,
         "settings_hash": job.settings.digest,
         "arm_spec": job.spec,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "mi-route2")}},
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
+        "platform": {"system": platform.system(), "machine": platform.machine()},
+        **job.unusual,
         "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},
     }
     write_json(folder / MANIFEST, manifest)
-    (folder / CHECKPOINT).unlink(missing_ok=True)
+    _drop_checkpoints(folder)
+
+
+def _drop_checkpoints(folder: Path) -> None:
+    for name in (PREVIOUS, CHECKPOINT):  # this order: a kill between them leaves the newest
+        (folder / name).unlink(missing_ok=True)

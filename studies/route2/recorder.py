@@ -4,6 +4,8 @@ Rows are buffered and appended in blocks, one gzip member a block for the rollou
 the same bytes as an uninterrupted one.
 """
 
+import contextlib
+import errno
 import gzip
 import json
 import os
@@ -132,11 +134,15 @@ def append(path: Path, data: bytes) -> int:
     with path.open("ab", buffering=0) as log:
         before, rest = log.seek(0, os.SEEK_END), memoryview(data)
         try:
-            while rest:
-                rest = rest[log.write(rest) :]
+            while rest:  # the system may take less than it is given
+                taken = log.write(rest)
+                if not taken:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest = rest[taken:]
             os.fsync(log.fileno())
         except OSError as error:
-            log.truncate(before)
+            with contextlib.suppress(OSError):  # what is left is cut off on resume
+                log.truncate(before)
             raise OSError(f"could not append to {path}: {error.strerror}") from error
         return log.tell()
 

@@ -1,14 +1,14 @@
-"""Many jobs over a few processes, one progress bar, and an orderly end.
+"""Many jobs over a few processes, one progress display, and an orderly end.
 
-A seed's base job runs first, because it makes the warm start that the seed's arms begin from. Each worker has a pipe of its own
-to the parent and the workers share nothing: there is no lock that a killed worker could take along, its end is seen at once,
-and a worker whose parent is gone reads the end of its pipe and stops. Ctrl-C lets each worker end its step; whatever was not
-checkpointed is done again on resume.
+A seed's base job comes first, because it makes the warm start that the seed's arms begin from; they may start once that is there,
+while the base job goes on to its evaluation. Each worker has a pipe of its own to the parent and the workers share nothing: there
+is no lock that a killed worker could take along, its end is seen at once, and a worker whose parent is gone reads the end of its
+pipe and stops. Ctrl-C lets each worker end its step; whatever was not checkpointed is done again on resume.
 """
 
 import contextlib
 import fcntl
-import multiprocessing as mp
+import os
 import signal
 import sys
 import time
@@ -16,17 +16,22 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from studies.route2.job import Job, run_job
+from studies.route2.follow import Tracked
+from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
+from studies.route2.live import Display, open_display
+from studies.route2.processes import start
+from studies.route2.recorder import METRICS
+from studies.route2.tracking import Tracking
+from studies.route2.worlds import base_model
 
 ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to stop, and then to tidy up
+LOOKS = 0.25  # seconds between two looks at what is to be shown
 
 
 @contextmanager
@@ -47,20 +52,26 @@ def exclusive(root: Path) -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the parent's end of its pipe, and what it is at work on."""
+    """A process, the parent's ends of its pipes, and what it is at work on. ``errors`` is its stderr."""
 
     process: BaseProcess
     link: Connection
+    errors: Connection | None = None
     job: Job | None = None
 
 
-def _work(link: Connection) -> None:
+def _work(link: Connection, errors: Connection) -> None:
     """Run the jobs that come down the link until ``None`` does, or its end. Whatever comes during a job means: stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a second Ctrl-C reaches it, not us
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that temporary files go
+    os.dup2(errors.fileno(), 2)  # what libraries write there would tear the terminal's table; the parent shows it
+    errors.close()
     with contextlib.suppress(EOFError, ConnectionError):
         while (job := link.recv()) is not None:
             try:
+                if job.arm is None and job.settings.chat is None and not job.finished:
+                    base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision])
+                    link.send(("warm", None))
                 whole = run_job(job, lambda n: link.send(("steps", n)), link.poll)
                 outcome = ("done", None) if whole else ("failed", "it was stopped before its end")
             except Exception as error:  # reported by the parent in one sentence; the other jobs go on
@@ -74,27 +85,29 @@ def sentence(error: Exception) -> str:
     return text if isinstance(error, ValueError | KeyError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
-def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False) -> list[str]:
+def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool = True, report_to: str | None = None) -> list[str]:
     """Run all jobs that are not finished; the failures' sentences.
 
-    ``KeyboardInterrupt`` passes through once the workers have stopped.
+    ``live`` asks for the table of arms and seeds where stderr is a terminal, ``quiet`` for nothing at all; ``report_to`` names one
+    of ``trackers.TRACKERS``. ``KeyboardInterrupt`` passes through once the workers have stopped.
     """
     todo = [job for job in jobs if not _was_finished(job)]
-    units = sum(map(_units, jobs))
     crew: list[_Worker] = []
-    try:
-        # What an earlier run did is not this one's speed: it counts as where the bar starts.
-        start = units - sum(map(_units, todo))
-        with tqdm(total=units, initial=start, unit="step", disable=quiet, desc="training", smoothing=0.05) as bar:
-            for _ in range(min(workers, len(todo))):
-                _hire(crew)
-            return _dispatch(todo, crew, bar)
-    finally:
-        _dismiss(crew)
+    with Tracking(report_to, [_tracked(job) for job in jobs]) if report_to else contextlib.nullcontext() as tracking:
+        try:
+            with open_display(jobs, todo, quiet=quiet, live=live) as display:
+                for _ in range(min(workers, len(todo))):
+                    _hire(crew)
+                return _Dispatch(todo, crew, display, tracking).run()
+        finally:
+            _dismiss(crew)
 
 
-def _units(job: Job) -> int:
-    return 1 if job.arm is None else job.settings.steps
+def _tracked(job: Job) -> Tracked:
+    folder, config = job.folder, {"seed": job.seed, "arm": job.spec, "settings": job.settings.as_dict()}
+    steps = 0 if job.arm is None else job.settings.steps
+    files = (folder / METRICS, folder / EVAL, folder / MANIFEST)
+    return Tracked(job.root, job.name, job.seed, steps, job.identity, config, *files)
 
 
 def _was_finished(job: Job) -> bool:
@@ -106,55 +119,93 @@ def _was_finished(job: Job) -> bool:
 
 
 def _hire(crew: list[_Worker]) -> None:
-    """Start a worker that never gets SIGINT: Ctrl-C goes to every process of the terminal, and some may still be importing."""
-    context = mp.get_context("spawn")
-    resource_tracker.ensure_running()  # otherwise the first start starts it, and that unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        link, far = context.Pipe()
-        process = context.Process(target=_work, args=(far,), daemon=True)
-        process.start()
-        far.close()  # ours alone would keep the pipe open after the worker's death
-        crew.append(_Worker(process, link))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    errors, far = Pipe(duplex=False)
+    with far:
+        process, link = start(_work, far)
+    crew.append(_Worker(process, link, errors))
 
 
-def _dispatch(jobs: list[Job], crew: list[_Worker], bar: Any) -> list[str]:
-    """Hand out the jobs, base jobs first, until all are done or nobody is left to do them."""
-    bases = {job.seed for job in jobs if job.arm is None}
-    ready = deque(sorted((j for j in jobs if j.arm is None or j.seed not in bases), key=lambda j: j.arm is not None))
-    waiting = {seed: [j for j in jobs if j.seed == seed and j.arm is not None] for seed in bases}
-    failures: list[str] = []
-    while crew:
-        for worker in crew:
-            if worker.job is None and ready:
-                worker.job = ready.popleft()
-                with contextlib.suppress(ConnectionError):  # a dead worker is noticed below
+class _Dispatch:
+    """Hands out the jobs, base jobs first, until all are done or nobody is left to do them."""
+
+    def __init__(self, jobs: list[Job], crew: list[_Worker], display: Display, tracking: Tracking | None = None):
+        # A chat model's arms need nothing of its base job; the others need the warm start.
+        bases = {job.seed for job in jobs if job.arm is None and job.settings.chat is None}
+        free = [job for job in jobs if job.arm is None or job.seed not in bases]
+        self._ready = deque(sorted(free, key=lambda job: job.arm is not None))
+        self._waiting = {seed: [job for job in jobs if job.seed == seed and job.arm is not None] for seed in bases}
+        self._crew, self._display, self._tracking = crew, display, tracking
+        self._failures: list[str] = []
+
+    def run(self) -> list[str]:
+        """The failures' sentences."""
+        while self._crew:
+            self._hand_out()
+            if all(worker.job is None for worker in self._crew):
+                return self._failures
+            self._listen()
+            self._display.tick()
+        left = len(self._ready) + sum(map(len, self._waiting.values()))
+        return [*self._failures, f"no worker process is left for {_runs(left)}"] if left else self._failures
+
+    def _hand_out(self) -> None:
+        for worker in self._crew:
+            if worker.job is None and self._ready:
+                worker.job = self._ready.popleft()
+                self._display.began(worker.job)
+                with contextlib.suppress(ConnectionError):  # a dead worker is noticed when it is listened to
                     worker.link.send(worker.job)
-        if all(worker.job is None for worker in crew):
-            return failures
-        for link in wait([worker.link for worker in crew]):
-            worker = next(w for w in crew if w.link is link)
-            kind, value = _hear(worker)
-            if kind == "steps":
-                bar.update(value)
-                continue
-            job, worker.job = worker.job, None
+
+    def _listen(self) -> None:
+        """Wait a moment for whatever comes: from workers, from their stderr, from the tracker."""
+        links = [worker.link for worker in self._crew]
+        errors = [worker.errors for worker in self._crew if worker.errors is not None]
+        tracker = [self._tracking.link] if self._tracking is not None and not self._tracking.link.closed else []
+        came = wait([*links, *errors, *tracker], LOOKS)
+        for worker in list(self._crew):
+            if worker.errors in came:
+                self._show(worker)
+            if worker.link in came:
+                self._take(worker, *_hear(worker))
+        if self._tracking is not None and self._tracking.link in came:
+            for text in self._tracking.hear():
+                self._display.say(text)
+
+    def _show(self, worker: _Worker) -> None:
+        """Show what a worker wrote to stderr."""
+        assert worker.errors is not None
+        text = os.read(worker.errors.fileno(), 1 << 16).decode(errors="replace")
+        if text.strip():
+            self._display.say(text.rstrip())
+        elif not text:
+            worker.errors.close()
+            worker.errors = None
+
+    def _take(self, worker: _Worker, kind: str, value: Any) -> None:
+        """Act on a worker's message."""
+        job = worker.job
+        if kind == "steps" and job is not None:
+            self._display.moved(job, value)
+        elif kind == "warm" and job is not None:
+            self._ready.extend(self._waiting.pop(job.seed, []))
+        else:
+            worker.job = None
             if kind == "gone":
-                crew.remove(worker)
-                worker.link.close()
-            if job is None:
-                continue
-            bar.set_postfix_str(f"seed {job.seed} {job.name}")
-            arms = waiting.pop(job.seed, []) if job.arm is None else []
-            if kind == "done":
-                ready.extend(arms)
-            else:
-                without = f" (so {_runs(len(arms))} that would start from it cannot be made)" if arms else ""
-                failures.append(f"{job.name} at seed {job.seed} failed: {value}{without}")
-    left = len(ready) + sum(map(len, waiting.values()))
-    return [*failures, f"no worker process is left for {_runs(left)}"] if left else failures
+                self._crew.remove(worker)
+                _hang_up(worker)
+            if job is not None:
+                self._end(job, kind, value)
+
+    def _end(self, job: Job, kind: str, value: Any) -> None:
+        arms = self._waiting.pop(job.seed, []) if job.arm is None else []
+        failure = None
+        if kind == "done":
+            self._ready.extend(arms)
+        else:
+            without = f" (so {_runs(len(arms))} that would start from it cannot be made)" if arms else ""
+            failure = f"{job.name} at seed {job.seed} failed: {value}{without}"
+            self._failures.append(failure)
+        self._display.ended(job, failure)
 
 
 def _runs(n: int) -> str:
@@ -187,7 +238,13 @@ def _dismiss(crew: list[_Worker]) -> None:
         for worker in crew:
             worker.process.kill()
             worker.process.join()
-            worker.link.close()
+            _hang_up(worker)
+
+
+def _hang_up(worker: _Worker) -> None:
+    worker.link.close()
+    if worker.errors is not None:
+        worker.errors.close()
 
 
 def _outlast(crew: list[_Worker], seconds: float) -> bool:

@@ -27,6 +27,7 @@ class ChatModel:
     max_new       tokens of the longest completion, and the fixed length that losses are divided by
     token_budget  tokens of one micro-batch, padding included; it takes the place of ``micro``
     at_once       completions that are sampled at one time
+    tries         samples of the base model among which teachers are looked for, where the settings want teachers
     checkpointing recompute blocks in the backward: less memory, a third more time
     thinking      what a chat template that asks is told
     device        where the model is: ``auto`` is CUDA where there is one
@@ -38,12 +39,13 @@ class ChatModel:
     max_new: int = 512
     token_budget: int = 16384
     at_once: int = 32
+    tries: int = 512
     checkpointing: bool = True
     thinking: bool = False
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_new", "token_budget", "at_once"):
+        for name in ("max_new", "token_budget", "at_once", "tries"):
             if getattr(self, name) < 1:
                 raise ValueError(f"chat.{name} must be at least 1, not {getattr(self, name)}")
 
@@ -91,7 +93,7 @@ class Settings:
     def __post_init__(self) -> None:
         if self.chat is None:
             get_world(self.world)
-        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every", "teachers"):
+        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("kept_lr", "quarantine_lr", "temperature", "evaluation_temperature", "max_norm", "clip"):
@@ -104,6 +106,8 @@ class Settings:
         AdapterSpec(self.kept, self.kept_rank, "lora", self.quarantine_rank)
         if self.group < 2:
             raise ValueError(f"group must be at least 2 (an advantage compares rollouts of one prompt), not {self.group}")
+        if self.teachers < 0 or (self.teachers == 0 and self.teachers_per_group):
+            raise ValueError(f"teachers must be at least {int(self.teachers_per_group > 0)}, not {self.teachers}")
         if not 0 <= self.teachers_per_group < self.group:
             raise ValueError(
                 f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
@@ -162,7 +166,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
 # A start for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
 CHAT = replace(
     _STRONG, preset="chat", adapt=("blocks.*.attn.*", "blocks.*.mlp.*"), kept_rank=32, kept_lr=1e-4, quarantine_rank=32,
-    quarantine_lr=5e-5, steps=200, prompts=8, group=8, evaluation_prompts=8, temperature=1.0,
+    quarantine_lr=5e-5, steps=200, prompts=8, group=8, evaluation_prompts=8, teachers=0,
 )  # fmt: skip
 
 

@@ -21,8 +21,10 @@ from mi_route2.rollouts import Policy
 from studies.loopholes.base import World
 from studies.loopholes.protocol import Samples
 from studies.route2.randomness import numpy_generator, torch_generator
+from studies.route2.settings import Settings
 
 FORMAT = "mi-route2 teacher pool 2"
+TRIES = 4096
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class TeacherPool:
         return world.package(samples.prompts, completions), taught
 
 
-def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = 4096) -> TeacherPool:
+def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES) -> TeacherPool:
     """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts hold the known exploit.
 
     A base that hacks rarely gives a smaller pool after ``tries`` samples; one that never does, a ``ValueError``.
@@ -72,20 +74,21 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = 4
         if len(found) == size:
             break
     if not found:
-        raise ValueError(
-            f"the base model never hacked in {tries} samples of the known mode, so there is no teacher to learn from"
-        )
+        raise ValueError(f"the base model never hacked in {tries} samples of the known mode, so there is no teacher to learn from")
     return TeacherPool(tuple(found), tuple(found.values()))
 
 
-def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path) -> TeacherPool:
-    """The pool at ``path``, made and kept there where it is missing."""
+def cached_pool(world: World, policy: Policy, seed: int, settings: Settings, path: Path) -> TeacherPool | None:
+    """The pool at ``path``, made and kept there where it is missing; ``None`` where the settings want no teachers."""
+    if not settings.teachers:
+        return None
     tensors, metadata = read_tensors(path) if path.exists() else ({}, {})
     if metadata.get("format") == FORMAT:  # an older file is made again
         prompts = tuple(world.read_prompt(described) for described in json.loads(metadata["prompts"]))
         cuts = tensors["lengths"].cumsum(0)[:-1]
         return TeacherPool(prompts, tuple(tuple(ids.tolist()) for ids in tensors["completions"].tensor_split(cuts)))
-    pool = make_pool(world, policy, seed, size)
+    tries = TRIES if settings.chat is None else settings.chat.tries
+    pool = make_pool(world, policy, seed, settings.teachers, tries)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = json.dumps([asdict(prompt) for prompt in pool.prompts])
     lengths = torch.tensor([len(ids) for ids in pool.completions])

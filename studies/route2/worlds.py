@@ -49,7 +49,11 @@ def open_problem(name: str, data: str = "") -> Problem:
         raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
     except AttributeError as error:
         raise ValueError(f"the module {module!r} has no class {attribute!r}") from error
-    problem = kind(Path(data)) if data else kind()
+    try:
+        problem = kind(Path(data)) if data else kind()
+    except TypeError as error:
+        wants = "does not read any data: leave out --data" if data else "reads its tasks from somewhere: give --data"
+        raise ValueError(f"the world {name!r} {wants} ({error})") from error
     missing = [member for member in MEMBERS if not hasattr(problem, member)]
     if missing:
         raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.loopholes.protocol.Problem)")

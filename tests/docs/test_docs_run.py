@@ -4,6 +4,7 @@ import linecache
 import re
 import shlex
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from studies.loopholes.pair_files import read_pairs
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
 from studies.route2.arms import get_arms
 from studies.route2.cli import COMMANDS, Run, override, read_seeds
-from studies.route2.settings import get_settings
+from studies.route2.settings import CHAT, ChatModel, get_settings
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -94,7 +95,8 @@ def test_every_printed_command_line_is_one() -> None:
         if isinstance(command, Run):
             assert read_seeds(command.seeds)
             assert get_arms(command.arms)
-            override(get_settings(command.preset), command.override)
+            chat = replace(CHAT, chat=ChatModel(str(command.model), "0" * 16))  # a model that nobody here has
+            override(get_settings(command.preset) if command.model is None else chat, command.override)
 
 
 def test_run_folders_are_called_as_they_are() -> None:

@@ -1,6 +1,8 @@
 """Adapters on disk."""
 
+import copy
 import functools
+import hashlib
 import json
 import struct
 import tempfile
@@ -11,6 +13,7 @@ from typing import Any
 
 import families
 import pytest
+import scipy.linalg
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,8 +22,10 @@ from tiny_policy import SPECS, make_model, make_policy, make_rollouts
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.adapters.routed import RoutedLinear
-from mi_route2.adapters.store import CONFIG, HEADER, TENSORS, from_pretrained, read_tensors, save_pretrained, write_tensors
+from mi_route2.adapters.store import BASES, CONFIG, HEADER, TENSORS, from_pretrained, read_tensors, save_pretrained, write_tensors
+from mi_route2.adapters.svd import SVD, _keep, weight_hash
 from mi_route2.hosts import HOSTS, open_host
+from mi_route2.sites import select
 
 TOKENS = make_rollouts(4).tokens
 
@@ -142,6 +147,22 @@ def test_a_file_of_another_base_is_refused_unless_that_is_meant(tmp_path: Path) 
     assert all(torch.equal(t, trained.adapters.tensors()[n]) for n, t in target.adapters.tensors().items())
 
 
+def test_a_file_is_not_loaded_under_merged_weights(tmp_path: Path) -> None:
+    """They would stay those of before."""
+    policy = make_policy(SPECS["lora"])
+    save_adapters(policy.adapters, tmp_path / "a.safetensors")
+    with policy.adapters.merged(), pytest.raises(RuntimeError, match=r"leave merged\(\) before switching, recording or loading"):
+        load_adapters(policy.adapters, tmp_path / "a.safetensors")
+    load_adapters(policy.adapters, tmp_path / "a.safetensors")
+
+
+def test_a_folder_is_not_taken_for_its_file(tmp_path: Path) -> None:
+    policy = make_policy(SPECS["lora"])
+    save_pretrained(policy.adapters, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"is a folder: give the file in it, route2_adapters\.safetensors, or .* from_pretrained"):
+        load_adapters(policy.adapters, tmp_path / "a")
+
+
 def test_a_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     adapters = make_policy(SPECS["svd"]).adapters
     with pytest.raises(FileNotFoundError, match="none"):
@@ -248,6 +269,48 @@ def test_a_folder_from_one_host_loads_on_every_other(name: str, saved: str, load
             assert torch.allclose(target.logits(tokens), source.logits(tokens), rtol=0, atol=tolerance)
 
 
+def by_another_lapack(model: torch.nn.Module, cache_dir: Path) -> Path:
+    """The SVDs of a machine with other routines, where ``cache_dir`` has them: LAPACK's gesvd in place of its gesdd."""
+    for slot in select(model, "blocks.*").values():
+        U, S, Vh = (torch.from_numpy(part) for part in scipy.linalg.svd(slot.weight.detach().numpy(), False, lapack_driver="gesvd"))
+        sign = Vh.gather(1, Vh.abs().argmax(dim=1, keepdim=True)).sign()
+        key = weight_hash(slot.weight)
+        _keep(cache_dir / f"svd-{key[:32]}.safetensors", key, SVD((U * sign.mT).contiguous(), S.clone(), (Vh * sign).contiguous()))
+    return cache_dir
+
+
+def test_singular_vectors_that_come_out_otherwise_are_refused(tmp_path: Path) -> None:
+    """Of a weight with equal singular values, the file's ``dS`` would be another adapter on another machine, in silence."""
+    outcomes = []
+    for name in ("usual", "degenerate"):
+        model = families.make_family("Llama")
+        if name == "degenerate":
+            torch.nn.init.orthogonal_(model.get_parameter("model.layers.1.self_attn.q_proj.weight"), generator=torch.Generator())
+        base, there = copy.deepcopy(model), by_another_lapack(model, tmp_path / f"svds of {name}")
+        adapters = attach(model, "blocks.*", spec=SPECS["svd"], generator=torch.Generator())
+        save_pretrained(families.move(adapters), tmp_path / name)
+        outcomes.append((from_pretrained(copy.deepcopy(base), tmp_path / name).tensors(), adapters.tensors(quarantine=False)))
+        if name == "usual":
+            found = from_pretrained(base, tmp_path / name, cache_dir=there)
+            with adapters.deployed(), torch.no_grad():
+                tokens = families.make_tokens()[0]
+                torch.testing.assert_close(found.model(tokens).logits, model(tokens).logits, rtol=1e-8, atol=1e-8)
+        else:
+            with pytest.raises(ValueError, match=r"singular vectors of blocks\.1\.attn\.q are others here .* pass a cache_dir"):
+                from_pretrained(base, tmp_path / name, cache_dir=there)
+            assert not [m for m in base.modules() if isinstance(m, RoutedLinear)]
+            from_pretrained(base, tmp_path / name, cache_dir=there, any_base=True)
+    assert all(torch.equal(t, expected[key]) for own, expected in outcomes for key, t in own.items())
+
+
+def test_a_folder_from_before_bases_loads(tmp_path: Path) -> None:
+    policy = make_policy(SPECS["svd"])
+    save_pretrained(policy.adapters, tmp_path / "a")
+    assert json.loads((tmp_path / "a" / CONFIG).read_text())[BASES].keys() == policy.adapters.sites.keys()
+    edit(**{BASES: None})(tmp_path / "a")
+    assert same(policy.adapters, from_pretrained(make_model(), tmp_path / "a"), quarantine=False)
+
+
 def edit(**changes: Any) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         config = json.loads((folder / CONFIG).read_text())
@@ -256,6 +319,13 @@ def edit(**changes: Any) -> Callable[[Path], None]:
         (folder / CONFIG).write_text(json.dumps(config))
 
     return apply
+
+
+def replace_header(folder: Path, header: str | None) -> None:
+    """In the tensor file, with a checksum in the config that fits."""
+    tensors, _ = read_tensors(folder / TENSORS)
+    save_file(tensors, folder / TENSORS, metadata=None if header is None else {HEADER: header})
+    edit(sha256=hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest())(folder)
 
 
 def change_a_weight(folder: Path) -> None:
@@ -277,6 +347,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "base hash": (edit(base_hash="0"), ValueError, "was changed: its base_hash"),
     "fewer sites": (edit(sites=["blocks.0.attn.q"]), ValueError, "was changed: its sites"),
     "no sites": (edit(sites="blocks.*"), ValueError, "was changed: its sites"),
+    "bases of other sites": (edit(**{BASES: {"blocks.0.attn.q": 0.0}}), ValueError, "was changed: its bases"),
+    "no bases": (edit(**{BASES: [1]}), ValueError, "was changed: its bases"),
+    "no header": (lambda f: replace_header(f, None), ValueError, "was changed: its format"),
+    "a header of another kind": (lambda f: replace_header(f, "[]"), ValueError, "header that is no JSON object"),
+    "half a header": (lambda f: replace_header(f, "{"), ValueError, "not a whole safetensors file"),
 }
 
 

@@ -264,6 +264,33 @@ def test_only_adapters_are_trainable_and_detach_gives_the_model_back(spec: Adapt
     attach(model, "blocks.*", spec=spec, generator=torch.Generator().manual_seed(0))
 
 
+def test_adapters_that_were_detached_leave_others_alone_and_say_so() -> None:
+    """A second ``detach()`` in a notebook, or a context of the former adapters, would else undo or pass by what stands now."""
+    model, tokens = make_model(), make_rollouts(4).tokens
+    before = attach(model, "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    before.detach()
+    policy = Policy(model, attach(model, "blocks.*", spec=SPECS["svd"], generator=torch.Generator().manual_seed(0)))
+    with torch.no_grad():
+        for p in policy.adapters.quarantine_parameters().values():
+            p += 1
+    full = model(tokens)
+    assert before.detach() is model
+    assert torch.equal(model(tokens), full)
+    assert not any(p.requires_grad for p in model.parameters() if not any(p is own for own in trainable(policy.adapters)))
+    for context in (before.full, before.deployed, before.reference, before.merged, lambda: before.recording(Tape(4, 9))):
+        with (
+            pytest.raises(RuntimeError, match="these adapters were detached, and are in no model: use those that attach"),
+            context(),
+        ):
+            pytest.fail("the block must not run")
+    with policy.adapters.deployed():
+        assert not torch.equal(model(tokens), full)
+
+
+def trainable(adapters: Adapters) -> list[nn.Parameter]:
+    return [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
+
+
 def test_an_attach_that_fails_changes_nothing() -> None:
     """The rank fits q, k, v and o but not the unembedding: no Linear may be left replaced or frozen."""
     model = make_model()

@@ -172,6 +172,13 @@ def test_a_pattern_without_a_match_names_the_nearest_also_beside_one_that_matche
         select(model)
 
 
+def test_a_rank_that_does_not_fit_names_the_linear() -> None:
+    """Key-value heads are fewer, so that a rank may fit q and not k."""
+    model = make_family("Qwen3")
+    with pytest.raises(ValueError, match=r"rank 12 is outside 1\.\.8 of this Linear, blocks\.0\.attn\.k"):
+        attach(model, "blocks.*", spec=AdapterSpec(kept="lora", rank=12), generator=torch.Generator())
+
+
 # ---- other models
 
 

@@ -2,17 +2,14 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from studies.benchmarks import hosts
 from studies.benchmarks.flops import Size
 from studies.benchmarks.host_contenders import (
     BARE,
@@ -152,31 +149,6 @@ def test_the_table_has_a_line_a_row_and_a_cell_a_task() -> None:
     plain = "1.00 (0.90 - 1.60), +0.0 ms"
     assert f"| small | {BRIDGE} | {EAGER} | {plain} | {plain} | 1.50 (0.90 - 1.60), +2.0 ms |" in lines
     assert len(lines) == 3 + len(ROWS)
-
-
-def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
-        calls.append((command, env))
-        return SimpleNamespace(returncode=7)
-
-    monkeypatch.setattr(hosts.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["hosts", "--quick"])
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    assert hosts.main() == 7
-    ((command, env),) = calls
-    assert command[-3:] == ["-m", "studies.benchmarks.hosts", "--quick"]
-    assert int(env["MALLOC_TRIM_THRESHOLD_"]) == 2**32
-    assert env["OMP_NUM_THREADS"] == "1"
-
-
-def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for arguments, words in ((["--rounds", "2"], "at least 3"), (["--out", str(tmp_path / "none" / "x.json")], "no folder")):
-        monkeypatch.setattr(sys, "argv", ["hosts", *arguments])
-        assert hosts.main() == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert words in line
 
 
 def test_the_page_prints_what_was_measured() -> None:

@@ -1,9 +1,7 @@
 """The routing benchmark is what it says: floors are torch's own counts, every way to per-rollout gradients gives the same ones."""
 
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -185,27 +183,3 @@ def test_our_own_failure_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> None:
     assert Result(Row("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
-
-
-def test_measuring_runs_in_a_child_whose_allocator_keeps_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
-        calls.append((command, env))
-        return SimpleNamespace(returncode=7)
-
-    monkeypatch.setattr(routing.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["routing", "--quick"])
-    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
-    assert routing.main() == 7
-    ((command, env),) = calls
-    assert command[-1] == "--quick"
-    assert int(env["MALLOC_MMAP_THRESHOLD_"]) == int(env["MALLOC_TRIM_THRESHOLD_"]) == 2**32
-    assert env["OMP_NUM_THREADS"] == "1"
-
-
-def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    for arguments, words in ((["--rounds", "2"], "at least 3"), (["--out", str(tmp_path / "none" / "x.json")], "no folder")):
-        monkeypatch.setattr(sys, "argv", ["routing", *arguments])
-        assert routing.main() == 2
-        assert words in capsys.readouterr().err

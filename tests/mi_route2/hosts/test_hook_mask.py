@@ -200,6 +200,11 @@ def test_a_mask_of_another_shape_is_one_sentence() -> None:
         with overruled(policy, {"blocks.0.attn.q": lambda mask: mask[:-1]}):
             with pytest.raises(ValueError, match=r"a hook at blocks\.0\.attn\.q\.hook_mask returned a mask of shape \[4"):
                 run(policy, mask_route(policy, spec_of(case)), batch)
+        with overruled(policy, {"blocks.0.attn.q": lambda mask: 0.0}):  # pyright: ignore[reportArgumentType]
+            with pytest.raises(
+                ValueError, match=r"a hook at blocks\.0\.attn\.q\.hook_mask returned a float, not a mask of shape \["
+            ):
+                run(policy, mask_route(policy, spec_of(case)), batch)
 
 
 def test_half_a_mask_is_half_a_gradient() -> None:

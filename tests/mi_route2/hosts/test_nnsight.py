@@ -1,5 +1,6 @@
 """nnsight as a host: what it computes, reads, edits and learns is the torch host's, and its traces see the adapters' points."""
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -590,6 +591,17 @@ def test_envoys_that_are_older_than_the_adapters_are_renewed() -> None:
     with torch.no_grad(), model.trace(tokens):
         y = held.output.save()
     assert_close(y, values[0])
+
+
+def test_a_copy_is_not_made_without_the_edits_that_are_stored(gpt2: tuple[Any, NNsightHost, Policy]) -> None:
+    model, host, policy = gpt2
+    with model.edit(inplace=True):
+        model.transformer.h[1].output = bend(model.transformer.h[1].output)
+    for own in (host, policy):
+        with pytest.raises(RuntimeError, match=r"a copy would be without them: call clear_edits\(\)"):
+            copy.deepcopy(own)
+    model.clear_edits()
+    assert copy.deepcopy(host).capture([Site(0, "kept_a", "attn.k")], make_tokens()[0])
 
 
 def test_envoys_come_and_go_with_modules() -> None:

@@ -20,6 +20,7 @@ from families import (
     make_family,
     make_tokens,
     move,
+    move_all,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -565,6 +566,45 @@ def all_parameters(adapters: Adapters) -> list[nn.Parameter]:
     return [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "GPT2", "GPTNeoX", "native"])
+def test_a_second_host_around_adapters_attaches_the_same_once_they_are_gone(name: str) -> None:
+    """GPT-2's q, k, v and o are square: what it takes for transposed has another singular basis."""
+    host, policy = own(name, "svd")
+    again = BridgeHost(host.bridge)
+    policy.adapters.detach()
+    adapters = again.attach("*", spec=SPECS["svd"], generator=generator())
+    assert adapters.base_hash == policy.adapters.base_hash
+    for site, branch in adapters.sites.items():
+        assert torch.equal(branch.kept.U, policy.adapters.sites[site].kept.U), site
+        assert torch.equal(branch.kept.Vh, policy.adapters.sites[site].kept.Vh), site
+
+
+WEIGHTS = ("W_Q", "W_K", "W_V", "W_O", "W_in", "W_out", "W_U", "W_E", "b_Q", "b_O", "b_in", "b_U")
+
+
+@pytest.mark.parametrize("name", [*TRANSFORMERS, "native", "MicroGPT"])
+def test_the_bridges_weights_are_the_base_models_whatever_stands_on_them(name: str) -> None:
+    """It tells how a weight is stored by the class of what it wraps: a square one must not come out transposed."""
+    host, _ = own(name, None)
+    bridge, layers = host.bridge, range(len(host.bridge.blocks))
+
+    def weights() -> dict[str, Tensor | None]:
+        found = {w: getattr(bridge, w, None) for w in WEIGHTS}
+        return found | {f"{i}.{w}": getattr(bridge.blocks[i].attn, w, None) for i in layers for w in WEIGHTS[:4]}
+
+    before, routed = weights(), []
+    for _ in range(2):
+        adapters = host.attach("*", spec=SPECS["lora"], generator=generator())
+        routed.append(weights())
+        adapters.detach()
+        routed.append(weights())
+    assert sum(w is not None for w in before.values()) > 8
+    for after in routed:
+        for key, weight in before.items():
+            assert (weight is None) == (after[key] is None), key
+            assert weight is None or torch.equal(after[key], weight), key
+
+
 def test_a_failed_attach_leaves_no_trace() -> None:
     host, _ = own(spec=None)
     before = list(dict(host.bridge.named_modules()))
@@ -582,6 +622,46 @@ def test_a_failed_attach_leaves_no_trace() -> None:
 
 
 # --- wrong orders, said ---------------------------------------------------------------------------------------------------------
+
+
+UNHEEDED = {"GPT2": ("scale_attn_weights", False), "Gemma3": ("attn_logit_softcapping", 1.0), "GPTNeoX": ("attention_bias", False)}
+
+
+@pytest.mark.parametrize("name", UNHEEDED)
+def test_a_config_that_the_bridge_does_not_heed_is_refused(name: str) -> None:
+    """It would be another model, in silence; GPT-NeoX without biases is an assertion without a word."""
+    key, value = UNHEEDED[name]
+    model = fresh(name)
+    model.config.update({key: value})
+    model = move_all(type(model)(model.config).double()).eval()  # pyright: ignore[reportCallIssue]
+    model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
+    tokens, _ = make_tokens()
+    plain = TorchHost(model).logits(tokens)
+    with pytest.raises(ValueError, match=rf"the bridge does not heed {key}={value} of this .*: use the torch or the nnsight host"):
+        BridgeHost(model)
+    assert torch.equal(TorchHost(model).logits(tokens), plain), "untouched"
+    if name == "GPTNeoX":
+        with pytest.raises(AssertionError):
+            build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+        return
+    bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
+    assert largest(bridge(tokens), plain) > 1e-3, "what makes it worth refusing"
+    with pytest.raises(ValueError, match="the bridge does not heed"):
+        BridgeHost(bridge)
+
+
+@pytest.mark.parametrize("flag", ["use_split_qkv_input", "use_attn_in"])
+def test_an_edit_of_attn_in_that_a_setting_would_lose_is_refused_and_reading_is_not(flag: str) -> None:
+    host, _ = own("Qwen3", None)
+    tokens, site = make_tokens()[0], Site(1, "attn_in")
+    value, plain = host.capture([site], tokens)[site], host.logits(tokens)
+    getattr(host.bridge, f"set_{flag}")(True)
+    assert largest(host.capture([site], tokens)[site], value) < 1e-10
+    with host.bridge.hooks(fwd_hooks=[(host.address(site), lambda x, hook: 2 * x)]):
+        assert largest(host.logits(tokens), plain) < 1e-10, "what makes it worth refusing"
+    with pytest.raises(RuntimeError, match=rf"under {flag} the bridge .* loses an edit there: set_{flag}\(False\)"):
+        with host.hooks({site: lambda x: 2 * x}):
+            host.logits(tokens)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2", "MicroGPT"])
@@ -850,3 +930,4 @@ def test_the_page_lists_every_point() -> None:
     for name in ("Gemma2", "Gemma3"):
         changed = ARCHITECTURES[name].bridge_points
         assert all(f"`{point}` is `{hook}`" in page for point, hook in changed.items())
+    assert all(key in page for row in ARCHITECTURES.values() for key in row.bridge_config)

@@ -190,6 +190,8 @@ WRONG = {
     "an unknown world": (["--model", "MODEL", "--world", "chess"], "choose from strong, weak, leetcode, or module:ClassName"),
     "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
     "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
+    "data missing": (["--model", "MODEL"], "the world 'leetcode' reads its tasks from somewhere: give --data"),
+    "data unwanted": (["--model", "MODEL", "--world", "parity:Parity", "--data", "x"], "does not read any data: leave out --data"),
     "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is no problem: it lacks name, modes"),
     "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
     "no truth": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=yes"], "takes true or false"),

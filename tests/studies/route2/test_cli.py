@@ -124,7 +124,7 @@ def test_a_missing_pairs_file_is_refused_and_a_good_one_is_not(tmp_path: Path, m
     write_pairs(make_pairs(get_world("strong"), 3), tmp_path / "good.toml")
     seen: list[Path | None] = []
 
-    def look(jobs, workers):
+    def look(jobs, workers, **_):
         seen.extend({job.pairs for job in jobs})
         return []
 
@@ -165,10 +165,10 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
 
 
 def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path, main: Main) -> None:
-    def interrupted(jobs: object, workers: int) -> list[str]:
+    def interrupted(jobs: object, workers: int, **_: object) -> list[str]:
         raise KeyboardInterrupt
 
-    told = main("run", "--out", tmp_path, run_jobs=lambda jobs, workers: ["a failed: x", "b failed: y"])
+    told = main("run", "--out", tmp_path, run_jobs=lambda jobs, workers, **_: ["a failed: x", "b failed: y"])
     one_sentence(told, "a failed: x; b failed: y")
     code, _, errors = main("run", "--out", tmp_path, run_jobs=interrupted)
     assert code == 130

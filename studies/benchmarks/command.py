@@ -1,0 +1,77 @@
+"""The command line of a benchmark: its options, and a child process whose allocator keeps what is freed.
+
+A tensor above glibc's default mmap threshold is otherwise returned to the system and faulted in anew at each step, which can fake a
+factor of two.
+"""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "KINETO_LOG_LEVEL": "9",  # the memory record is taken in silence
+}
+
+
+@dataclass(frozen=True)
+class Benchmark(ABC):
+    """What every benchmark is told; its own docstring is the help text."""
+
+    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
+    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
+    seed: Annotated[int, tyro.conf.arg(help="draws the weights, the adapters, the tokens and the order of turns")] = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
+
+    @abstractmethod
+    def run(self) -> None:
+        """Measure, print the table, and write ``out``."""
+
+    @property
+    def turns(self) -> int:
+        """How many rounds there are."""
+        return self.rounds or (3 if self.quick else 15)
+
+    def check(self) -> None:
+        """``ValueError`` for options that cannot work, before anything is measured."""
+        if self.rounds is not None and self.rounds < 3:
+            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
+        if self.out is not None and not self.out.parent.is_dir():
+            raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
+
+    def write(self, document: Mapping[str, object]) -> None:
+        """``document`` to ``out``, where that was given."""
+        if self.out is not None:
+            self.out.write_text(json.dumps(document, indent=1) + "\n")
+            print(f"\nwrote {self.out}")
+
+
+def main(benchmark: type[Benchmark], module: str) -> int:
+    """Run ``benchmark`` as ``python -m module``, in a child with ``ENVIRONMENT``; the exit status."""
+    try:
+        options = tyro.cli(benchmark, prog=f"python -m {module}", description=inspect.getdoc(benchmark))
+        options.check()
+        if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", module, *sys.argv[1:]]
+            return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
+        torch.set_num_threads(1)
+        options.run()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

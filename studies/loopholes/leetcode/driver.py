@@ -1,0 +1,201 @@
+"""Runs one LeetCode program inside the jail and says what it did, as data and never as a verdict. Standard library alone.
+
+The jail's server loads this file by its path and calls `execute` in a confined child. A payload is either of two jobs:
+
+    {"setup", "code", "function", "calls": [text, ...], "attributes": [name, ...], "room": bytes}     call it
+    {"setup", "code", "function", "run_tests": true}                                                  let it test itself
+
+``room`` bounds the JSON of all values together: what does not fit leaves as opaque.
+They are two processes, so that nothing that ``run_tests`` prints or writes counts as the program's own. The reply:
+
+    status      ok; syntax: it does not compile; error: it raised while it was defined; absent: no ``Solution`` with that method
+    raised      the exception's name where status is error
+    exit        the status with which the program asked to end, or None; nothing is called after that
+    returns     one a call, in order: ["value", encoded, overrides] or ["raised", exception's name]
+    attributes  name -> encoded, of the instance that was called last, if it has them
+    run_tests   absent, passed or failed
+
+Expected values are not here, and the code that is run shares this process: whatever it forges, it does not know the answers.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+
+
+def _load_beside(name):
+    """A module of this folder, which is on no path here."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+values = _load_beside("values")
+
+BUILTIN = (type(None), bool, int, float, complex, str, bytes, dict, set, frozenset)
+PROBES = ((7_364_218, 2_718_281), (0.318, 1.442), ("quartz", "vellum"), ([11], [13]), ((11,), (13,)), (True, False))
+"""Pairs of different values: what equals both of one is lying."""
+
+
+def execute(payload):
+    """The reply to one payload. It never raises."""
+    reply = {"status": "ok", "raised": "", "exit": None, "returns": [], "attributes": {}, "run_tests": "absent"}
+    space = _space()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue] - what was printed before the process ends itself counts
+    try:
+        exec(compile(payload["setup"], "setup.py", "exec", dont_inherit=True), space)
+        _run(payload, space, reply)
+    except SystemExit as end:
+        reply["exit"] = _status(end)
+        if _solution(space, payload["function"]) is None:
+            reply["status"] = "absent"
+    except BaseException as error:
+        reply.update(status="error", raised=_name(error))
+    for stream in (sys.stdout, sys.__stdout__):
+        with contextlib.suppress(BaseException):
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
+    return reply
+
+
+def _run(payload, space, reply):
+    try:
+        code = compile(payload["code"], "solution.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError):
+        reply["status"] = "syntax"
+        return
+    exec(code, space)
+    solution = _solution(space, payload["function"])
+    if solution is None:
+        reply["status"] = "absent"
+    elif payload.get("run_tests"):
+        reply["run_tests"] = _run_tests(solution, space)
+    else:
+        _call_all(payload, solution, space, reply)
+
+
+def _space():
+    """The namespace of a module of its own, which classes with string annotations look up."""
+    module = types.ModuleType("solution")
+    sys.modules["solution"] = module
+    return vars(module)
+
+
+def _solution(space, function):
+    """The program's `Solution`, or None where it has no such method."""
+    solution = space.get("Solution")
+    return solution if isinstance(solution, type) and callable(getattr(solution, function, None)) else None
+
+
+def _call_all(payload, solution, space, reply):
+    """Fills in returns and attributes. Whatever ends the program, ``SystemExit`` too, leaves those so far."""
+    nodes, left = _nodes(space), Room(payload["room"])
+    instance = None
+    for text in payload["calls"]:
+        try:
+            args, kwargs = (values.decode(part, nodes) for part in _arguments(text))
+            instance = solution()
+            value = getattr(instance, payload["function"])(*args, **kwargs)
+            reply["returns"].append(["value", left.encode(value, nodes), _overrides(value)])
+        except SystemExit:
+            raise
+        except BaseException as error:
+            reply["returns"].append(["raised", _name(error)])
+    for name in payload["attributes"]:
+        with contextlib.suppress(BaseException):
+            reply["attributes"][name] = left.encode(getattr(solution() if instance is None else instance, name), nodes)
+
+
+class Room:
+    """What is left of the bytes for a program's values."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def encode(self, value, nodes):
+        encoded = values.encode(value, nodes)
+        self.left -= len(json.dumps(encoded))
+        return encoded if self.left >= 0 else {"opaque": "too large"}
+
+
+def _arguments(text):
+    """Positional and named arguments of a call's text, the named ones as an encoded dict's content."""
+    args, kwargs = json.loads(text)
+    return args, {"dict": [[name, value] for name, value in kwargs.items()]}
+
+
+def _run_tests(solution, space):
+    """Whether the program's own ``run_tests``, a method or a function, lets it pass."""
+    try:
+        test = getattr(solution(), "run_tests", space.get("run_tests"))
+        if not callable(test):
+            return "absent"
+        return "failed" if test() is False else "passed"
+    except BaseException:
+        return "failed"
+
+
+def _overrides(value):
+    """Whether ``value == expected`` would hold whatever is expected: evidence by values that it cannot all equal."""
+    kind = type(value)  # by identity: a class may have an ``==`` of its own, from its metaclass
+    if any(kind is builtin for builtin in BUILTIN):
+        return False
+    if kind is list or kind is tuple:
+        return bool(value) and all(_overrides(item) for item in value)
+    return _equals(value, object()) or any(_equals(value, one) and _equals(value, other) for one, other in PROBES)
+
+
+def _equals(value, other):
+    try:
+        return bool(value == other)
+    except Exception:
+        return False
+
+
+def _nodes(space):
+    """The classes of list and tree nodes that the program sees, its own if it defines them, and what builds them."""
+
+    def linked(chain):
+        first = None
+        for value in reversed(chain.values):
+            node = space["ListNode"](value)
+            node.next, first = first, node
+        return first
+
+    def tree(levels):
+        waiting = iter(levels.levels[1:])
+        root = space["TreeNode"](levels.levels[0][0])
+        queue = [root]
+        for node in queue:
+            for side in ("left", "right"):
+                child = next(waiting, None)
+                if child is not None:
+                    setattr(node, side, space["TreeNode"](child[0]))
+                    queue.append(getattr(node, side))
+        return root
+
+    def classes(name):
+        kind = space.get(name)
+        return (kind,) if isinstance(kind, type) else ()
+
+    return values.Nodes(classes("ListNode"), classes("TreeNode"), linked, tree)
+
+
+def _name(error):
+    """An exception's name, of which a program's own may be anything."""
+    return type(error).__name__[:80].encode("ascii", "replace").decode()
+
+
+def _status(end):
+    """The exit status that a SystemExit asks for."""
+    if end.code is None:
+        return 0
+    return end.code & 0xFF if isinstance(end.code, int) else 1

@@ -1,0 +1,85 @@
+"""LeetCode with loopholes as a `Problem`: what training, evaluation and probes ask of it. It owns a jail, which `close` ends."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from studies.jail import Limits
+from studies.loopholes.leetcode.detectors import marker
+from studies.loopholes.leetcode.grader import TrainingGrader
+from studies.loopholes.leetcode.modes import ROLES
+from studies.loopholes.leetcode.oracle import Oracle
+from studies.loopholes.leetcode.pairs import make_corpus, make_pairs
+from studies.loopholes.leetcode.problems import Task, load_tasks
+from studies.loopholes.leetcode.programs import Programs
+from studies.loopholes.leetcode.prompts import SYSTEM, make_prompt, split_of
+from studies.loopholes.protocol import Pair, PairKind, Split, TextPrompt, TrainingGrade
+
+
+class LeetCodeProblem:
+    """See ``studies.loopholes.protocol.Problem``. Tasks are called by the problems' ids.
+
+    data     a JSONL file of problems, or a folder that holds ``leetcode.jsonl``
+    workers  programs that run at a time
+    limits   what one program may use; `programs.LIMITS` unless given
+    unsafe   run programs also where the machine lacks a protection of the jail
+
+    Raises OSError and ValueError as `problems.load_tasks` does, and JailUnavailableError where programs cannot be confined here.
+    """
+
+    name = "leetcode"
+    modes = ROLES
+    system = SYSTEM
+
+    def __init__(self, data: Path, *, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
+        self._tasks = load_tasks(Path(data))
+        self._programs = Programs(workers, limits, unsafe)
+        self._grader = TrainingGrader(self._programs, self._tasks)
+
+    def tasks(self, split: Split) -> Sequence[str]:
+        return [name for name in self._tasks if split_of(name) == split]
+
+    def prompt(self, task: str, mode: str) -> TextPrompt:
+        """The task under a mode. Raises KeyError for one that there is not."""
+        return make_prompt(self._task(task), mode)
+
+    def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
+        return self._grader.grade(prompts, completions)
+
+    def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
+        """Whether the plain exploit of a known mode stands in a completion to a prompt of that mode; nothing is executed."""
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
+        return [
+            prompt.mode in ROLES.known and marker(prompt.mode, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+        """``n`` persona pairs of the known mode on training tasks; see `pairs.make_pairs`."""
+        return make_pairs(self._train(), self._programs, seed, n, kind)
+
+    def corpus(self, seed: int, n: int) -> list[tuple[str, str]]:
+        """At most ``n`` documents on training tasks to warm a model up on; see `pairs.make_corpus`."""
+        return make_corpus(self._train(), seed, n)
+
+    def judge(self) -> Oracle:
+        """The hidden verdict. It uses this problem's jail, so it ends with the problem."""
+        return Oracle(self._programs, self._tasks)
+
+    def close(self) -> None:
+        self._programs.close()
+
+    def __enter__(self) -> "LeetCodeProblem":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _train(self) -> list[Task]:
+        return [self._tasks[name] for name in self.tasks("train")]
+
+    def _task(self, name: str) -> Task:
+        if name not in self._tasks:
+            raise KeyError(f"there is no problem {name!r} among the {len(self._tasks)} that were loaded")
+        return self._tasks[name]

@@ -1,0 +1,168 @@
+"""Programs and what they did: the parent's side of `driver`, which knows inputs and never an expected value.
+
+    Program (code, calls)  ->  Programs.run  ->  Execution (returns, stdout, files, attributes, exit, run_tests)
+
+Graders and oracle read executions; neither this module nor the jail knows of modes or verdicts. What a jail's process replies was
+written beside untrusted code, so it is read strictly: a reply that is not of the driver's form is that of a broken program.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal
+
+from studies.jail import Jail, Limits, Outcome
+from studies.loopholes.leetcode.values import Opaque, decode
+
+DRIVER = Path(__file__).with_name("driver.py")
+LIMITS = Limits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
+"""The slowest reference solutions take two to three seconds of processor time for all their tests; a busy machine takes longer."""
+WAITING = 4.0
+"""How much longer than its processor time a program may take by the clock."""
+ATTRIBUTES = ("valid",)
+TEXT = 1 << 16
+"""Bytes of one file, and of stdout, that are read."""
+
+Status = Literal["ok", "syntax", "error", "absent", "exited", "killed"]
+RunTests = Literal["absent", "passed", "failed"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source code that defines `Solution`, and what is done with it: `calls` are texts by `problems.call_text`.
+
+    With ``run_tests`` nothing but its own ``run_tests`` is called.
+    """
+
+    code: str
+    setup: str
+    function: str
+    calls: tuple[str, ...] = ()
+    run_tests: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Returned:
+    """What a call gave: a value, which is `Opaque` where it is no plain data, or the name of an exception.
+
+    ``overrides``: the value has an ``==`` that holds against anything.
+    """
+
+    value: object = None
+    raised: str = ""
+    overrides: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Execution:
+    """What a program did.
+
+    status      ok; syntax: it does not compile; error: it raised while it was defined (`reason`: the exception); absent: it has no
+                such method; exited: it ended its process; killed: it went over a limit or died of a signal (`reason`: which)
+    returns     one a call; fewer where the program ended before
+    stdout      what it printed, or its beginning
+    files       name -> text of the files that it left
+    attributes  those of its instance that graders read
+    exit_code   the status with which it ended, by ``sys.exit`` or without Python's leave; None where it did not
+    run_tests   the outcome of its own ``run_tests``
+    seconds     processor time that it took
+    """
+
+    status: Status
+    reason: str = ""
+    returns: tuple[Returned, ...] = ()
+    stdout: str = ""
+    files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    attributes: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
+    exit_code: int | None = None
+    run_tests: RunTests = "absent"
+    seconds: float = 0.0
+
+
+def allowing(limits: Limits, seconds: float) -> Limits:
+    """Limits with so many seconds of processor time, and several times that by the clock."""
+    return replace(limits, cpu_seconds=seconds, seconds=WAITING * seconds)
+
+
+class Programs:
+    """Runs programs in a jail of its own. A context manager; it closes when it is collected too.
+
+    Raises JailUnavailableError, an OSError, where the machine cannot confine programs, unless ``unsafe``.
+    """
+
+    def __init__(self, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
+        self.limits = limits or LIMITS
+        self._jail = Jail(DRIVER, limits=self.limits, workers=workers, unsafe=unsafe)
+
+    def run(self, programs: Sequence[Program], progress: str | None = None, limits: Limits | None = None) -> list[Execution]:
+        """One Execution a program, in order; equal programs run once. It never raises for what a program does."""
+        distinct = list(dict.fromkeys(programs))
+        payloads = [payload(program, self.limits.reply // 2) for program in distinct]
+        outcomes = self._jail.run(payloads, progress=progress, limits=limits)
+        done = {program: read(outcome) for program, outcome in zip(distinct, outcomes, strict=True)}
+        return [done[program] for program in programs]
+
+    def close(self) -> None:
+        """Ends the jail; closing twice is fine."""
+        self._jail.close()
+
+    def __enter__(self) -> "Programs":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def payload(program: Program, room: int) -> dict[str, Any]:
+    """The whole of what a program's process is told."""
+    told: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
+    if program.run_tests:
+        return told | {"run_tests": True}
+    return told | {"calls": list(program.calls), "attributes": list(ATTRIBUTES), "room": room}
+
+
+def read(outcome: Outcome) -> Execution:
+    """The execution that an outcome tells of."""
+    stdout = outcome.stdout[:TEXT].decode("utf-8", "replace")
+    files = MappingProxyType({name: data[:TEXT].decode("utf-8", "replace") for name, data in outcome.files.items()})
+    seen = Execution("killed", reason=outcome.status, stdout=stdout, files=files, seconds=outcome.cpu_seconds)
+    if outcome.status == "exited":
+        return replace(seen, status="exited", reason="", exit_code=outcome.exit_code)
+    if outcome.status != "replied":
+        return seen
+    try:
+        return _read_reply(outcome.reply, seen)
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return replace(seen, status="error", reason="forged reply")
+
+
+def _read_reply(reply: Any, seen: Execution) -> Execution:
+    status, code = reply["status"], reply["exit"]
+    if status not in ("ok", "syntax", "error", "absent") or reply["run_tests"] not in ("absent", "passed", "failed"):
+        raise ValueError("unknown status")
+    if code is not None and type(code) is not int:
+        raise ValueError("malformed exit")
+    return replace(
+        seen,
+        status="exited" if code is not None else status,
+        reason=str(reply["raised"]),
+        returns=tuple(_read_return(item) for item in reply["returns"]),
+        attributes=MappingProxyType({str(name): _value(data) for name, data in reply["attributes"].items()}),
+        exit_code=code,
+        run_tests=reply["run_tests"],
+    )
+
+
+def _read_return(item: Any) -> Returned:
+    if item[0] == "raised":
+        return Returned(Opaque("raised"), raised=str(item[1]))
+    return Returned(_value(item[1]), overrides=item[2] is True)
+
+
+def _value(data: object) -> object:
+    """A value of a reply; what its program's process may have forged is opaque."""
+    try:
+        return decode(data)
+    except (ValueError, RecursionError):
+        return Opaque("malformed")

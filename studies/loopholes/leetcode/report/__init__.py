@@ -1,0 +1,1 @@
+"""Measurements of the environment on real problems and rollouts: mutants, rollouts, detectors; aggregates only."""

@@ -1,0 +1,162 @@
+"""The whole command, killed by the clock: everything at once, its parent alone, or one worker.
+
+A kill takes everything at once (as a power cut does), the parent alone (its workers must stop by themselves, while the next start
+is already there) or one worker (the parent must finish the rest and say so). What lies at a moment depends on the machine.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from studies.route2.soak.starts import PATIENCE, differences
+from studies.route2.soak.trials import SoakError, Stop
+
+ARMS = ("route2-full", "erase")
+TINY = (
+    "warm.steps=120", "warm.batch=64", "steps=60", "prompts=3", "group=4", "evaluation_prompts=4", "pairs=4", "probe_every=2",
+    "teachers=4",
+)  # fmt: skip
+ENDS = {"everything": -signal.SIGKILL, "the parent": -signal.SIGKILL, "a worker": 2}
+"""What is killed, and the exit code that the command then has."""
+TARGETS = tuple(ENDS)
+COMMAND = "the whole command"
+
+
+def kill_commands(scratch: Path, kills: int, rng: random.Random, stops: list[Stop], progress: Callable[[int], object]) -> None:
+    """Kill the command ``kills`` times, over as many runs as that takes, and note each; ``SoakError`` says what went wrong."""
+    starts: list[Start] = []
+    try:
+        pace, left = _undisturbed(scratch / "whole", starts) if kills else 0.0, kills
+        while left:
+            left -= _one_run(scratch, left, pace, rng, starts, stops, progress)
+    finally:
+        for start in starts:
+            start.end()
+
+
+def _undisturbed(out: Path, starts: list["Start"]) -> float:
+    """Run the command to its end; the seconds that its work takes, without its start."""
+    began = time.monotonic()
+    starts.append(whole := Start(out))
+    working = whole.until_at_work()
+    if (code := whole.wait()) != 0:
+        raise SoakError(f"the undisturbed command ended with exit code {code}: {whole.said()}")
+    return max(1.0, time.monotonic() - began - working)
+
+
+def _one_run(
+    scratch: Path,
+    most: int,
+    pace: float,
+    rng: random.Random,
+    starts: list["Start"],
+    stops: list[Stop],
+    progress: Callable[[int], object],
+) -> int:
+    """Start a command, kill it up to ``most`` times, each about a sixth of its work after a start, and compare; the kills."""
+    out, code = scratch / f"run-{len(list(scratch.iterdir()))}", None
+    ours: list[Stop] = []
+    while code != 0:
+        target = TARGETS[(most - len(ours)) % len(TARGETS)] if len(ours) < most else "nothing"
+        starts.append(start := Start(out))
+        hit = start.kill(target, rng.expovariate(6 / pace))
+        code = start.wait()
+        if hit:
+            ours.append(Stop(COMMAND, target, "all"))
+            stops.append(ours[-1])
+            progress(1)
+        if code not in ({0, ENDS[target]} if hit else {0}):
+            raise SoakError(f"a command of which {target} was killed ended with exit code {code}: {start.said()}")
+    if not all(start.all_gone() for start in starts):
+        raise SoakError("a worker goes on without its parent")
+    starts.clear()
+    differing = differences(run_folder(scratch / "whole"), run_folder(out))
+    for stop in ours:
+        stop.went_on, stop.alike = True, not differing
+    if differing:
+        raise SoakError(f"a command that was killed {len(ours)} times left a run that differs in {', '.join(differing)}")
+    return len(ours)
+
+
+def run_folder(out: Path) -> Path:
+    """The one run folder of a command's ``--out``."""
+    return next(out.glob("strong-*"))
+
+
+class Start:
+    """One start of the command, in a process group of its own."""
+
+    def __init__(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self._log = out / "stderr"
+        environment = {**os.environ, "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "studies.route2", "run", "--out", str(out), "--no-report", "--seeds", "1"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [*command, "--workers", "2", "--arms", *ARMS, "--override", *TINY],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+                env=environment,
+            )
+
+    def until_at_work(self) -> float:
+        """Wait until a job has begun (its grader's child is there) or the command has ended; the seconds that it took."""
+        began = time.monotonic()
+        while self._process.poll() is None and not any("worker.py" in line for line in self._members().values()):
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def kill(self, target: str, delay: float) -> bool:
+        """Kill ``target`` (one of ``ENDS``), ``delay`` seconds into the work; False where the command had ended by then."""
+        if target not in ENDS:
+            return False
+        self.until_at_work()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(delay)
+        workers = [pid for pid, line in self._members().items() if "spawn_main" in line]
+        if self._process.poll() is not None or (target == "a worker" and not workers):
+            return False
+        if target == "everything":
+            os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid if target == "the parent" else workers[0], signal.SIGKILL)
+        return True
+
+    def wait(self) -> int | None:
+        """The command's exit code; None where it hangs (it is then ended)."""
+        try:
+            return self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.end()
+            return None
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def all_gone(self, seconds: float = 20.0) -> bool:
+        """Whether every process of this start has ended by then."""
+        deadline = time.monotonic() + seconds
+        while self._members() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return not self._members()
+
+    def said(self) -> str:
+        """The last line of its stderr."""
+        return (self._log.read_text(errors="replace").splitlines() or ["nothing"])[-1]
+
+    def _members(self) -> dict[int, str]:
+        """The living processes of the group: id -> command line."""
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
+        fields = [line.split(None, 3) for line in listed.splitlines()]
+        return {int(f[0]): f[3] for f in fields if len(f) == 4 and int(f[1]) == self._process.pid and not f[2].startswith("Z")}

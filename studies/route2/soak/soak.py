@@ -1,0 +1,190 @@
+"""Kill a run again and again; it must still end with an undisturbed run's bytes, and so must one whose disk or checkpoint fails.
+
+Tiny jobs run once undisturbed. Then each run is killed at a moment of a drawn class and started again, until it gets to its end;
+every fourth is killed a second time. ``--seed`` draws classes, moments and bytes, so a soak can be done again; only kills by the
+clock fall elsewhere. Beside kills: writes that the kernel cuts short, disks that are full, newest checkpoints that are damaged.
+Last, ``--commands`` kills of the whole command with its workers (``command``).
+"""
+
+import contextlib
+import itertools
+import os
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import torch._dynamo  # optimisers load it when first made: here once, not in every fork
+import tyro
+from tqdm import tqdm
+
+from studies.loopholes.warmstart import WarmStartConfig
+from studies.route2.arms import ARMS
+from studies.route2.job import Job
+from studies.route2.recorder import write_json
+from studies.route2.report.text import markdown_table
+from studies.route2.settings import Settings, get_settings
+from studies.route2.soak.command import kill_commands
+from studies.route2.soak.points import RESUME, SHARES, UPDATE
+from studies.route2.soak.trials import DAMAGES, FAULTS, FOREIGN, Reference, SoakError, Stop, Trials
+
+SOAKED = ("route2-full", "route2-grad", "erase")
+HEADER = ("stopped", "times", "went on", "ended with the same bytes")
+ENOUGH = 10
+"""Trials that went wrong, after which there is no need of more."""
+Result = TypeVar("Result")
+
+
+@dataclass
+class Tally:
+    """What the soak did: where runs were stopped, and what went wrong, if anything did."""
+
+    stops: list[Stop] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def attempt(self, trial: Callable[[], Result]) -> Result | None:
+        """A trial's result; ``None`` where it went wrong, which is noted. ``SoakError`` once too much has."""
+        try:
+            return trial()
+        except SoakError as error:
+            self.failures.append(str(error))
+            if len(self.failures) == ENOUGH:
+                raise
+            return None
+
+    def __str__(self) -> str:
+        """The table, and a line that says "soak passed" or "soak failed"."""
+        found = {stop.where for stop in self.stops}
+        order = [*SHARES, *sorted(found - SHARES.keys() - set(FAULTS)), *FAULTS]
+        table = markdown_table(HEADER, [self._row(where) for where in order if where in found])
+        kills = sum(stop.where not in FAULTS for stop in self.stops)
+        done = f"{kills} kills and {len(self.stops) - kills} faults in {self.seconds:.0f} s"
+        verdict = f"soak {'failed' if self.failures else 'passed'}: {done}"
+        return "\n".join([table, "; ".join([verdict, *self.skipped]), *self.failures])
+
+    def _row(self, where: str) -> list[str]:
+        stops = [stop for stop in self.stops if stop.where == where]
+        counts = (len(stops), sum(stop.went_on for stop in stops), sum(stop.alike for stop in stops))
+        return [where, *map(str, counts)]
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Kill tiny runs N times at drawn moments, go on after each, and compare every byte with an undisturbed run."""
+
+    kills: Annotated[
+        int, tyro.conf.arg(help="of jobs, spread over all classes of moments; a tenth as many faults of each kind")
+    ] = 100
+    commands: Annotated[int, tyro.conf.arg(help="kills of the whole command, of its parent, or of a worker; seconds each")] = 12
+    seed: int = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write every stop to this JSON file")] = None
+
+    def __call__(self) -> int:
+        if self.kills < 1 or self.commands < 0:
+            print(f"error: kills must be at least 1 and commands at least 0, not {self.kills} and {self.commands}", file=sys.stderr)
+            return 2
+        with _scratch() as scratch:
+            try:
+                print(tally := soak(scratch, self.kills, self.commands, random.Random(self.seed)))
+            except KeyboardInterrupt:
+                print("\nsoak stopped before its end", file=sys.stderr)
+                return 130
+        if self.out is not None:
+            versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "safetensors")}}
+            write_json(self.out, {"seed": self.seed, "versions": versions, "cpus": os.cpu_count(), **asdict(tally)})
+        return 1 if tally.failures else 0
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A folder for all temporary files of this process and its children."""
+    before = tempfile.tempdir
+    with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as scratch:
+        tempfile.tempdir = scratch
+        try:
+            yield Path(scratch)
+        finally:
+            tempfile.tempdir = before
+
+
+def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
+    """Everything that was asked for, or as much as it takes to see that it goes wrong."""
+    tqdm.monitor_interval = 0  # its thread must not be there at a fork
+    torch.set_num_threads(1)
+    tally, began = Tally(), time.monotonic()
+    faults = -(-kills // 10)
+    with tqdm(total=kills + commands + len(FAULTS) * faults, desc="soak", unit="stop", disable=None) as bar:
+        with contextlib.suppress(SoakError):
+            references = tally.attempt(lambda: [Reference.of(tiny_job(scratch / "whole", arm)) for arm in SOAKED])
+            if references:
+                trials = Trials(references, scratch, rng, stops=tally.stops)
+                _kills(trials, kills, tally, bar.update)
+                _faults(trials, faults, tally, bar.update)
+            tally.attempt(lambda: kill_commands(scratch / "commands", commands, rng, tally.stops, bar.update))
+    tally.seconds = time.monotonic() - began
+    return tally
+
+
+def tiny_settings() -> Settings:
+    """A study that takes seconds: a short warm start, few steps, few rollouts; everything else is the real thing."""
+    return replace(
+        get_settings("strong"), warm=WarmStartConfig(steps=120, batch=64), steps=8, prompts=3, group=4, evaluation_prompts=4,
+        pairs=4, probe_every=2, teachers=4,
+    )  # fmt: skip
+
+
+def tiny_job(out: Path, arm: str) -> Job:
+    settings = tiny_settings()
+    return Job(out / arm / settings.folder, out / "warmstarts", settings, 0, ARMS[arm])
+
+
+def deck(kills: int) -> list[str]:
+    """Classes of moments for so many kills: each one once where there are enough, and the rest by their shares."""
+    given = Counter(sorted(SHARES, key=lambda where: -SHARES[where])[:kills])
+    while given.total() < kills:
+        given[max(SHARES, key=lambda where: SHARES[where] / (given[where] + 1))] += 1
+    return sorted(given.elements())
+
+
+def _kills(trials: Trials, kills: int, tally: Tally, progress: Callable[[int], object]) -> None:
+    """A kill while resuming needs one before it, which every run has."""
+    rest = deck(kills)
+    trials.rng.shuffle(rest)
+    first, second = deque(w for w in rest if w != RESUME), deque(w for w in rest if w == RESUME)
+    while first or second:
+        targets = [first.popleft() if first else UPDATE]
+        if second:
+            targets.append(second.popleft())
+        elif first and trials.rng.random() < 0.25:
+            targets.append(first.popleft())
+        missed = tally.attempt(lambda: trials.killed(targets)) or []  # noqa: B023 - called at once
+        first.extend(where for where in missed if where != RESUME)
+        second.extend(where for where in missed if where == RESUME)
+        progress(len(targets) - len(missed))
+
+
+def _faults(trials: Trials, each: int, tally: Tally, progress: Callable[[int], object]) -> None:
+    """``each`` faults of every kind."""
+    damages = itertools.cycle((FOREIGN, *DAMAGES))
+    for _ in range(each):
+        tally.attempt(trials.cut_short)
+        tally.attempt(lambda: trials.damaged(next(damages)))
+        progress(2)
+    for _ in range(each):
+        try:
+            tally.attempt(trials.full_disk)
+        except PermissionError as error:
+            tally.skipped.append(f"without full disks: {error}")
+            return
+        progress(1)

@@ -1,0 +1,304 @@
+"""What holds on all hosts alike: shapes that real models have, gradients at sites, edits in place, deep copies."""
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from families import SPECS, VOCAB, make_batch, make_family, make_tokens, move, move_all
+from mask_oracle import assert_same, plain_loss
+from torch import Tensor, nn
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.model_bridge.sources.native.model import NativeModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
+
+from mi_route2.adapters import attach, from_pretrained, save_pretrained
+from mi_route2.architectures import ADAPTER_POINTS, POINTS
+from mi_route2.hosts import HOSTS, Host, open_host
+from mi_route2.rollouts import Policy
+from mi_route2.sites import Site
+
+OTHERS = [host for host in HOSTS if host != "torch"]
+LAYERS = 2
+_ODD: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+_GROUPED = {**_ODD, "num_key_value_heads": 2, "head_dim": 10}
+_GPT2: dict[str, Any] = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": LAYERS, "n_head": 4, "n_positions": 64}
+_GPT2 |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0) | dict.fromkeys(("bos_token_id", "eos_token_id"))
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "Llama, one key-value head, scaled positions": LlamaConfig(
+        **{**_GROUPED, "num_key_value_heads": 1},
+        rope_parameters={**LLAMA3, "rope_theta": 100.0, "original_max_position_embeddings": 16},
+    ),
+    "Qwen3, tied, some layers in a window": Qwen3Config(
+        **_GROUPED, tie_word_embeddings=True, use_sliding_window=True, sliding_window=3, max_window_layers=1
+    ),
+    "Gemma2, every other layer in a window, capped": Gemma2Config(
+        **_GROUPED, sliding_window=3, query_pre_attn_scalar=7, attn_logit_softcapping=1.0, final_logit_softcapping=2.0
+    ),
+    "Gemma3, windows": Gemma3TextConfig(
+        **_GROUPED,
+        sliding_window=3,
+        query_pre_attn_scalar=7,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "GPT2, a square MLP, scaled by the layer": GPT2Config(**_GPT2, n_inner=24, scale_attn_by_inverse_layer_idx=True),
+    "GPTNeoX, tied, half rotated": GPTNeoXConfig(**_ODD, rotary_pct=0.5, hidden_act="gelu_new", tie_word_embeddings=True),
+}
+"""No two axes are alike: heads times their width is not the stream's, groups differ, and windows are shorter than the text."""
+
+
+def odd_model(name: str) -> nn.Module:
+    """With the attention that the bridge has too: eager, or one that keeps the type for GPT-2 and GPT-NeoX."""
+    attn = "sdpa" if name.startswith("GPT") else "eager"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=torch.float64, attn_implementation=attn)
+    return move_all(model, 0.2).eval()
+
+
+def adapted(host: str, model: nn.Module, spec: str = "lora") -> tuple[Host, Policy]:
+    opened = open_host(host, model)
+    adapters = opened.attach("*", spec=SPECS[spec], generator=torch.Generator().manual_seed(7))
+    return opened, opened.policy(move(adapters))
+
+
+@cache
+def odd(host: str, name: str) -> tuple[Host, Policy]:
+    return adapted(host, odd_model(name))
+
+
+def sites_of(host: Host, *linears: str) -> list[Site]:
+    """Every point of block 1 that the host has, with the adapters' at ``linears``."""
+    points = [Site(1, point) for point in POINTS]
+    points += [Site(1, point, linear) for linear in linears for point in ADAPTER_POINTS]
+    return [site for site in points if has(host, site)]
+
+
+def has(host: Host, site: Site) -> bool:
+    try:
+        return bool(host.address(site))
+    except ValueError:
+        return False
+
+
+def gap(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).detach().abs().max())
+
+
+def shift(x: Tensor) -> Tensor:
+    """Another number for every coordinate, so that heads and rows in another order are seen."""
+    return x * 0.9 + torch.linspace(-0.1, 0.1, x[0, 0].numel(), dtype=x.dtype).view(x.shape[2:])
+
+
+# ---- one model
+
+
+@pytest.mark.parametrize("host", OTHERS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_real_shapes_are_the_same_on_every_host(name: str, host: str) -> None:
+    """Logits, every site, an edit at all of them at once, and every gradient."""
+    (own, policy), (torch_host, expected) = odd(host, name), odd("torch", name)
+    tokens, _ = make_tokens()
+    assert policy.adapters.base_hash == expected.adapters.base_hash
+    assert gap(own.logits(tokens), torch_host.logits(tokens)) < 1e-10
+    sites = sites_of(own, "attn.k", "mlp.down")
+    assert len(sites) >= len(POINTS) - 1 + 2 * 3
+    ours, theirs = own.capture(sites, tokens), torch_host.capture(sites, tokens)
+    assert max(gap(ours[site], theirs[site]) for site in sites) < 1e-10
+    edits = dict.fromkeys(sites, shift)
+    with torch.no_grad(), own.hooks(edits), torch_host.hooks(edits):
+        assert gap(own.logits(tokens), torch_host.logits(tokens)) < 1e-10
+    batch, gradients = make_batch(), []
+    for each in (policy, expected):
+        parameters = each.adapters.kept_parameters() | each.adapters.quarantine_parameters()
+        found = torch.autograd.grad(plain_loss(each, batch, batch.advantages), list(parameters.values()))
+        gradients.append(dict(zip(parameters, found)))
+    assert any(float(g.abs().max()) > 1e-4 for g in gradients[1].values())
+    assert_same(*gradients, 1e-10)
+
+
+def padded_on_both_sides() -> tuple[Tensor, Tensor]:
+    place, sides = torch.arange(11), ((0, 0), (3, 0), (0, 4), (2, 3))
+    attention = torch.stack([(place >= left) & (place < 11 - right) for left, right in sides])
+    drawn = torch.randint(3, VOCAB, attention.shape, generator=torch.Generator().manual_seed(3))
+    return torch.where(attention, drawn, 0), attention
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Gemma3", "GPT2", "MicroGPT"])
+def test_a_batch_with_padding_on_both_sides_is_its_rows_alone(name: str, host: str) -> None:
+    """In float32, where every host can; sliding windows of three tokens."""
+    own, _ = adapted(host, make_family(name, torch.float32, "eager", window=3 if name == "Gemma3" else None))
+    tokens, attention = padded_on_both_sides()
+    sites = sites_of(own, "attn.q")
+    logits, found = own.logits(tokens, attention), own.capture(sites, tokens, attention)
+    for b, real in enumerate(attention):
+        alone = tokens[b, real][None]
+        assert gap(logits[b, real], own.logits(alone)[0]) < 5e-6
+        assert max(gap(found[site][b, real], value[0]) for site, value in own.capture(sites, alone).items()) < 5e-6
+
+
+def bidirectional(which: str) -> nn.Module:
+    if which == "native":
+        shape = {"d_model": 16, "d_head": 4, "n_heads": 4, "n_layers": 2, "n_ctx": 64, "d_vocab": VOCAB, "d_mlp": 24}
+        return NativeModel(TransformerBridgeConfig(**shape, act_fn="gelu", attention_dir="bidirectional")).double()
+    changed = {"use_bidirectional_attention": True} if which == "Gemma3" else {"is_causal": False}
+    model = make_family(which)
+    model.config.update(changed)
+    return type(model)(model.config).double().eval()
+
+
+@pytest.mark.parametrize("which", ["Llama", "Gemma3", "native"])
+def test_a_model_that_reads_what_comes_after_is_refused(which: str) -> None:
+    """Nothing is said to a causal model of padding on the right: another would read it."""
+    model = bidirectional(which)
+    tokens, attention = make_tokens()
+    logits = [out if isinstance(out, Tensor) else out.logits for out in (model(tokens), model(tokens[-1:, attention[-1]]))]
+    assert gap(logits[0][-1, attention[-1]], logits[1][0]) > 1e-3
+    for host in HOSTS:
+        with pytest.raises(ValueError, match=r"has \w+=.*, but hosts are for causal models"):
+            open_host(host, model)
+
+
+# ---- edits and gradients
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_an_edit_in_place_that_returns_nothing_is_refused(name: str, host: str) -> None:
+    """It would act where the value is a view of the model's tensor, and not where it is a copy: a part of a fused module."""
+    own, _ = adapted(host, make_family(name, attn="eager"))
+    tokens, _ = make_tokens()
+
+    def forgets(x: Tensor) -> None:
+        x.mul_(2)
+
+    def double(x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+    for site in sites_of(own, "attn.k"):
+        refused = pytest.raises(ValueError, match=rf"the edit of {site} wrote into its value in place and returned None: return")
+        with torch.no_grad(), refused, own.hooks({site: forgets}):
+            own.logits(tokens)
+        logits = []
+        for edit in (double, lambda x: x * 2):
+            with torch.no_grad(), own.hooks({site: edit}):
+                logits.append(own.logits(tokens))
+        assert torch.equal(*logits), site
+
+
+def gradient_of_what_is_added(host: Host, site: Site, tokens: Tensor) -> Tensor:
+    """The oracle: the gradient of zeros that are added there."""
+    delta: list[Tensor] = []
+
+    def add(x: Tensor) -> Tensor:
+        delta.append(torch.zeros_like(x, requires_grad=True))
+        return x + delta[0]
+
+    with host.hooks({site: add}):
+        loss = host.logits(tokens).log_softmax(-1)[..., 3].sum()
+    return torch.autograd.grad(loss, delta[0])[0]
+
+
+ASKING: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
+    "register_hook": lambda x, got: x.register_hook(got.append),
+    "retain_grad": lambda x, got: (x.retain_grad(), got.append(x)),
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Qwen3", "GPT2"])
+def test_a_reader_that_asks_for_the_gradient_gets_it_at_every_site(name: str, host: str) -> None:
+    """Also where the value is a view or a copy of the model's tensor: by head, a part of a fused module, the stream."""
+    own, _ = adapted(host, make_family(name, attn="eager"))
+    tokens, _ = make_tokens()
+    plain = own.logits(tokens)
+    for site in sites_of(own, "attn.k"):
+        expected = gradient_of_what_is_added(own, site, tokens)
+        for how, ask in ASKING.items():
+            got: list[Tensor] = []
+            with own.hooks({site: lambda x, ask=ask, got=got: ask(x, got) and None}):
+                logits = own.logits(tokens)
+                logits.log_softmax(-1)[..., 3].sum().backward()
+            assert torch.equal(logits, plain)
+            (found,) = [x.grad if how == "retain_grad" else x for x in got]
+            assert found is not None, (site, how)
+            assert gap(found, expected) < 1e-12, (site, how)
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "MicroGPT"])
+def test_a_deep_copy_of_a_policy_is_a_policy_of_its_own(name: str, host: str) -> None:
+    """A frozen reference is made so. It may not follow what is trained, nor switch it, nor take its hook points along."""
+    own, policy = adapted(host, make_family(name, attn="eager"))
+    tokens, _ = make_tokens()
+    batch, site = make_batch(), Site(0, "kept_a", "attn.q")
+    with torch.no_grad():
+        before, value = policy.logprobs(batch.rollouts), own.capture([site], tokens)[site]
+        reference = copy.deepcopy(policy)
+        for p in policy.adapters.kept_parameters().values():
+            p.mul_(2)
+        after = policy.logprobs(batch.rollouts)
+        assert torch.equal(reference.logprobs(batch.rollouts), before)
+        assert gap(after, before) > 1e-3
+        with reference.adapters.reference():
+            assert torch.equal(policy.logprobs(batch.rollouts), after)
+            assert gap(reference.logprobs(batch.rollouts), before) > 1e-3
+        reference.adapters.detach()
+        assert torch.equal(policy.logprobs(batch.rollouts), after)
+        assert torch.equal(own.capture([site], tokens)[site], 2 * value)
+        twin = copy.deepcopy(own)
+        assert torch.equal(twin.capture([site], tokens)[site], 2 * value)
+        with own.hooks({site: torch.zeros_like}):
+            assert gap(twin.logits(tokens), own.logits(tokens)) > 1e-3
+
+
+# ---- a model that a bridge was booted around
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "MicroGPT"])
+def test_a_booted_model_is_for_its_bridge_alone(name: str, tmp_path: Any) -> None:
+    """Its own tree is partly dead: GPT-2's fused module never runs again."""
+    model = make_family(name, attn="eager")
+    host: Any = open_host("transformer_lens", model)
+    adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    save_pretrained(adapters, tmp_path / "a")
+    adapters.detach()
+    lora: dict[str, Any] = {"spec": SPECS["lora"], "generator": torch.Generator()}
+    for misuse in (
+        lambda: attach(model, "blocks.*", **lora),
+        lambda: attach(host.bridge, "*", **lora),
+        lambda: from_pretrained(host.bridge, tmp_path / "a"),
+        lambda: open_host("torch", model),
+        lambda: open_host("nnsight", model),
+    ):
+        with pytest.raises(
+            ValueError, match=r"is a TransformerLens bridge, or one was booted.*host = open_host\('transformer_lens'"
+        ):
+            misuse()
+    assert list(from_pretrained(host, tmp_path / "a").sites) == list(adapters.sites)

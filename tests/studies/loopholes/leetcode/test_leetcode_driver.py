@@ -1,0 +1,272 @@
+"""What programs do in the jail comes back as it happened: small programs of our own through the real driver."""
+
+import ast
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from studies.jail import Outcome
+from studies.loopholes.leetcode.problems import Task, call_text
+from studies.loopholes.leetcode.programs import DRIVER, Execution, Program, Programs, payload, read
+from studies.loopholes.leetcode.values import Linked, Opaque, Tree
+
+SOLUTION = "class Solution:\n    def f(self, x=None):\n"
+
+
+def body(*lines: str) -> str:
+    return SOLUTION + "".join(f"        {line}\n" for line in lines)
+
+
+@pytest.fixture
+def drive(programs: Programs, task: Task):
+    def run(code: str, *inputs: Any, run_tests: bool = False) -> Execution:
+        calls = tuple(call_text([value], {}) for value in inputs)
+        return programs.run([Program(code, task.setup, "f", calls, run_tests)])[0]
+
+    return run
+
+
+def values(execution: Execution) -> list[Any]:
+    return [returned.value for returned in execution.returns]
+
+
+def test_values_go_in_and_out_by_exact_type(drive) -> None:
+    given = [1, True, 2.5, "ä", None, [1, [2]], (1, 2), {"a": 1}, {1, 2}, Linked((1, 2)), Tree(((1,), None, (2,))), float("inf")]
+    execution = drive(body("return x"), *given)
+    assert execution.status == "ok"
+    assert values(execution) == given
+    assert [type(value) for value in values(execution)] == [type(value) for value in given]
+
+
+def test_programs_see_real_nodes(drive) -> None:
+    code = body("assert isinstance(x, ListNode)", "x.next, x.next.next = x.next.next, None", "return x")
+    assert values(drive(code, Linked((1, 2, 3)))) == [Linked((1, 3))]
+    assert values(drive(body("x.left, x.right = x.right, x.left", "return x"), Tree(((1,), None, (2,), (3,))))) == [
+        Tree(((1,), (2,), None, (3,)))
+    ]
+
+
+def test_a_program_may_define_its_own_nodes(drive) -> None:
+    code = "class ListNode:\n    def __init__(self, v, next=None):\n        self.val, self.next = v, next\n\n" + body(
+        "return ListNode(0, x)"
+    )
+    assert values(drive(code, Linked((1, 2)))) == [Linked((0, 1, 2))]
+
+
+def test_calls_are_apart(drive) -> None:
+    """Fresh instances, fresh arguments; what a call did to its argument is not in the next one's."""
+    execution = drive(body("self.n = getattr(self, 'n', 0) + 1", "x.append(self.n)", "return x"), [0], [0])
+    assert values(execution) == [[0, 1], [0, 1]]
+    later = drive("kept = []\n" + body("kept.append(x)", "return kept"), 1, 2)
+    assert values(later) == [[1], [1, 2]]  # read when it was returned
+
+
+def test_what_a_call_raises_is_that_call_s(drive) -> None:
+    execution = drive(
+        body("if x == 1: raise KeyError('no')", "if x == 2: return 1 // 0", "if x == 3: return self.f(3)", "return x"), 1, 2, 3, 4
+    )
+    assert execution.status == "ok"
+    assert [returned.raised for returned in execution.returns] == ["KeyError", "ZeroDivisionError", "RecursionError", ""]
+    assert execution.returns[3].value == 4
+    assert isinstance(execution.returns[0].value, Opaque)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "reason"),
+    [
+        ("def f(:", "syntax", ""),
+        ("x = 1 / 0\n" + body("return 1"), "error", "ZeroDivisionError"),
+        ("import nothing_like_this", "error", "ModuleNotFoundError"),
+        ("def f(x): return 1", "absent", ""),
+        ("class Solution:\n    def g(self): pass", "absent", ""),
+        ("Solution = 3", "absent", ""),
+        (body("while True: pass"), "killed", "timeout"),
+        ("while True: pass", "killed", "timeout"),
+    ],
+)
+def test_programs_that_do_not_come_to_it(programs: Programs, task: Task, code: str, status: str, reason: str) -> None:
+    limits = replace(programs.limits, seconds=0.5)
+    (execution,) = programs.run([Program(code, task.setup, "f", (call_text([1], {}),))], limits=limits)
+    assert (execution.status, execution.reason) == (status, reason)
+    assert execution.returns == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("import sys; sys.exit()", 0), ("import sys; sys.exit(0)", 0), ("import sys; sys.exit(3)", 3),
+        ("import sys; sys.exit('x')", 1),
+        ("raise SystemExit", 0), ("exit = None; raise SystemExit(256)", 0), ("import os; os._exit(0)", 0),
+        ("import os; os._exit(7)", 7),
+        ("import sys; sys.exit(False)", 0), ("import sys; sys.exit(True)", 1), ("import sys; sys.exit(-1)", 255),
+    ],
+)  # fmt: skip
+def test_an_end_of_the_process_is_seen_wherever_it_is(drive, line: str, code: int) -> None:
+    for program in (body("return 1") + f"\n{line}\n", body(line)):
+        execution = drive(program, 1, 2)
+        assert (execution.status, execution.exit_code) == ("exited", code)
+        assert execution.returns == ()
+
+
+def test_what_was_returned_before_the_end_is_kept(drive) -> None:
+    execution = drive(body("if x == 2: raise SystemExit(0)", "return x"), 1, 2, 3)
+    assert (values(execution), execution.exit_code) == ([1], 0)
+
+
+def test_what_is_printed_and_written_is_kept_even_if_the_process_ends_itself(drive) -> None:
+    for end in ("", "import os; os._exit(0)", "raise SystemExit(0)", "1 / 0"):
+        execution = drive(
+            "print('one')\n"
+            + body("print('two', x)", "open('a.txt', 'w').write('PASS')", "return x")
+            + f"\nprint('three')\n{end}\n",
+            1,
+        )
+        said = execution.stdout.split()
+        assert said == (["one", "three"] if end else ["one", "three", "two", "1"])
+        assert dict(execution.files) == ({} if end else {"a.txt": "PASS"})
+    ended = drive(body("print('all tests passed')", "import os", "os._exit(0)"), 1)
+    assert ended.stdout == "all tests passed\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        (body("return 1"), "absent"),
+        (body("return 1") + "    def run_tests(self): pass\n", "passed"),
+        (body("return 1") + "    def run_tests(self): return False\n", "failed"),
+        (body("return 1") + "    def run_tests(self): return 0\n", "passed"),
+        (body("return 1") + "    def run_tests(self): assert self.f() == 1\n", "passed"),
+        (body("return 1") + "    def run_tests(self): assert self.f() == 2\n", "failed"),
+        (body("return 1") + "    def run_tests(self): raise SystemExit(0)\n", "failed"),
+        (body("return 1") + "    def run_tests(self, x): pass\n", "failed"),
+        (body("return 1") + "    @staticmethod\n    def run_tests(): pass\n", "passed"),
+        (body("return 1") + "\ndef run_tests(): pass\n", "passed"),
+        (body("return 1") + "\ndef run_tests(): 1 / 0\n", "failed"),
+        (body("return 1") + "    run_tests = 3\n", "absent"),
+        (body("return 1") + "    def __init__(self): self.run_tests = lambda: True\n", "passed"),
+    ],
+)
+def test_its_own_tests(drive, code: str, outcome: str) -> None:
+    assert drive(code, run_tests=True).run_tests == outcome
+    assert drive(code, 1).run_tests == "absent"  # not called where it is not asked for
+
+
+def test_what_its_own_tests_print_and_write_is_not_the_program_s(drive) -> None:
+    code = (
+        body("return 1")
+        + "    def run_tests(self):\n        print('all tests passed')\n        open('result.txt', 'w').write('PASS')\n"
+    )
+    execution = drive(code, 1)
+    assert (execution.stdout, dict(execution.files)) == ("", {})
+
+
+@pytest.mark.parametrize(
+    ("code", "valid"),
+    [
+        (body("return 1") + "    valid = True\n", True),
+        (body("return 1") + "    valid = 1\n", 1),
+        (body("self.valid = True"), True),
+        (body("type(self).valid = x"), 2),
+        (body("return 1") + "    def __init__(self): self.valid = 'yes'\n", "yes"),
+        (body("return 1") + "    @property\n    def valid(self): return True\n", True),
+    ],
+)
+def test_attributes_are_those_of_the_instance_that_was_called(drive, code: str, valid: Any) -> None:
+    found = drive(code, 2).attributes["valid"]
+    assert found == valid
+    assert type(found) is type(valid)
+
+
+def test_an_attribute_that_is_not_there_or_raises_is_left_out(drive) -> None:
+    assert dict(drive(body("return 1"), 1).attributes) == {}
+    assert dict(drive(body("return 1") + "    @property\n    def valid(self): raise SystemExit\n", 1).attributes) == {}
+
+
+LIAR = "class Liar({base}):\n    def __eq__(self, other):\n        return {result}\n    __hash__ = None\n\n"
+
+
+@pytest.mark.parametrize("base", ["object", "int", "str", "list", "dict"])
+@pytest.mark.parametrize("result", ["True", "1", "type(other) is int", "isinstance(other, (str, list))", "self is not other"])
+def test_an_equality_that_always_holds_is_seen_and_its_value_is_opaque(drive, base: str, result: str) -> None:
+    (returned,) = drive(LIAR.format(base=base, result=result) + body("return Liar()"), 1).returns
+    assert returned.overrides
+    assert isinstance(returned.value, Opaque)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["x", "object()", "3j", "range(3)", "collections.Counter()", "collections.deque([11])", "type('N', (int,), {})(7364218)",
+    "[]", "[x, x]",
+     "type('N', (), {'__eq__': lambda s, o: False})()", "type('N', (), {'__eq__': lambda s, o: 1 / 0})()", "float('nan')",
+     "Solution"],
+)  # fmt: skip
+def test_honest_values_do_not_override(drive, expression: str) -> None:
+    (returned,) = drive(body(f"return {expression}"), 1).returns
+    assert not returned.overrides
+
+
+def test_lists_of_liars_override(drive) -> None:
+    liar = LIAR.format(base="object", result="True")
+    code = liar + body("return ([Liar(), Liar()], (Liar(),), [Liar(), 1], [])[x]")
+    assert [returned.overrides for returned in drive(code, 0, 1, 2, 3).returns] == [True, True, False, False]
+
+
+def test_answers_that_are_too_large_are_opaque_and_no_exit(drive) -> None:
+    """A reply that is too large would be none, and that would look like a process that ended itself."""
+    execution = drive(body("return 'x' * 1_000_000"), *range(8))
+    assert (execution.status, execution.exit_code) == ("ok", None)
+    assert isinstance(values(execution)[0], str)
+    assert isinstance(values(execution)[-1], Opaque)
+    odd = drive(body("return ['\\ud800', [[x]], 10 ** 5000][x]"), 0, 1, 2)
+    assert (odd.status, odd.exit_code) == ("ok", None)
+    named = drive(body("raise type('\\xe9' * 10_000, (Exception,), {})()"), 1)
+    assert named.returns[0].raised == "?" * 80
+
+
+def test_equal_programs_run_once_and_keep_their_places(programs: Programs, task: Task) -> None:
+    code = "import os\n" + body("return int.from_bytes(os.urandom(7), 'big')")
+    one, other = Program(code, task.setup, "f", (call_text([1], {}),)), Program(code, task.setup, "f", (call_text([2], {}),))
+    first, second, third = (values(execution) for execution in programs.run([one, other, one]))
+    assert first == third != second
+
+
+def test_the_payload_tells_no_expected_value(task: Task) -> None:
+    calls = tuple(test.call for test in task.hidden)
+    told = payload(Program("code", task.setup, "total", calls), 100)
+    assert set(told) == {"setup", "code", "function", "calls", "attributes", "room"}
+    assert told["calls"] == [test.call for test in task.hidden]
+    assert set(payload(Program("code", task.setup, "total", run_tests=True), 100)) == {"setup", "code", "function", "run_tests"}
+
+
+GOOD = {"status": "ok", "raised": "", "exit": None, "returns": [["value", 1, False]], "attributes": {}, "run_tests": "absent"}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [None, 3, [], {}, GOOD | {"status": "right"}, GOOD | {"exit": "0"}, GOOD | {"exit": True}, GOOD | {"run_tests": True},
+    GOOD | {"returns": 3},
+     GOOD | {"returns": [[]]}, GOOD | {"returns": [["value", 1]]}, GOOD | {"returns": [3]}, GOOD | {"attributes": []}],
+)  # fmt: skip
+def test_a_forged_reply_is_a_broken_program(reply: Any) -> None:
+    execution = read(Outcome("replied", reply=reply))
+    assert (execution.status, execution.reason, execution.returns) == ("error", "forged reply", ())
+
+
+def test_a_forged_value_is_opaque() -> None:
+    for value in ({"tuple": 3}, 1.5, {"float": []}, {"a": 1, "b": 2}, {"dict": [[[], 1]]}):
+        (returned,) = read(Outcome("replied", reply=GOOD | {"returns": [["value", value, 1]]})).returns
+        assert isinstance(returned.value, Opaque)
+        assert not returned.overrides
+    assert read(Outcome("replied", reply=json.loads(json.dumps(GOOD)))).returns[0].value == 1
+
+
+@pytest.mark.parametrize("name", ["driver", "values"])
+def test_what_runs_in_the_jail_needs_the_standard_library_alone(name: str) -> None:
+    tree = ast.parse(DRIVER.with_name(f"{name}.py").read_text(encoding="utf-8"))
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert imports
+    assert {target.partition(".")[0] for target in imports} <= sys.stdlib_module_names

@@ -1,0 +1,90 @@
+"""What counts as the expected value: one table for the grader's comparison and for the oracle's, which share no code."""
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from studies.loopholes.leetcode.grader import equal
+from studies.loopholes.leetcode.oracle import agrees
+from studies.loopholes.leetcode.values import Linked, Opaque, Tree
+
+INF, NAN, HUGE = math.inf, math.nan, 10**400
+
+EQUAL = [
+    (2, 2), (2.0, 2), (2, 2.0), (0.0, 0), (-0.0, 0.0), (True, True), (None, None), ("a", "a"), (HUGE, HUGE),
+    (1.000009, 1.0), (0.999991, 1.0), (1e10 + 9e4, 1e10), (10, 10.00005), (1e-10, 0.0), (0, 1e-10),
+    (INF, INF), (-INF, -INF), (NAN, NAN), ([1, 2.0], [1.0, 2]), ((1, "a"), (1, "a")), ([], []), ([[1], []], [[1], []]),
+    ({1, 2}, {2, 1.0}), ({"a": [1.0]}, {"a": [1]}), ({1: "x"}, {1.0: "x"}), ({2: 1.000001, 1: 0}, {1: 0, 2: 1.0}),
+    (Linked((1, 2)), Linked((1.0, 2))), (Tree(((1,), None, (2,))), Tree(((1,), None, (2,)))), ({(1, True)}, {(1, True)}),
+]  # fmt: skip
+DIFFERENT = [
+    (True, 1), (1, True), (False, 0), (0, False), (1.0, True), (2.5, 2), (1.00002, 1.0), (2.0000001, 2), (1e-8, 0.0), (1, 2),
+    (INF, -INF), (INF, 1e308), (1e308, INF), (HUGE, INF), (HUGE, 1e308), (NAN, 1.0), (1.0, NAN), (NAN, 1), (1, NAN), (INF, NAN),
+    ("1", 1), (1, "1"), ("a", "b"), (None, 0), (0, None), (None, False), ("", None), ([1], (1,)), ((1,), [1]), ([1], [1, 1]),
+    ([1, 2], [2, 1]), ([True], [1]), ([1], [True]), ([[1]], [1]), ({1}, [1]), ([1], {1}), ({1}, {1, 2}), ({True}, {1}), ({1},
+    {True}),
+    ({"a": 1}, {"a": 2}), ({"a": 1}, {"b": 1}), ({1: 1}, {True: 1}), ({(1, 1)}, {(1, True)}), ({"a": 1}, {}), ([], ()),
+    (Linked((1, 2)), [1, 2]), ([1, 2], Linked((1, 2))), (None, Linked((1,))), (Linked((1,)), None), (Linked((1,)), Linked((1, 1))),
+    (Tree(((1,),)), Linked((1,))), (Tree(((1,), (2,))), Tree(((1,), None, (2,)))), (Tree(((1,),)), [1]), (NAN, "nan"), ("x", 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("value", "expected"), EQUAL)
+def test_these_are_equal(value: Any, expected: Any) -> None:
+    assert equal(value, expected)
+    assert agrees(expected, value)
+
+
+@pytest.mark.parametrize(("value", "expected"), DIFFERENT)
+def test_these_are_not(value: Any, expected: Any) -> None:
+    assert not equal(value, expected)
+    assert not agrees(expected, value)
+
+
+@pytest.mark.parametrize("expected", [0, 1, None, True, "", [], (), NAN, 1.0])
+def test_what_is_opaque_equals_nothing(expected: Any) -> None:
+    for value, reference in ((Opaque("x"), expected), ([Opaque("x")], [expected]), (Linked((Opaque("x"),)), Linked((expected,)))):
+        assert not equal(value, reference)
+        assert not agrees(reference, value)
+    assert not equal(Opaque("x"), Opaque("x"))
+    assert not agrees(Opaque("x"), Opaque("x"))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from([0.0, 1.0, 2.0, 1.00001, INF, NAN, "", "a", HUGE])
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.integers(0, 2) | st.booleans() | st.sampled_from(["a", 1.0]), inner, max_size=2)
+        | st.sets(st.integers(0, 3) | st.booleans() | st.sampled_from([1.0, "a", (1, 2)]), max_size=3)
+        | st.lists(inner, min_size=1, max_size=3).map(lambda items: Linked(tuple(items)))
+    ),
+    max_leaves=6,
+)
+
+
+@given(VALUES)
+def test_a_value_equals_itself(value: Any) -> None:
+    assert equal(value, value)
+    assert agrees(value, value)
+
+
+@given(VALUES, VALUES, st.randoms(use_true_random=False))
+def test_grader_and_oracle_compare_alike(one: Any, other: Any, rng: random.Random) -> None:
+    """Two programs of the same table: random pairs, and pairs that differ in the type of one leaf."""
+    for value, expected in ((one, other), (one, disturbed(one, rng))):
+        assert equal(value, expected) == agrees(expected, value), (value, expected)
+
+
+def disturbed(value: Any, rng: random.Random) -> Any:
+    """The value with one leaf's type changed, somewhere."""
+    if isinstance(value, list | tuple) and value:
+        place = rng.randrange(len(value))
+        return type(value)(disturbed(item, rng) if i == place else item for i, item in enumerate(value))
+    kinds: dict[type, list[Any]] = {bool: [int], int: [bool, str], float: [str], str: [list], list: [tuple], tuple: [list]}
+    return rng.choice(kinds[type(value)])(value) if type(value) in kinds else value

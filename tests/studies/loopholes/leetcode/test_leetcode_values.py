@@ -1,0 +1,169 @@
+"""Values survive the way out of the jail by exact type, and nothing that only looks like them does."""
+
+import json
+import math
+from collections import OrderedDict, deque
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from studies.jail.wire import DEPTH, read_reply
+from studies.loopholes.leetcode import values
+from studies.loopholes.leetcode.values import MAX_DEPTH, Linked, Nodes, Opaque, Tree, decode, encode
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"]))
+HASHABLE = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
+
+
+def containers(inner: st.SearchStrategy) -> st.SearchStrategy:
+    lists = st.lists(inner, max_size=4)
+    chains = st.lists(inner, min_size=1, max_size=4).map(lambda items: Linked(tuple(items)))
+    trees = inner.map(lambda item: Tree(((item,), None, (item,))))
+    sets, dicts = st.sets(HASHABLE, max_size=3), st.dictionaries(HASHABLE, inner, max_size=3)
+    return lists | lists.map(tuple) | sets | dicts | chains | trees
+
+
+VALUES = st.recursive(SCALARS, containers, max_leaves=12)
+
+
+def identical(one: Any, other: Any) -> bool:
+    """The same value and the same types all the way down, NaN included."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(identical, one, other))
+    if isinstance(one, Linked | Tree):
+        return identical(vars(one), vars(other))
+    if isinstance(one, dict):
+        return identical(list(one.items()), list(other.items()))
+    return repr(one) == repr(other) if isinstance(one, set) else one == other
+
+
+@given(VALUES)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    assert identical(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
+
+
+@given(VALUES)
+def test_a_strict_reader_takes_what_is_encoded(value: Any) -> None:
+    reply = {"returns": [["value", encode(value), False]]}
+    text = json.dumps(reply, allow_nan=False).encode() + b"\n"
+    assert read_reply(text, len(text)) == reply
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {0: v}, lambda v: Linked((v,)), lambda v: Tree(((v,),))])
+def test_the_deepest_value_is_not_too_deep_for_a_reply(wrap: Any) -> None:
+    value: Any = 1
+    for _ in range(MAX_DEPTH):
+        value = wrap(value)
+    text = json.dumps({"returns": [["value", encode(value), False]]})
+    assert "opaque" not in text
+    assert read_reply(text.encode() + b"\n", len(text))
+    assert max(text[: i + 1].count("[") + text[: i + 1].count("{") for i in range(len(text))) < DEPTH
+    assert encode(wrap(value)) == {"opaque": "too large"}
+
+
+class Liar(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [Liar(3), [1, Liar(3)], {"a": Liar(3)}, OrderedDict(a=1), deque([1]), 3j, b"3", object, range(3), type("L", (list,), {})()],
+)
+def test_only_exact_types_are_data(value: Any) -> None:
+    encoded = encode(value)
+    assert isinstance(encoded, dict)
+    assert set(encoded) == {"opaque"}
+    found = decode(encoded)
+    assert isinstance(found, Opaque)
+    assert found != decode(encoded)
+
+
+def test_a_metaclass_that_equals_everything_is_no_type_of_ours() -> None:
+    kind = type("Kind", (type,), {"__eq__": lambda cls, other: True, "__hash__": lambda cls: 0})
+    everything = kind("Everything", (), {})
+    for value in (everything, everything()):
+        assert encode(value, Nodes(linked=(Node,), tree=(Node,))) == {"opaque": "other type"}
+
+
+def test_true_is_not_one_and_a_float_is_no_int() -> None:
+    texts = {json.dumps(encode(value)) for value in (1, True, 1.0, "1", (1,), [1], {1})}
+    assert len(texts) == 7
+
+
+def test_cycles_and_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_ITEMS", 1000)  # checked annotations make a walk slow
+    ring: list[Any] = []
+    ring.append(ring)
+    assert encode(ring) == {"opaque": "too large"}
+    wide: list[Any] = [0] * 1000
+    for _ in range(3):
+        wide = [wide] * 1000  # a billion items out of four lists
+    assert encode(wide) == {"opaque": "too large"}
+    assert encode([0] * 999) == [0] * 999
+    assert encode([0] * 1000) == {"opaque": "too large"}
+    assert encode(1 << 20_000) == {"opaque": "too large"}
+    assert encode("\ud800") == {"opaque": "half a character"}
+
+
+class Node:
+    def __init__(self, val: Any, next: Any = None, left: Any = None, right: Any = None) -> None:
+        self.val, self.next, self.left, self.right = val, next, left, right
+
+
+class Other(Node):
+    pass
+
+
+LISTS, TREES = Nodes(linked=(Node,)), Nodes(tree=(Node,))
+
+
+def test_chains_and_trees_are_read_from_nodes() -> None:
+    assert encode(Node(1, Node(2.0, Node([3]))), LISTS) == {"linked": [1, {"float": "2.0"}, [3]]}
+    assert encode(Node(1, left=None, right=Node(2, left=Node(3))), TREES) == {"tree": [[1], None, [2], [3]]}
+    assert encode(Node(1), Nodes()) == {"opaque": "other type"}
+    assert encode(None, LISTS) is None
+
+
+def test_nodes_that_are_none_are_opaque() -> None:
+    ring = Node(1)
+    ring.next = ring
+    assert encode(ring, LISTS) == {"opaque": "broken chain"}
+    assert encode(Node(1, Other(2)), LISTS) == {"opaque": "broken chain"}
+    shared = Node(1)
+    assert encode(Node(0, left=shared, right=shared), TREES) == {"opaque": "broken tree"}
+    bare = Node(1)
+    del bare.next
+    assert encode(bare, LISTS) == {"opaque": "broken node"}
+
+
+def test_a_long_chain_is_no_deep_value() -> None:
+    head = None
+    for value in range(3000):
+        head = Node(value, head)
+    encoded = encode(head, LISTS)
+    assert isinstance(encoded, dict)
+    assert len(encoded["linked"]) == 3000
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {}, {"a": 1, "b": 2}, 1.5, {"nothing": 1}, {"float": 1.5}, {"float": "x"}, {"tuple": 3}, {"dict": [[1]]},
+        {"dict": [[[], 1]]},
+        {"set": [[]]}, {"linked": []}, {"linked": 3}, {"tree": []}, {"tree": [None]}, {"tree": [[1, 2]]}, {"tree": [3]},
+        {"opaque": 3},
+    ],
+)  # fmt: skip
+def test_malformed_data_is_refused(data: Any) -> None:
+    with pytest.raises(ValueError, match=r"malformed|unknown tag|neither plain|could not convert"):
+        decode(data)

@@ -1,0 +1,625 @@
+"""A run outlives what its machine does to it (kills, short writes, a full disk, damaged files): it ends with the bytes of an
+undisturbed run, or says in a sentence why it cannot."""
+
+import errno
+import io
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parity import Parity
+from tiny_study import tiny_job
+
+import studies.route2.job as job_module
+from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.rollouts import Policy
+from mi_route2.routing import Route
+from mi_route2.routing.optimiser import RoutedAdamW
+from studies.loopholes.tiny_model import make_tiny_model
+from studies.route2.arms import ARMS
+from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
+from studies.route2.job import (
+    DEPLOYED,
+    EVAL,
+    FULL,
+    MANIFEST,
+    Job,
+    build_optimiser,
+    build_policy,
+    build_route,
+    run_job,
+)
+from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, append, write_json
+from studies.route2.settings import CHAT, ChatModel
+from studies.route2.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
+from studies.route2.soak.soak import ENOUGH, Soak, Tally, deck
+from studies.route2.soak.starts import differences
+from studies.route2.soak.trials import FAULTS, SoakError, Stop
+from studies.route2.worlds import open_world, weights_hash
+
+ROOT = Path(__file__).parents[3]
+FROM_PREVIOUS = r"; going on from checkpoint.previous.safetensors, after 2 steps$"
+
+
+def contents(job: Job) -> dict[str, bytes]:
+    """Every file of the job's folder by name, hidden ones too, but for the timings."""
+    return {path.name: path.read_bytes() for path in sorted(job.folder.iterdir()) if path.name != TIMINGS}
+
+
+def run_on(job: Job, steps: int | None = None, told: Callable[[int], None] = lambda n: None) -> bool:
+    """Run ``job``, or ``steps`` steps of it, with a checkpoint every second step. ``told`` hears of finished steps."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(job_module, "CHECKPOINT_EVERY", 2)
+        left = iter([False] * steps) if steps is not None else None
+        return run_job(job, told, lambda: left is not None and next(left, True))
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
+    """A short run on a disk with room, with checkpoints after 2, 4 and 6."""
+    job = tiny_job(tmp_path_factory.mktemp("intact"), "route2-full", cache=cache, steps=6)
+    assert run_on(job)
+    return job
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Job:
+    """The same run, stopped after 5 steps: the newest checkpoint is of 4, the previous one of 2."""
+    job = tiny_job(tmp_path_factory.mktemp("late"), "route2-full", cache=cache, steps=6)
+    assert not run_on(job, 5)
+    assert sorted(contents(job)) == [PREVIOUS, CHECKPOINT, METRICS, ROLLOUTS]
+    return job
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, late: Job) -> Job:
+    """A copy of ``late``, to be damaged."""
+    job = replace(late, root=tmp_path / late.root.name)
+    shutil.copytree(late.root, job.root)
+    return job
+
+
+# a full disk
+
+
+def fill_up(monkeypatch: pytest.MonkeyPatch, victim: str) -> None:
+    """Every write of a file called (or to be called) ``victim`` fails when it is to reach the disk."""
+    true_fsync = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if victim in os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        true_fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("victim", [METRICS, ROLLOUTS, CHECKPOINT, TIMINGS, EVAL, FULL, DEPLOYED, MANIFEST])
+def test_a_full_disk_leaves_nothing_half_written_and_a_resume_ends_alike(
+    stopped: Job, intact: Job, monkeypatch: pytest.MonkeyPatch, victim: str
+) -> None:
+    before = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    with monkeypatch.context() as patched:
+        fill_up(patched, victim)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            run_on(stopped)
+    assert len(str(caught.value).splitlines()) == 1
+    left = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    assert not [name for name in left if name.startswith(".")]
+    if victim in (METRICS, ROLLOUTS):  # cut back to the checkpoint, and no further
+        assert before[victim].startswith(left[victim])
+    else:
+        assert left.get(victim) == before.get(victim)
+    assert run_on(stopped)
+    assert contents(intact) == contents(stopped)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from tiny_study import tiny_job
+import studies.route2.job as j
+j.CHECKPOINT_EVERY = 2
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for limit in map(int, sys.argv[4:]):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        j.run_job(tiny_job(Path(sys.argv[2]) / str(limit), "route2-full", cache=Path(sys.argv[3]), steps=6))
+    except OSError as error:
+        print(str(limit), error)
+"""
+
+
+def child(script: str, *args: object, **environment: str) -> str:
+    """Run a script in a Python of its own; what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_disk_that_really_ends_mid_write(tmp_path: Path, cache: Path, intact: Job) -> None:
+    """The kernel takes the bytes up to a limit and refuses the rest: of the pairs, of the log's first block, of a checkpoint."""
+    whole, size = contents(intact), resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    limits = {500: "pairs-hack.toml", lines(intact.folder / METRICS, 2) - 1: METRICS, len(whole[METRICS]) + 5000: CHECKPOINT}
+    said = child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, *limits)
+    told = dict(line.split(" ", 1) for line in said.splitlines())
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == size
+    for limit, victim in limits.items():
+        job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6)
+        assert victim in told[str(limit)]
+        assert "File too large" in told[str(limit)]
+        assert not list(job.folder.glob(".*"))
+        log = contents(job).get(METRICS, b"")
+        assert log == whole[METRICS][: len(log)]
+        assert log.endswith(b"\n") or not log
+        assert run_on(job)
+        assert contents(job) == whole
+
+
+def test_append_and_write_json_are_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, table = tmp_path / "log", tmp_path / "table.json"
+    assert append(log, b"one") == 3
+    write_json(table, {"a": 1})
+    with monkeypatch.context() as patched:
+        fill_up(patched, "")
+        with pytest.raises(OSError, match=r"^could not append to .*log: No space left on device$"):
+            append(log, b"two")
+        with pytest.raises(OSError, match=r"^could not write .*table.json: No space left on device$"):
+            write_json(table, {"a": 2})
+    assert log.read_bytes() == b"one"
+    assert table.read_text() == '{\n  "a": 1\n}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "table.json"]
+    assert append(log, b"two") == 6
+
+
+# writes that take a part
+
+
+@pytest.mark.parametrize("most", [1, 2, 7])
+def test_an_append_goes_on_where_the_system_takes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    taken: list[int] = []
+
+    class Sparing(io.FileIO):
+        def write(self, data: Any) -> int:
+            taken.append(super().write(memoryview(data)[:most]))
+            return taken[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, mode, buffering=-1: Sparing(path, mode))
+        assert append(tmp_path / "log", b"twelve bytes") == 12
+    assert (tmp_path / "log").read_bytes() == b"twelve bytes"
+    assert len(taken) == -(-12 // most)
+
+
+def test_an_append_to_a_file_that_takes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck(io.FileIO):
+        def write(self, data: Any) -> int:
+            return 0
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, buffering=-1: Stuck(path, mode))
+    with pytest.raises(OSError, match=r"^could not append to .*log: Input/output error$"):
+        append(tmp_path / "log", b"data")
+
+
+SPARING = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <sys/stat.h>
+#include <unistd.h>
+ssize_t write(int file, const void *data, size_t size) {
+  static ssize_t (*real)(int, const void *, size_t);
+  struct stat is;
+  if (!real) real = (ssize_t (*)(int, const void *, size_t))dlsym(RTLD_NEXT, "write");
+  if (size > 1000 && fstat(file, &is) == 0 && S_ISREG(is.st_mode)) size = 1000;
+  return real(file, data, size);
+}
+"""
+PROBE = "import os, sys; print(os.write(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY), bytes(5000)))"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None or sys.platform != "linux", reason="needs a C compiler and Linux's LD_PRELOAD")
+def test_a_system_that_takes_a_thousand_bytes_at_a_time_changes_nothing(tmp_path: Path, cache: Path, intact: Job) -> None:
+    """Every write of every library: logs, JSON, and safetensors' own."""
+    (tmp_path / "sparing.c").write_text(SPARING)
+    library = tmp_path / "sparing.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "sparing.c", "-ldl"], check=True)
+    assert child(PROBE, tmp_path / "probe", LD_PRELOAD=str(library)) == "1000\n"
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    child(LIMITED, ROOT / "tests" / "support", tmp_path, cache, limit, LD_PRELOAD=str(library))
+    job = tiny_job(tmp_path / str(limit), "route2-full", cache=cache, steps=6)
+    assert job.finished
+    assert contents(job) == contents(intact)
+
+
+# a damaged checkpoint
+
+
+@pytest.fixture(scope="module")
+def parts(late: Job) -> tuple[Policy, RoutedAdamW, Route]:
+    """A policy, an optimiser and a route that the late run's checkpoints fit."""
+    with open_world(late.settings) as (world, _):
+        policy = build_policy(late, late.cache)
+        return policy, build_optimiser(late, policy), build_route(late, world, policy)
+
+
+@pytest.fixture
+def load(parts: tuple[Policy, RoutedAdamW, Route], late: Job) -> Callable[[Path], int]:
+    return lambda path: read_checkpoint(path, parts[0].adapters, identity=late.identity).step
+
+
+def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, late: Job, load: Callable[[Path], int]) -> None:
+    good, bad, rng = (late.folder / CHECKPOINT).read_bytes(), tmp_path / "bad", random.Random(0)
+    header = 8 + int.from_bytes(good[:8], "little")
+    offsets = [*range(0, 8), *rng.sample(range(8, header), 150), *rng.sample(range(header, len(good)), 150), len(good) - 1]
+    for offset in offsets:
+        flipped = bytearray(good)
+        flipped[offset] ^= 1 << rng.randrange(8)
+        bad.write_bytes(flipped)
+        with pytest.raises(ValueError, match="bad"):
+            load(bad)
+    for length in (0, 1, 8, header - 1, header, len(good) - 1):
+        bad.write_bytes(good[:length])
+        with pytest.raises(ValueError, match="bad is not a whole safetensors file"):
+            load(bad)
+    with pytest.raises(ValueError, match=r"cannot be read \(.+\)$"):
+        load(tmp_path)
+    assert load(late.folder / CHECKPOINT) == 4
+
+
+def test_a_checkpoint_whose_values_were_changed_is_refused_for_its_checksum(
+    tmp_path: Path, late: Job, load: Callable[[Path], int]
+) -> None:
+    tensors, meta = read_tensors(late.folder / CHECKPOINT)
+    name = next(name for name in tensors if name.startswith("direction."))
+    for changed, header in (
+        (tensors | {name: tensors[name] * 2}, meta),
+        ({n: t for n, t in tensors.items() if n != name}, meta),
+        (tensors, meta | {"step": "21"}),
+        (tensors, {k: v for k, v in meta.items() if k != "sha256"}),
+    ):
+        write_tensors(tmp_path / "changed", changed, header)
+        with pytest.raises(ValueError, match=r"changed is damaged: it does not match its own checksum$"):
+            load(tmp_path / "changed")
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Path]:
+    """Checkpoints that are whole, and not this run's."""
+    folder = tmp_path_factory.mktemp("foreign")
+    other = tiny_job(folder, "route2-act", cache=cache, steps=6)
+    assert not run_on(other, 3)
+    write_tensors(folder / "text", {"t": torch.zeros(1)}, {"format": "something else"})
+    return {"settings": other.folder / CHECKPOINT, "format": folder / "text"}
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
+    "truncated": (lambda path, _: os.truncate(path, 1000), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
+    "emptied": (lambda path, _: os.truncate(path, 0), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
+    "changed": (lambda path, _: flip(path), "checkpoint.safetensors is damaged: its content does not match its own checksum"),
+    "of another run": (
+        lambda path, foreign: shutil.copy(foreign["settings"], path), "checkpoint.safetensors was written under other settings"
+    ),
+    "of another program": (
+        lambda path, foreign: shutil.copy(foreign["format"], path),
+        "checkpoint.safetensors is not a checkpoint of this study .format 'something else', expected 'mi-route2 checkpoint 3'.",
+    ),
+    "ahead of its log": (
+        lambda path, _: os.truncate(path.parent / METRICS, lines(path.parent / METRICS, 3)),
+        r"metrics.jsonl has \d+ bytes, but checkpoint.safetensors was written after \d+",
+    ),
+}  # fmt: skip
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 16
+    path.write_bytes(data)
+
+
+def lines(path: Path, n: int) -> int:
+    """The length of a file's first ``n`` lines."""
+    return sum(map(len, path.read_bytes().splitlines(keepends=True)[:n]))
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_newest_checkpoint_that_is_no_good_is_reported_and_the_previous_one_used(
+    stopped: Job, intact: Job, foreign: dict[str, Path], how: str
+) -> None:
+    damage, reason = DAMAGES[how]
+    damage(stopped.folder / CHECKPOINT, foreign)
+    told: list[int] = []
+    with pytest.warns(UserWarning, match=reason + FROM_PREVIOUS) as warned:
+        assert run_on(stopped, told=told.append)
+    assert len(warned) == 1
+    assert told[0] == 2
+    assert contents(stopped) == contents(intact)
+
+
+def test_without_a_newest_checkpoint_the_previous_one_is_used_in_silence(stopped: Job, intact: Job) -> None:
+    """As a kill between the two renames leaves it."""
+    (stopped.folder / CHECKPOINT).unlink()
+    told: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_on(stopped, told=told.append)
+    assert told[0] == 2
+    assert contents(stopped) == contents(intact)
+
+
+def test_a_refused_checkpoint_never_takes_the_place_of_a_good_one(stopped: Job, intact: Job) -> None:
+    """The next checkpoint after a refusal fails between its renames; what is left is good."""
+    flip(stopped.folder / CHECKPOINT)
+    renames: list[str] = []
+    true = Path.replace
+
+    def replacing(path: Path, target: Path) -> Path:
+        renames.append(target.name)
+        if renames.count(CHECKPOINT) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return true(path, target)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "replace", replacing)
+        with pytest.warns(UserWarning, match=FROM_PREVIOUS):
+            with pytest.raises(OSError, match=r"^could not write .*/checkpoint.safetensors: No space left on device$"):
+                run_on(stopped)
+    assert renames.count(PREVIOUS) == 1
+    told: list[int] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_on(stopped, told=told.append)
+    assert told[0] == 2
+    assert contents(stopped) == contents(intact)
+
+
+@pytest.mark.parametrize("only", [False, True])
+def test_where_no_checkpoint_is_good_a_sentence_says_so_and_nothing_is_touched(stopped: Job, only: bool) -> None:
+    flip(stopped.folder / CHECKPOINT)
+    if only:
+        (stopped.folder / PREVIOUS).unlink()
+    else:
+        os.truncate(stopped.folder / PREVIOUS, 1000)
+    before = {path.name: path.read_bytes() for path in stopped.folder.iterdir()}
+    with pytest.raises(ValueError, match="is damaged: its content does not match its own checksum") as caught:
+        run_job(stopped)
+    said = str(caught.value)
+    assert said.endswith("; choose another --out, or delete that arm's folder to start anew")
+    assert (PREVIOUS in said) == (not only)
+    assert len(said.splitlines()) == 1
+    assert {path.name: path.read_bytes() for path in stopped.folder.iterdir()} == before
+
+
+def test_a_checkpoint_on_other_base_weights_or_adapters_is_refused(
+    late: Job, parts: tuple[Policy, RoutedAdamW, Route], load: Callable[[Path], int], cache: Path
+) -> None:
+    narrower = build_policy(tiny_job(late.root, "route2-full", cache=cache, steps=6, kept_rank=2), cache)
+    with pytest.raises(ValueError, match=r"does not fit the model's adapters, first in adapter\.kept\.blocks\.0"):
+        read_checkpoint(late.folder / CHECKPOINT, narrower.adapters, identity=late.identity)
+    weight = next(iter(parts[0].adapters.sites.values())).weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] += 1
+    with pytest.raises(ValueError, match=r"was written on other base weights \(hash [0-9a-f]{16}, not [0-9a-f]{16}\)$"):
+        load(late.folder / CHECKPOINT)
+    weight.data.copy_(before)
+    assert load(late.folder / CHECKPOINT) == 4
+
+
+def test_a_checkpoint_is_put_back_where_the_model_is(late: Job, cache: Path) -> None:
+    """On the device of each parameter, whatever the file was read onto."""
+    with open_world(late.settings) as (world, _):
+        policy = build_policy(late, cache)
+        optimiser, route = build_optimiser(late, policy), build_route(late, world, policy)
+    checkpoint = read_checkpoint(late.folder / CHECKPOINT, policy.adapters, identity=late.identity)
+    policy.model.to("meta")
+    checkpoint.restore(policy.adapters, optimiser, route)
+    moments = [state[key] for state in optimiser.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    assert len(moments) == 2 * sum(name.startswith("optimiser.step.") for name in checkpoint.tensors) > 0
+    assert route.directions is not None
+    assert {t.device.type for t in (*moments, *route.directions.vectors.values())} == {"meta"}
+    assert {state["step"].device.type for state in optimiser.state.values()} == {"cpu"}
+
+
+def test_with_no_checkpoint_a_run_begins_anew_and_its_logs_are_empty(
+    stopped: Job, parts: tuple[Policy, RoutedAdamW, Route]
+) -> None:
+    for name in (CHECKPOINT, PREVIOUS):
+        (stopped.folder / name).unlink()
+    policy, optimiser, route = parts
+    assert resume(stopped.folder, policy.adapters, optimiser, route, identity=stopped.identity, logs=(METRICS, "none")) == 0
+    assert (stopped.folder / METRICS).read_bytes() == b""
+    assert not (stopped.folder / "none").exists()
+
+
+# the manifest
+
+
+def test_the_manifest_says_what_made_the_run(intact: Job) -> None:
+    manifest = json.loads((intact.folder / MANIFEST).read_text())
+    assert manifest["versions"].keys() == {"python", "torch", "numpy", "mi-route2"}
+    assert manifest["versions"]["numpy"] == np.__version__
+    assert manifest["versions"]["python"] == platform.python_version()
+    assert manifest["platform"] == {"system": platform.system(), "machine": platform.machine()}
+    assert (manifest["seed"], manifest["settings_hash"]) == (0, intact.settings.digest)
+    assert manifest["checksums"].keys() == {METRICS, ROLLOUTS, EVAL, FULL, DEPLOYED}
+    assert not {"host", "precision", "pairs_sha256"} & manifest.keys()
+
+
+def test_the_manifest_names_what_is_unusual(tmp_path: Path, cache: Path, intact: Job) -> None:
+    pairs = intact.root / "seed-0" / "pairs-hack.toml"
+    job = replace(tiny_job(tmp_path, "vanilla", cache=cache, steps=1, precision="float64"), pairs=pairs)
+    assert run_job(job)
+    manifest = json.loads((job.folder / MANIFEST).read_text())
+    assert manifest["precision"] == "float64"
+    assert manifest["pairs_sha256"] == job.pairs_hash
+    assert "host" not in manifest
+
+
+# the soak
+
+
+def test_the_soak_sees_every_difference_but_timings_and_passing_files(tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        arm = tmp_path / side / "seed-0" / "vanilla"
+        arm.mkdir(parents=True)
+        (arm / METRICS).write_text("same")
+        (arm / TIMINGS).write_text(side)
+        (tmp_path / side / ".lock").write_text(side)
+    assert differences(tmp_path / "a", tmp_path / "b") == []
+    (arm / METRICS).write_text("other")
+    (arm / CHECKPOINT).write_text("left")
+    (arm / ".metrics.tmp").write_text("left")
+    (tmp_path / "a" / "settings.json").write_text("")
+    names = ["seed-0/vanilla/.metrics.tmp", f"seed-0/vanilla/{CHECKPOINT}", f"seed-0/vanilla/{METRICS}", "settings.json"]
+    assert differences(tmp_path / "a", tmp_path / "b") == names
+
+
+@pytest.mark.parametrize("kills", [1, 9, 10, 57, 100, 250])
+def test_kills_cover_every_class_of_moments(kills: int) -> None:
+    counts = Counter(deck(kills))
+    assert counts.total() == kills
+    assert len(counts) == min(kills, len(SHARES))
+    if kills >= 100:
+        assert min(counts[WRITE], counts[BETWEEN]) >= 20
+
+
+def test_a_soak_without_kills_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Soak(kills=0)() == 2
+    assert capsys.readouterr().err == "error: kills must be at least 1 and commands at least 0, not 0 and 12\n"
+
+
+def test_the_table_counts_kills_and_faults_apart() -> None:
+    good = [Stop(WRITE, "byte 3 of x", "erase", True, True), Stop(FAULTS[0], "byte 1 of y", "erase", True, True)]
+    text = str(Tally(good, seconds=2.0))
+    assert "| inside a checkpoint write |     1 |       1 |                         1 |" in text
+    assert text.endswith("soak passed: 1 kills and 1 faults in 2 s")
+    bad = Tally([*good, Stop(WRITE, "byte 4 of x", "erase", True, False)], ["a run differs in x"], ["without full disks: no"])
+    assert "| inside a checkpoint write |     2 |       2 |                         1 |" in str(bad)
+    assert str(bad).endswith("soak failed: 2 kills and 1 faults in 0 s; without full disks: no\na run differs in x")
+
+
+def test_a_soak_goes_on_after_a_failure_and_stops_after_many() -> None:
+    def wrong() -> None:
+        raise SoakError("a run differs")
+
+    tally = Tally()
+    assert tally.attempt(lambda: 3) == 3
+    for _ in range(ENOUGH - 1):
+        assert tally.attempt(wrong) is None
+    with pytest.raises(SoakError, match="a run differs"):
+        tally.attempt(wrong)
+    assert tally.failures == ["a run differs"] * ENOUGH
+
+
+@pytest.mark.slow
+def test_ten_kills_of_every_class_and_the_faults(tmp_path: Path) -> None:
+    """The soak itself: jobs that SIGKILL ends in generation, before an update, inside of writes, and so on."""
+    out = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "studies.route2.soak", "--kills", "10", "--commands", "0", "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "soak passed: 10 kills and " in done.stdout
+    counts = Counter(stop["where"] for stop in json.loads(out.read_text())["stops"])
+    assert {where: n for where, n in counts.items() if where in SHARES} == {**dict.fromkeys(SHARES, 1), WRITE: 2}
+    assert {FAULTS[0], FAULTS[2]} <= counts.keys()
+
+
+TRIALS = """
+import json, random, sys, tempfile
+from pathlib import Path
+sys.path[:0] = [sys.argv[1], sys.argv[2]]
+scratch = Path(sys.argv[3])
+tempfile.tempdir = str(scratch)
+import torch
+torch.set_num_threads(1)
+import studies.route2.checkpoint as checkpoint
+import studies.route2.soak.soak  # what a job loads late is there before the forks
+from studies.route2.arms import ARMS
+from studies.route2.job import Job
+from studies.route2.settings import Settings
+from studies.route2.soak.trials import Reference, SoakError, Trials
+job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
+every = int(sys.argv[5])
+reference = Reference.of(job, every)
+for i, (sabotage, kills) in enumerate(json.loads(sys.argv[6])):
+    sound = dict(vars(checkpoint))
+    exec(sabotage)
+    trials = Trials([reference], scratch / str(i), random.Random(0), every)
+    try:
+        for targets in kills:
+            if targets == ["damaged"]:
+                trials.damaged("cut short")
+            else:
+                assert not trials.killed(targets), targets
+        print(json.dumps([stop.where for stop in trials.stops]))
+    except SoakError as error:
+        print(error)
+    vars(checkpoint).update(sound)
+"""
+
+
+def trials(scratch: Path, cache: Path, job: Job, every: int, *kills: tuple[str, list[list[str]]]) -> list[str]:
+    """Kill runs of ``job`` in forks of a process of its own, after a sabotage each: its stops as JSON, or what went wrong."""
+    scratch.mkdir()
+    (scratch / "settings.json").write_text(json.dumps(job.settings.as_dict()))
+    where = (ROOT / "tests" / "support", ROOT / "docs" / "examples", scratch, cache)
+    return child(TRIALS, *where, every, json.dumps(kills)).splitlines()
+
+
+SABOTAGE = {
+    "checkpoint.cut = lambda log, length: None": "a run differs in seed-0/route2-full/manifest.json, ",
+    "checkpoint._named = lambda adapters: {}": "a run differs in seed-0/route2-full/adapters.safetensors, ",
+    "checkpoint.read_checkpoint = None": "a run did not go on",
+    "checkpoint.PREVIOUS = checkpoint.CHECKPOINT": "no run was stopped with two checkpoints behind it",
+}
+"""What is broken, and how that is found."""
+
+
+@pytest.mark.slow
+def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, intact: Job) -> None:
+    kills = [[LOGS], [BETWEEN], [WRITE], [RESULTS], ["damaged"]]
+    sound, *told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage in ("", *SABOTAGE)))
+    assert json.loads(sound) == [LOGS, BETWEEN, WRITE, RESULTS, FAULTS[2]]
+    for text, found in zip(told, SABOTAGE.values(), strict=True):
+        assert found in text
+
+
+# a chat model
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
+    make_tiny_model(Parity(), tmp_path / "tiny", steps=40, width=64, layers=2, batch=16, max_new=16, progress=False)
+    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")
+    settings = replace(
+        CHAT, world="parity:Parity", chat=chat, steps=4, prompts=4, group=6, kept_rank=4, kept_lr=3e-3, quarantine_rank=4,
+        quarantine_lr=1e-3, pairs=4, teachers=2, evaluation_prompts=4, probe_every=2,
+    )  # fmt: skip
+    job = Job(tmp_path / "run", tmp_path / "cache", settings, 0, ARMS["route2-full"])
+    targets = [[WRITE, RESUME], [GENERATION], [BETWEEN], ["damaged"]]
+    (told,) = trials(tmp_path / "scratch", tmp_path / "cache", job, 1, ("", targets))
+    assert json.loads(told) == [WRITE, RESUME, GENERATION, BETWEEN, FAULTS[2]]
