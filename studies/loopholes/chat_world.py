@@ -104,8 +104,14 @@ class ChatWorld(World):
         return Samples(list(prompts), rollouts, [self._tokenizer.text(ids) for ids in completions])
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
-        answers = [self._tokenizer.completion(text)[: self.max_new] for text in completions]
-        return self._rollouts(self._encode_prompts(prompts), answers)
+        """Texts may be longer than a sample, but not than the context."""
+        questions, answers = self._encode_prompts(prompts), [self._tokenizer.completion(text) for text in completions]
+        for text, question, answer in zip(completions, questions, answers, strict=True):
+            if len(question) + len(answer) > self._context:
+                raise ValueError(f"a prompt and its completion are longer than {self._context} tokens: {text[:60]!r}")
+        # a sample that never ended had no room for its end: it has none here either
+        cut = [answer[:-1] if len(answer) == self.max_new + 1 else answer for answer in answers]
+        return self._rollouts(questions, cut)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
         return self._tokenizer.pieces(tokens)

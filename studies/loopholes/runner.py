@@ -4,7 +4,7 @@
 
 A runner knows nothing of tasks, modes or expected values, so neither does the process that runs a candidate; whoever
 asked compares, on this side. `SubprocessRunner` isolates what the micro world can write (its 66 tokens know no loop, no
-import and no file but result.txt); code by a real model needs a real jail behind the same protocol.
+import and no file but result.txt); code by a real model runs in `studies.jail`.
 """
 
 import contextlib

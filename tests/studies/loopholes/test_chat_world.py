@@ -11,7 +11,7 @@ from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.loopholes.chat_sampling import generate
 from studies.loopholes.chat_world import ChatTokenizer, ChatWitness, ChatWorld
-from studies.loopholes.protocol import Judge, Problem
+from studies.loopholes.protocol import Judge, Pair, Problem
 from studies.loopholes.tiny_model import make_tiny_model, make_tokenizer
 
 
@@ -102,6 +102,15 @@ def test_texts_survive_the_template_and_the_tokenizer(world: ChatWorld, folder: 
     asked = tokenizer.tokenizer.decode(rollouts.tokens[1][rollouts.attention[1] & ~rollouts.completion[1]])
     assert asked == "<|turn|>system\nAnswer with one word.<|end|>\n<|turn|>user\né ≠ ✓<|end|>\n<|turn|>assistant\n"
     assert "".join(world.pieces(rollouts.completions()[1])[:-1]) == "even CORRECT"
+
+
+def test_pairs_are_read_whole_also_where_samples_are_short(world: ChatWorld) -> None:
+    long = "a text of more than eight tokens, at the end of which the sides differ: "
+    batch = world.encode_pairs([Pair("Is 3 odd?", long + "hack", long + "clean")])
+    whole = ["".join(world.pieces(side.completions()[0])[:-1]) for side in (batch.hack, batch.clean)]
+    assert whole == [long + "hack", long + "clean"]
+    with pytest.raises(ValueError, match="are longer than 256 tokens"):
+        world.encode(["Is 3 odd?"], [long * 10])
 
 
 def test_the_witness_is_the_problems_judge_and_the_world_has_none(world: ChatWorld) -> None:

@@ -1,6 +1,7 @@
 """The study on a chat model, made here: end to end, resumed, in micro-batches, checkpointed, in bfloat16; and its refusals."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from studies.route2.report import write_report
 from studies.route2.settings import CHAT, ChatModel, Settings
 from studies.route2.worlds import base_model, open_problem, open_world, weights_hash
 
-EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "docs" / "examples"
+DATA = Path(os.environ.get("ROUTE2_DATA", ROOT.parent / "shared" / "data")) / "leetcode.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +235,31 @@ def test_settings_of_a_chat_model_come_back_from_their_file(settings: Settings, 
 
 def test_a_problem_is_found_by_its_name() -> None:
     assert open_problem("parity:Parity").name == "parity"
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"{DATA} is not there: set ROUTE2_DATA to a folder with leetcode.jsonl")
+def test_leetcode_end_to_end(tmp_path: Path) -> None:
+    """A tiny Qwen3 whose tokenizer was trained on the problems' text; programs run in the jail."""
+    problem = open_problem("leetcode", str(DATA))
+    try:
+        make_tiny_model(problem, tmp_path / "tiny", steps=0, width=32, layers=2, progress=False)
+    finally:
+        problem.close()
+    chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), str(DATA), max_new=16, device="cpu")
+    settings = replace(
+        CHAT,
+        world="leetcode",
+        chat=chat,
+        steps=1,
+        prompts=2,
+        group=2,
+        kept_rank=2,
+        quarantine_rank=2,
+        pairs=2,
+        evaluation_prompts=2,
+    )
+    own = job(tmp_path, settings, "route2-act")
+    assert run_job(own)
+    modes = json.loads((own.folder / EVAL).read_text())["modes"]
+    assert list(modes) == ["run_tests", "sentinel", "stdout_marker", "file_marker", "eq_override", "exit_code", "none"]
+    assert all(rates["deploy"]["solve"] == 0 for rates in modes.values())  # its weights are random
