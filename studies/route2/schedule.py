@@ -22,6 +22,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from studies.route2.follow import Tracked
 from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
 from studies.route2.live import Display, open_display
@@ -66,6 +68,7 @@ def _work(link: Connection, errors: Connection) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that temporary files go
     os.dup2(errors.fileno(), 2)  # what libraries write there would tear the terminal's table; the parent shows it
     errors.close()
+    torch.set_num_threads(1)  # a worker a core; and a warm start's bits depend on the number of threads
     with contextlib.suppress(EOFError, ConnectionError):
         while (job := link.recv()) is not None:
             try:
