@@ -18,6 +18,8 @@ from tiny_study import WARM, tiny_job
 import studies.route2.job as job_module
 import studies.route2.live as live
 import studies.route2.schedule as schedule
+from studies.loopholes.presets import get_world
+from studies.loopholes.warmstart import warm_start
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
 from studies.route2.job import MANIFEST, Job, held, run_job
 from studies.route2.recorder import METRICS, TIMINGS
@@ -298,3 +300,14 @@ def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatc
         whole = run_job(job, told.append, lambda: sum(told) >= stop_at)  # noqa: B023
         assert sum(told) == (7 if whole else stop_at)
     assert job.finished
+
+
+def test_a_worker_is_one_thread_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warm start has other bits under other thread counts: a worker's must be those of this process, which has one."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    job = tiny_job(tmp_path, "base")
+    assert run_jobs([job], 1, quiet=True) == []
+    (made,) = job.cache.glob("warmstart-*.safetensors")
+    (tmp_path / "here").mkdir()
+    warm_start(get_world("strong"), job.settings.warm, 0, tmp_path / "here", progress=False)
+    assert made.read_bytes() == (tmp_path / "here" / made.name).read_bytes()
