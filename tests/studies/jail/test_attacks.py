@@ -61,7 +61,7 @@ def test_at_least_100_attacks_are_live(findings: dict[str, Finding]) -> None:
     if os.geteuid() != 0:
         pytest.skip("not root: some attacks that need it are not live")
     live = [finding.attack for finding in findings.values() if finding.live]
-    assert len(live) >= 100
+    assert len(live) >= max(100, 0.9 * len(findings))  # a few may want what a kernel lacks; more have lost their teeth
     assert {attack.group for attack in live} == set(CLASSES)
 
 

@@ -144,7 +144,7 @@ def test_the_memory_plan_counts_what_the_model_and_the_adapters_have(settings: S
     planned = plan(settings, settings.chat, torch.float32)
     trained = [*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()]
     assert planned.parts["weights"] == 4 * sum(p.numel() for p in base_model(settings, 0, tmp_path, torch.float32).parameters())
-    ours = 16 * sum(p.numel() for p in trained)  # A of each LoRA is frozen: the plan, which counts it, is above, and below twice
+    ours = 16 * sum(p.numel() for p in trained)  # the plan also counts what of a LoRA is frozen
     assert ours <= planned.parts["adapters"] <= 2.5 * ours
     assert "peak" in str(planned)
     smaller = plan(settings, replace(settings.chat, token_budget=512), torch.bfloat16)
