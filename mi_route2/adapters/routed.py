@@ -125,7 +125,7 @@ class RoutedLinear(nn.Module):
 
     def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
         super().__init__()
-        self.base, self.transposed, self._board = slots[0].module, slots[0].transposed, board
+        self.base, self.transposed, self.board = slots[0].module, slots[0].transposed, board
         self._names: list[str] = []
         for slot, branch in zip(slots, branches, strict=True):
             self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
@@ -157,7 +157,7 @@ class RoutedLinear(nn.Module):
         return self.weight.shape[1 if self.transposed else 0]
 
     def forward(self, x: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
-        if self._board.merged:
+        if self.board.merged:
             return functional.linear(x, self.merged_weight, self.bias)
         branches = self.branches
         if branches[0][0].folded:

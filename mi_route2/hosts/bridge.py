@@ -65,8 +65,10 @@ class Inner(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None) -> Tensor:
-        return self.inner(input_ids, attention_mask, cache)
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return self.inner(input_ids, attention_mask, cache, position_ids)
 
 
 class InnerAdapter(ArchitectureAdapter):

@@ -10,6 +10,7 @@ sizes the model has 109,440 parameters for 66 tokens.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -33,6 +34,13 @@ class MicroConfig:
             raise ValueError(f"d = {self.d} is not a multiple of heads = {self.heads}: choose sizes that divide")
 
 
+@runtime_checkable
+class KeyValues(Protocol):
+    """What the model reads and writes as a cache: ``KVCache``, or one that somebody else keeps."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
+
+
 @dataclass
 class KVCache:
     """Keys and values of the tokens read so far, one [b h s d] tensor a layer; `forward` appends to it."""
@@ -44,8 +52,8 @@ class KVCache:
     def length(self) -> int:
         return self.keys[0].shape[2] if self.keys else 0
 
-    def append(
-        self, layer: int, key: Float[Tensor, "b h s d"], value: Float[Tensor, "b h s d"]
+    def update(
+        self, key: Float[Tensor, "b h s d"], value: Float[Tensor, "b h s d"], layer: int
     ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
         """Adds new keys and values to a layer and returns all of that layer's."""
         if layer == len(self.keys):
@@ -74,12 +82,12 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.d, config.d, bias=False)
 
     def forward(
-        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KVCache | None
+        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None
     ) -> Float[Tensor, "b s d"]:
         """`allowed` says which key each query may read; None means causal over `x` alone, or one query over everything."""
         query, key, value = (self._split(linear(x)) for linear in (self.q, self.k, self.v))
         if cache is not None:
-            key, value = cache.append(self.layer, key, value)
+            key, value = cache.update(key, value, self.layer)
         causal = allowed is None and x.shape[1] > 1
         mixed = scaled_dot_product_attention(query, key, value, attn_mask=allowed, is_causal=causal)
         return self.o(mixed.transpose(1, 2).flatten(2))
@@ -107,7 +115,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KVCache | None
+        self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None
     ) -> Float[Tensor, "b s d"]:
         x = x + self.attn(self.ln1(x), allowed, cache)
         return x + self.mlp(self.ln2(x))
@@ -137,30 +145,42 @@ class MicroGPT(nn.Module):
     def forward(
         self,
         tokens: Int[Tensor, "b s"],
-        attention_mask: Int[Tensor, "b t"] | Bool[Tensor, "b t"] | None = None,
-        cache: KVCache | None = None,
+        attention_mask: Int[Tensor, "b t"] | Bool[Tensor, "b t"] | Bool[Tensor, "b 1 s t"] | None = None,
+        cache: KeyValues | None = None,
+        position_ids: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b s v"]:
         """Next-token logits.
 
         `attention_mask` is 1 on tokens and 0 on padding, left or right, and covers the cached tokens as well as the
         new ones (t = cached + s); positions are counted over its ones. Without it every token counts. Logits at padding
-        mean nothing. Raises ValueError for more than `context` tokens and for a mask of another length.
+        mean nothing. With `position_ids` nothing is counted: then `attention_mask` [b 1 s t] says which key each query may read,
+        and any cache will do. Raises ValueError for more than `context` tokens and for a mask of another length.
         """
+        if position_ids is not None:
+            if attention_mask is None or attention_mask.ndim != 4:
+                raise ValueError("position_ids need an attention_mask [b 1 s t], which says what each query may read")
+            positions, allowed = position_ids, attention_mask
+        else:
+            positions, allowed = self._layout(tokens, attention_mask, cache)
+        x = self.embed(tokens) + self.pos_embed(positions)
+        for block in self.blocks:
+            x = block(x, allowed, cache)
+        return self.unembed(self.ln_f(x))
+
+    def _layout(self, tokens: Tensor, attention_mask: Tensor | None, cache: KeyValues | None) -> tuple[Tensor, Tensor | None]:
+        """Positions, and which key each query may read, counted over a padding mask and this module's own cache."""
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError("a cache of another kind does not count its tokens: give position_ids and a 4-D attention_mask")
         past = cache.length if cache is not None else 0
         total = past + tokens.shape[1]
         if total > self.config.context:
             raise ValueError(f"{total} tokens exceed the context: choose at most {self.config.context}")
         if attention_mask is None:
-            positions = torch.arange(past, total, device=tokens.device)
-        else:
-            if attention_mask.shape[1] != total:
-                raise ValueError(f"the mask covers {attention_mask.shape[1]} tokens, not all {total}, cached ones included")
-            positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
-        allowed = _allowed(attention_mask, past, total, tokens.device)
-        x = self.embed(tokens) + self.pos_embed(positions)
-        for block in self.blocks:
-            x = block(x, allowed, cache)
-        return self.unembed(self.ln_f(x))
+            return torch.arange(past, total, device=tokens.device), _allowed(None, past, total, tokens.device)
+        if attention_mask.shape[1] != total:
+            raise ValueError(f"the mask covers {attention_mask.shape[1]} tokens, not all {total}, cached ones included")
+        positions = (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, past:]
+        return positions, _allowed(attention_mask, past, total, tokens.device)
 
 
 def _allowed(

@@ -1,0 +1,268 @@
+"""Continuous batching: requests come and go at any step, each with its own prompt, sampling and interventions.
+
+    engine = Engine(host)
+    results = engine.generate([Request(prompt, Sampling(max_new=64)), ...])
+
+    engine.submit(request)           or step by step
+    while engine.busy:
+        for result in engine.step():
+            ...
+
+A step runs one forward over all requests that decode, and others over pieces of prompts. What a request generates does not depend
+on its neighbours beyond float noise (a product of matrices rounds otherwise in another shape); with ``exact=True`` every request is
+run alone in pieces of one fixed cut, and no bit depends on neighbours, on the chunk size, on preemption or on the prefix cache. An
+engine belongs to one thread.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from tqdm import tqdm
+
+from mi_route2.engine.prefix import Prefixes
+from mi_route2.engine.request import Finish, Request, Result, Token
+from mi_route2.engine.residents import Residents
+from mi_route2.engine.runner import Runner
+from mi_route2.engine.sampling import Sampling, choose
+from mi_route2.engine.scheduler import Scheduler
+from mi_route2.engine.sequence import Sequence, refuse
+from mi_route2.engine.slots import Slots
+from mi_route2.engine.state import ModelState
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.steering import SteeringState
+
+
+class Engine:
+    """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses.
+
+    Args:
+        host: the model, on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; adapters are attached before.
+        rows: how many requests run at once. budget: tokens in one step. chunk: the longest piece of a prompt in one step.
+        room: positions of keys and values in all; where it runs out, requests are put back. ``None``: rows times the context.
+        block, prefix_bytes: tokens in a block of the prefix cache, and what it may hold; 0 bytes switch it off.
+        patch_slots: patches at one site among all that run. steering_rows: different steering configurations at once.
+        store: where captured runs are read and written.
+        tokenizer: for stop texts, and text in results; anything with ``decode(ids)``.
+        vectors: named vectors that patches and steering may use.
+        exact: see the module.
+
+    Raises:
+        ValueError: a host or architecture that has no decoder, a model in training mode with dropout, sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        rows: int = 64,
+        budget: int = 2048,
+        chunk: int = 256,
+        room: int | None = None,
+        block: int = 16,
+        prefix_bytes: int = 256 << 20,
+        patch_slots: int = 1024,
+        steering_rows: int = 64,
+        store: RunStore | None = None,
+        tokenizer: Any = None,
+        vectors: Mapping[str, Tensor] | None = None,
+        exact: bool = False,
+    ):
+        if block < 1 or prefix_bytes < 0 or patch_slots < 1:
+            raise ValueError(
+                f"block = {block}, prefix_bytes = {prefix_bytes}, patch_slots = {patch_slots} cannot be: a block and the slots are "
+                "at least 1, the bytes at least 0"
+            )
+        self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
+        model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
+        grain = block if exact else 1
+        self.scheduler: Scheduler[Sequence] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
+        self.steering = SteeringState(
+            model.shape, rows=steering_rows, dtype=kind, device=device, quarantine_sites=model.quarantines()
+        )
+        for name, vector in (vectors or {}).items():
+            self.steering.register(name, vector)
+        self.prefixes = Prefixes(block, prefix_bytes)
+        self.steps = 0
+        self._state = ModelState(host.model)
+        slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
+        self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
+        self._residents = Residents(
+            model,
+            slots,
+            self.steering,
+            self.prefixes,
+            self._state,
+            store=store,
+            vectors=dict(vectors or {}),
+            patch_slots=patch_slots,
+            exact=exact,
+        )
+        self._sequences: dict[int, Sequence] = {}
+        self._arrivals = 0
+        self._done: list[Result] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits, or a result was not handed out yet."""
+        return bool(self._sequences or self._done)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; its number, which no other will have. ``ValueError`` or ``KeyError`` for one that cannot be run."""
+        if not self._sequences and self._state.look():
+            self.prefixes.clear()
+        self._refuse(request)
+        number = self._arrivals
+        self._arrivals += 1
+        sequence = Sequence(number, number, request, Result(number), request.sampling.uniforms())
+        self._residents.lease(sequence)
+        self._sequences[number] = sequence
+        self.scheduler.add(sequence)
+        return number
+
+    def cancel(self, request: int) -> None:
+        """End a request where it stands; it still has a result. ``KeyError`` for one that is not here."""
+        self._end(self._find(request), "cancelled")
+
+    def preempt(self, request: int) -> None:
+        """Put a running request back among the waiting, as where room runs out. ``KeyError`` for one that does not run."""
+        one = self._find(request)
+        if one.row < 0:
+            raise KeyError(f"request {request} waits, and so cannot be put back")
+        self.scheduler.put_back(one)
+        self._residents.put_back(one)
+
+    def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
+        """The results of all ``requests``, in their order. A bar shows tokens where it takes more than three seconds."""
+        wanted = [self.submit(request) for request in requests]
+        most = {number: self._sequences[number].request.sampling.max_new for number in wanted}
+        found: dict[int, Result] = {}
+        with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
+            while len(found) < len(wanted):
+                before = self._generated
+                ended = {one.request: one for one in self.step() if one.request in most}
+                found |= ended
+                bar.update(self._generated - before + sum(most[number] for number in ended))
+        return [found[number] for number in wanted]
+
+    @torch.no_grad()
+    def step(self) -> list[Result]:
+        """Run one step; the results of the requests that ended since the last.
+
+        ``RuntimeError`` where the model was changed while requests run: their keys and values are of the model before.
+        """
+        if self._sequences:
+            if self._state.changed:
+                raise RuntimeError(
+                    f"weights or adapters changed while {len(self._sequences)} requests were in the engine: let them end before, "
+                    "or cancel them"
+                )
+            turn = self.scheduler.plan(self._residents.admit, self._residents.put_back)
+            self._drop_failed()
+            if turn.pieces:
+                self._residents.note(turn.pieces)
+                due, logits, _ = self._runner.run(turn.pieces)
+                for one, count in turn.pieces:
+                    if count > 1:
+                        self._residents.publish(one)
+                if logits is not None:
+                    self._append(due, logits)
+            self.steps += 1
+        if not self._sequences:
+            self._runner.close()
+        done, self._done = self._done, []
+        return done
+
+    def close(self) -> None:
+        """Cancel what is left, and take all hooks off the model."""
+        for one in list(self._sequences.values()):
+            self._end(one, "cancelled")
+        self._runner.close()
+
+    @property
+    def _generated(self) -> int:
+        return sum(one.generated for one in self._sequences.values())
+
+    def _find(self, request: int) -> Sequence:
+        if request not in self._sequences:
+            raise KeyError(f"request {request} is not here: it has ended, or was never submitted")
+        return self._sequences[request]
+
+    def _refuse(self, request: Request) -> None:
+        """What no moment could change."""
+        model, residents = self.decoder, self._residents
+        refuse(request, model.context, model.vocabulary)
+        room = self.scheduler.room
+        if room is not None and len(request.prompt) + request.sampling.max_new > room:
+            raise ValueError(f"{len(request.prompt)} + {request.sampling.max_new} tokens exceed the engine's room of {room}")
+        if request.sampling.stop and self.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer: give the engine one, or use stop_tokens")
+        if request.run is not None and residents.store is None:
+            raise ValueError(f"run {request.run!r} cannot be kept without a run store: give the engine one")
+        if request.run is not None and not request.capture:
+            raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
+        crowded = Counter(patch.site for patch in request.patch)
+        for site, count in crowded.items():
+            if count > residents.patch_slots:
+                raise ValueError(f"{count} patches at {site} exceed the {residents.patch_slots} that the engine holds at a site")
+        for site in {*crowded, *(capture.site for capture in request.capture)}:
+            model.shape(site)  # a site that is not there says so
+        self.steering.fits(request.steering)
+
+    def _append(self, due: list[Sequence], logits: Tensor) -> None:
+        """Each request's next token, its log-probabilities, and whether that was the last."""
+        uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
+        chosen, values = choose(logits, [one.request.sampling for one in due], uniforms)
+        for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
+            sampling = one.request.sampling
+            if not isfinite(value):
+                self._end(one, "error", f"the logits at position {one.known - 1} are not finite: is an intervention too strong?")
+                continue
+            one.result.tokens.append(_detailed(token, logits[i], sampling) if sampling.detailed else Token(token))
+            one.tokens.append(token)
+            if token in sampling.stop_tokens or (sampling.stop and self._stopped(one)):
+                self._end(one, "stop")
+            elif one.generated == sampling.max_new:
+                self._end(one, "length")
+
+    def _stopped(self, one: Sequence) -> bool:
+        """Whether a stop text has come; the result's text ends before it."""
+        text = self.tokenizer.decode(one.result.ids)
+        places = [text.find(stop) for stop in one.request.sampling.stop if stop in text]
+        if places:
+            one.result.text = text[: min(places)]
+        return bool(places)
+
+    def _drop_failed(self) -> None:
+        for one, reason in self._residents.failed:
+            self._hand_out(one, "error", reason)
+        self._residents.failed.clear()
+
+    def _end(self, one: Sequence, finish: Finish, error: str | None = None) -> None:
+        """A request is through: what it held is given back."""
+        self.scheduler.remove(one)
+        self._residents.leave(one)
+        self._hand_out(one, finish, error)
+
+    def _hand_out(self, one: Sequence, finish: Finish, error: str | None = None) -> None:
+        del self._sequences[one.id]
+        result = one.result
+        result.finish, result.error = finish, error
+        if self.tokenizer is not None and result.text is None:
+            result.text = self.tokenizer.decode(result.ids)
+        one.settle()
+        self._done.append(result)
+
+
+def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:
+    """With the log-probabilities that were asked for."""
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(sampling.logprobs or 0)
+    top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return Token(token, float(logprobs[token]), top, tuple(logprobs[list(sampling.logprob_token_ids)].tolist()))

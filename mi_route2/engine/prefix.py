@@ -1,0 +1,106 @@
+"""Keys and values of prefixes that were computed before, in blocks, found again by content.
+
+    key_i = sha256(key_{i-1}, tokens of block i, what acted on each of its positions)         key_{-1}: the model and its state
+
+What acted is named by content, not by name: a patch by its site, position, alpha and the bytes of its source, steering by the
+digest of all that was in force. So a request that was patched or steered never lends its blocks to one that is not; two that were
+steered alike share them; and blocks below the lowest position where something acted are everybody's.
+"""
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mi_route2.engine.slots import Saved
+
+
+@dataclass
+class Acts:
+    """What acted on a sequence, by position: steering from a position on, and patches at single ones."""
+
+    starts: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    patches: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def steered(self, start: int, digest: bytes) -> None:
+        """From position ``start`` on (later ones come later) steering is what ``digest`` says; ``b""`` for none."""
+        if (self.digests[-1] if self.digests else b"") != digest:
+            self.starts.append(start)
+            self.digests.append(digest)
+
+    def content(self, start: int, stop: int) -> bytes:
+        """All that acted on the positions ``start .. stop - 1``; ``b""`` where nothing did."""
+        parts: list[bytes] = []
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        for i in range(first, len(self.starts)):
+            if self.starts[i] >= stop:
+                break
+            ends = self.starts[i + 1] if i + 1 < len(self.starts) else stop
+            if self.digests[i] and ends > start:
+                parts.append(b"s%d:" % (max(self.starts[i], start) - start) + b"%d:" % (min(ends, stop) - start) + self.digests[i])
+        parts += [b"p%d:" % (position - start) + digest for position, digest in self.patches if start <= position < stop]
+        return b"|".join(parts)
+
+
+class Prefixes:
+    """Blocks of ``block`` tokens, least recently used first out, within ``budget`` bytes. ``hits`` and ``misses`` count blocks."""
+
+    def __init__(self, block: int, budget: int):
+        self.block, self.budget = block, budget
+        self.bytes = self.hits = self.misses = 0
+        self._held: OrderedDict[bytes, Saved] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def extend(
+        self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
+    ) -> None:
+        """Appends to ``keys`` until it names the sequence's first ``blocks`` blocks.
+
+        With ``prompt``, the prompt's length, blocks that were cut otherwise (prompts in blocks, generated tokens one by one) have
+        other keys: they are equal to the last but one bit, not to the last.
+        """
+        for i in range(len(keys), blocks):
+            start, stop = i * self.block, (i + 1) * self.block
+            data = hashlib.sha256(keys[-1] if keys else salt)
+            data.update(array("q", tokens[start:stop]).tobytes())
+            data.update(acts.content(start, stop))
+            if prompt is not None:
+                data.update(b"%d" % max(min(prompt - start, self.block), 0))
+            keys.append(data.digest())
+
+    def find(self, keys: Sequence[bytes]) -> list[Saved]:
+        """The longest run of blocks from the first that are held."""
+        found: list[Saved] = []
+        for key in keys:
+            if key not in self._held:
+                break
+            self._held.move_to_end(key)
+            found.append(self._held[key])
+        self.hits += len(found)
+        self.misses += len(keys) - len(found)
+        return found
+
+    def missing(self, key: bytes) -> bool:
+        """Whether a block is worth storing."""
+        if key in self._held:
+            self._held.move_to_end(key)
+            return False
+        return self.budget > 0
+
+    def store(self, key: bytes, block: Saved) -> None:
+        size = block.data.nbytes
+        if size > self.budget:
+            return
+        self._held[key] = block
+        self.bytes += size
+        while self.bytes > self.budget:
+            self.bytes -= self._held.popitem(last=False)[1].data.nbytes
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.bytes = 0

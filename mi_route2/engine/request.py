@@ -1,0 +1,90 @@
+"""What is asked of the engine and what it answers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import nan
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.engine.sampling import Sampling
+from mi_route2.interventions.patches import Patch
+from mi_route2.interventions.specs import Steering
+from mi_route2.interventions.where import Where
+from mi_route2.sites import Site
+
+Finish = Literal["length", "stop", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """Keep the values at ``site`` at the positions that ``where`` names, as they are before any patch or steering there."""
+
+    site: Site
+    where: Where = field(default_factory=Where)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One sequence and its own interventions.
+
+    ``prompt`` is token ids. What ``capture`` keeps comes with the result, or goes to the run store as run ``run`` where that is
+    given. Higher ``priority`` goes first. ``conversation`` names a conversation for rules that outlive a request.
+    """
+
+    prompt: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    patch: tuple[Patch, ...] = ()
+    steering: Steering | None = None
+    capture: tuple[Capture, ...] = ()
+    run: str | None = None
+    priority: int = 0
+    conversation: str | None = None
+
+
+class Token(NamedTuple):
+    """One generated token; where asked for its log-probability (else NaN), the likeliest tokens' and those of given ones."""
+
+    token: int
+    logprob: float = nan
+    top: Mapping[int, float] = MappingProxyType({})
+    asked: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """Rows of one site: logical positions, ascending, and values ``[n, ...]``."""
+
+    positions: tuple[int, ...]
+    rows: Float[Tensor, "n ..."]
+
+
+@dataclass(eq=False)
+class Result:
+    """What became of a request. ``error`` is its one sentence where ``finish`` is ``"error"``.
+
+    ``unfired`` names each capture and patch that was asked for at a position which was never computed, because the request ended
+    before. ``cached`` is the number of prompt tokens whose keys and values were found, ``preemptions`` how often it was put back.
+    """
+
+    request: int
+    tokens: list[Token] = field(default_factory=list)
+    finish: Finish | None = None
+    text: str | None = None
+    error: str | None = None
+    captured: dict[Site, Captured] = field(default_factory=dict)
+    unfired: list[str] = field(default_factory=list)
+    cached: int = 0
+    preemptions: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """The generated tokens."""
+        return [token.token for token in self.tokens]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Their log-probabilities."""
+        return [token.logprob for token in self.tokens]

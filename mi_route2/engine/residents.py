@@ -1,0 +1,182 @@
+"""What a request needs to run, and gives back when it goes: a row of keys and values, patch slots, a steering row, its sources.
+
+All demands are met or none, so that no request ever runs unpatched or unsteered. A request that is put back keeps its steering (an
+override lives as long as the request) and its patches; its keys and values wait outside of the rows, and come back as they were.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from mi_route2.engine.prefix import Prefixes
+from mi_route2.engine.scheduler import Answer
+from mi_route2.engine.sequence import Sequence
+from mi_route2.engine.slots import Slots
+from mi_route2.engine.state import ModelState
+from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.patches import FromRun, resolve
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.steering import Full, SteeringState
+from mi_route2.sites import Site
+
+
+class Residents:
+    """See the module. ``failed`` holds the sequences that turned out to ask for what is not there, with the reason."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        slots: Slots,
+        steering: SteeringState,
+        prefixes: Prefixes,
+        state: ModelState,
+        *,
+        store: RunStore | None,
+        vectors: Mapping[str, Tensor],
+        patch_slots: int,
+        exact: bool,
+    ):
+        self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
+        self.store, self.vectors, self.patch_slots, self.exact = store, vectors, patch_slots, exact
+        self.failed: list[tuple[Sequence, str]] = []
+        self._rows: list[Sequence] = []
+        self._patches: Counter[Site] = Counter()
+
+    def lease(self, one: Sequence) -> None:
+        """Keep the runs that a request reads from being evicted until it is through."""
+        if self.store is None:
+            return
+        known = set(self.store.runs())
+        for patch in one.request.patch:
+            if isinstance(patch.source, FromRun) and patch.source.run in known:
+                self.store.lease(patch.source.run, self._owner(one))
+
+    def admit(self, one: Sequence) -> Answer:
+        """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""
+        try:
+            if not (self._steered(one) if one.admitted else self._reserve(one)):
+                return "wait"
+        except (KeyError, ValueError) as error:
+            self.failed.append((one, str(error.args[0]) if error.args else str(error)))
+            return "drop"
+        one.admitted = True
+        one.row = self.slots.take()
+        self._rows.append(one)
+        if one.saved is not None:
+            self.slots.load(one.row, one.saved)
+            one.saved = None
+        elif not one.computed:
+            self._reuse(one)
+        return "run"
+
+    def put_back(self, one: Sequence) -> None:
+        """Preempted: keys and values go out of their row, everything else stays."""
+        one.saved = self.slots.save(one.row, one.computed)
+        one.result.preemptions += 1
+        self.steering.preempted(one.id)
+        self._vacate(one)
+
+    def leave(self, one: Sequence) -> None:
+        """A request is through: what it held is given back."""
+        if one.row >= 0:
+            self.publish(one)
+            self._vacate(one)
+        if one.admitted:
+            self.steering.release(one.id)
+            self._patches -= Counter(patch.site for patch in one.request.patch)
+        if self.store is not None:
+            self.store.release(self._owner(one))
+
+    def note(self, pieces: Iterable[tuple[Sequence, int]]) -> None:
+        """What is computed next is computed under the steering that is in force now."""
+        if not self.prefixes.budget:
+            return
+        idle = not self.steering.sites()
+        for one, count in pieces:
+            start = one.computed
+            if start < one.prompt:
+                one.acts.steered(start, b"" if idle else self.steering.content(one.id, decode=False))
+            if start + count > one.prompt:
+                one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.content(one.id, decode=True))
+
+    def publish(self, one: Sequence) -> None:
+        """Whole blocks that a request computed may be used by others."""
+        blocks, size = one.computed // self.prefixes.block, self.prefixes.block
+        if not self.prefixes.budget or blocks <= one.published:
+            return
+        self._name(one, blocks)
+        for i in range(one.published, blocks):
+            if self.prefixes.missing(one.keys[i]):
+                self.prefixes.store(one.keys[i], self.slots.save(one.row, (i + 1) * size, i * size))
+        one.published = blocks
+
+    def _reserve(self, one: Sequence) -> bool:
+        demand = Counter(patch.site for patch in one.request.patch)
+        if any(self._patches[site] + count > self.patch_slots for site, count in demand.items()):
+            return False
+        one.patches = resolve(
+            one.request.patch,
+            self.decoder.shape,
+            runs=self.store,
+            vectors=self.vectors,
+            dtype=self.decoder.dtype,
+            device=self.decoder.device,
+        )
+        if not self._steered(one):
+            return False
+        self._patches.update(demand)
+        one.acts.patches = [(patch.position, patch.digest) for patch in one.patches]
+        if one.request.run is not None and self.store is not None:
+            self._open(one, self.store)
+        return True
+
+    def _steered(self, one: Sequence) -> bool:
+        """Takes its steering rows; ``False`` where they are not free now."""
+        try:
+            self.steering.admit(one.id, one.request.steering, conversation=one.request.conversation)
+        except Full:
+            return False
+        return True
+
+    def _open(self, one: Sequence, store: RunStore) -> None:
+        assert one.request.run is not None
+        try:
+            one.writer = store.writing(
+                one.request.run, weights=self.state.digest(), tokens=one.request.prompt, prompt_length=one.prompt
+            )
+        except (KeyError, ValueError):
+            self.steering.release(one.id)
+            self._patches -= Counter(patch.site for patch in one.request.patch)
+            raise
+
+    def _reuse(self, one: Sequence) -> None:
+        """Takes over the blocks of its prompt that were computed before under the same interventions.
+
+        The last token of the prompt is always computed, and so is whatever has to be captured.
+        """
+        size = self.prefixes.block
+        blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
+        if not self.prefixes.budget or blocks < 1:
+            return
+        one.acts.steered(0, self.steering.content(one.id, decode=False))
+        self._name(one, blocks)
+        found = self.prefixes.find(one.keys)
+        for i, block in enumerate(found):
+            self.slots.load(one.row, block, i * size)
+        del one.keys[len(found) :]  # the others are named when it is known what acted on them
+        one.computed = one.result.cached = len(found) * size
+        one.published = len(found)
+
+    def _name(self, one: Sequence, blocks: int) -> None:
+        salt = repr((self.state.current, self.exact)).encode()
+        self.prefixes.extend(one.keys, salt, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
+
+    def _vacate(self, one: Sequence) -> None:
+        row, one.row = one.row, -1
+        last = self._rows.pop()
+        if self.slots.free(row) is not None:
+            self._rows[row], last.row = last, row
+
+    def _owner(self, one: Sequence) -> str:
+        return f"engine {id(self)} request {one.id}"

@@ -1,0 +1,115 @@
+"""Runs what the scheduler chose: which pieces share a forward, and what each request's interventions are in it."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.engine.forward import Forward, Work
+from mi_route2.engine.sequence import Sequence
+from mi_route2.engine.slots import Slots
+from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.layout import Layout, Piece
+from mi_route2.interventions.patches import firing
+from mi_route2.interventions.steering import Readings, SteeringState
+from mi_route2.sites import Site
+
+Group = list[tuple[Sequence, int, int]]
+"""Requests, and the position and number of the tokens that each computes in one forward."""
+
+WASTE = 2
+"""In one forward over pieces of prompts no piece is longer than this many times the shortest."""
+
+
+class Runner:
+    """See the module. ``exact`` runs every request alone, in pieces that end at multiples of ``grain`` or with the prompt."""
+
+    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
+        self.decoder, self.slots, self.steering = decoder, slots, steering
+        self._exact, self._grain = exact, grain
+        self._forward = Forward(decoder, steering)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        self._forward.close()
+
+    def run(self, pieces: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], Float[Tensor, "n v"] | None, list[Readings]]:
+        """Computes the pieces; whose next token is due, their logits in float32 at least, and what monitors read."""
+        due: list[Sequence] = []
+        logits: list[Tensor] = []
+        readings: list[Readings] = []
+        for group in self._groups(pieces):
+            found, read = self._one(group)
+            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
+            if ends:
+                due += [group[i][0] for i in ends]
+                logits.append(found if len(ends) == len(group) else found[ends])
+            if read is not None:
+                readings.append(read)
+        if not due:
+            return [], None, readings
+        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
+        return due, whole.to(torch.promote_types(whole.dtype, torch.float32)), readings
+
+    def _groups(self, pieces: Iterable[tuple[Sequence, int]]) -> Iterator[Group]:
+        if self._exact:
+            for sequence, count in pieces:
+                yield from ([cut] for cut in self._cuts(sequence, count))
+            return
+        ordered = sorted(pieces, key=lambda piece: piece[0].row)
+        if singles := [(sequence, sequence.computed, 1) for sequence, count in ordered if count == 1]:
+            yield singles
+        longer = [(sequence, sequence.computed, count) for sequence, count in ordered if count > 1]
+        longer.sort(key=lambda piece: -piece[2])
+        group: Group = []
+        for piece in longer:
+            if group and piece[2] * WASTE < group[0][2]:
+                yield sorted(group, key=lambda one: one[0].row)
+                group = []
+            group.append(piece)
+        if group:
+            yield sorted(group, key=lambda one: one[0].row)
+
+    def _cuts(self, sequence: Sequence, count: int) -> Iterator[tuple[Sequence, int, int]]:
+        """Prompts in pieces that end at multiples of the grain, generated tokens one by one: whatever ``count`` is, the same."""
+        start, stop = sequence.computed, sequence.computed + count
+        while start < stop:
+            end = min((start // self._grain + 1) * self._grain, sequence.prompt) if start < sequence.prompt else start + 1
+            assert end <= stop, (start, stop, end)
+            yield sequence, start, end - start
+            start = end
+
+    def _one(self, group: Group) -> tuple[Float[Tensor, "b v"], Readings | None]:
+        """One forward. Each request's ``computed`` grows; the logits are those at the end of its piece."""
+        device = self.decoder.device
+        layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
+        width = layout.positions.shape[1]
+        if width == 1:
+            tokens, keep = torch.tensor([[one.tokens[start]] for one, start, _ in group], device=device), None
+        else:
+            rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
+            tokens = torch.tensor(rows, device=device)
+            keep = torch.tensor(sorted({count - 1 for _, _, count in group}), device=device)
+        cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
+        logits, readings = self._forward.run(layout, tokens, cache, self._work(group), keep)
+        for one, start, count in group:
+            one.computed = start + count
+        if keep is None:
+            return logits[:, 0], readings
+        ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
+        return logits[torch.arange(len(group), device=device), ends], readings
+
+    def _work(self, group: Group) -> dict[Site, Work]:
+        """What is to be done at which site, by row and column of the forward."""
+        work: dict[Site, Work] = {}
+        for row, (one, start, count) in enumerate(group):
+            for column, patch in firing(one.patches, start, count) if one.patches else ():
+                work.setdefault(patch.site, Work()).patches.append((row, column, patch))
+            for number, capture in enumerate(one.request.capture):
+                columns = capture.where.rows(one.tokens[start : start + count], start, one.prompt)
+                if columns:
+                    sink = partial(one.keep, number, [start + column for column in columns])
+                    work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))
+        return work

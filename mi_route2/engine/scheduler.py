@@ -1,0 +1,146 @@
+"""Who runs in the next step: a pure part of the engine, which knows lengths and priorities and no tensor.
+
+Running requests come before waiting ones, single tokens before pieces of prompts, higher priority before lower, then who came
+first. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` positions of keys and values. Where
+room runs out, or somebody of higher priority waits for a row, the last of the lowest priority is put back among the waiting, with
+all that it has. The first of the waiting who does not fit stops those behind it, so that nobody is overtaken for ever.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+Answer = Literal["run", "wait", "drop"]
+
+
+@runtime_checkable
+class Job(Protocol):
+    """What the scheduler reads of a request: ``known`` tokens are its prompt and what it generated; ``computed`` have run."""
+
+    priority: int
+    arrival: int
+    computed: int
+
+    @property
+    def known(self) -> int: ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass
+class Turn(Generic[J]):
+    """One step: how many tokens of whom, and who came in or was put back for it."""
+
+    pieces: list[tuple[J, int]] = field(default_factory=list)
+    admitted: list[J] = field(default_factory=list)
+    preempted: list[J] = field(default_factory=list)  # by identity: two requests may be equal in every field
+
+
+def urgency(job: Job) -> tuple[int, int]:
+    """Sorts by higher priority, then by who came first."""
+    return -job.priority, job.arrival
+
+
+class Scheduler(Generic[J]):
+    """See the module. ``chunk`` is the longest piece of a prompt in one step, and pieces end at multiples of ``grain`` or with what
+    is known. ``ValueError`` for sizes that cannot work."""
+
+    def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1):
+        if rows < 1 or grain < 1 or chunk < grain or budget < rows + grain - 1 or (room is not None and room < 1):
+            raise ValueError(
+                f"rows = {rows}, budget = {budget}, chunk = {chunk}, room = {room} cannot be: all are at least 1, the chunk is at "
+                f"least {grain}, and the budget at least {rows + grain - 1}, so that every running request can go on"
+            )
+        self.rows, self.budget, self.chunk, self.room, self.grain = rows, budget, chunk, room, grain
+        self.waiting: list[J] = []
+        self.running: list[J] = []
+
+    def add(self, job: J) -> None:
+        """A new request, or one that comes back."""
+        insort(self.waiting, job, key=urgency)
+
+    def remove(self, job: J) -> None:
+        """A request that ended, wherever it is."""
+        (self.running if job in self.running else self.waiting).remove(job)
+
+    def put_back(self, job: J) -> None:
+        """A running request goes back among the waiting."""
+        self.running.remove(job)
+        self.add(job)
+
+    def plan(self, admit: Callable[[J], Answer], put_back: Callable[[J], None]) -> Turn[J]:
+        """The next step.
+
+        ``admit`` meets a waiting request's other demands (``"run"``), or says that they cannot be met now (``"wait"``) or ever
+        (``"drop"``). ``put_back`` is told of each that is preempted, before anybody is admitted.
+        """
+        turn: Turn[J] = Turn()
+        self._make_way(turn, put_back)
+        left = self._go_on(turn, put_back)
+        while self.waiting and left > 0 and len(self.running) < self.rows:
+            job = self.waiting[0]
+            if job in turn.preempted or not self._fits(turn, job):
+                break
+            answer = admit(job)
+            if answer == "wait":
+                break
+            del self.waiting[0]
+            if answer == "drop":
+                continue
+            self.running.append(job)
+            turn.admitted.append(job)
+            left -= self._give(turn, job, left)
+        return turn
+
+    def _preempt(self, job: J, turn: Turn[J], put_back: Callable[[J], None]) -> None:
+        """Back among the waiting, out of this turn."""
+        self.put_back(job)
+        turn.preempted.append(job)
+        turn.pieces = [piece for piece in turn.pieces if piece[0] is not job]
+        put_back(job)
+
+    def _make_way(self, turn: Turn[J], put_back: Callable[[J], None]) -> None:
+        """Somebody of higher priority waits and all rows are taken: the least urgent goes."""
+        taken = 0
+        for job in list(self.waiting):
+            if len(self.running) + taken < self.rows:
+                taken += 1
+                continue
+            least = max(self.running, key=urgency, default=None)
+            if least is None or least.priority >= job.priority:
+                return
+            self._preempt(least, turn, put_back)
+            taken += 1
+
+    def _go_on(self, turn: Turn[J], put_back: Callable[[J], None]) -> int:
+        """Pieces for those that run; what is left of the budget."""
+        singles = [job for job in self.running if job.known - job.computed == 1]
+        turn.pieces = [(job, 1) for job in singles]  # the budget is at least the rows
+        left = self.budget - len(singles)
+        if len(singles) < len(self.running):
+            for job in sorted((job for job in self.running if job.known - job.computed != 1), key=urgency):
+                left -= self._give(turn, job, left)
+        if self.room is not None:
+            while self._held(turn) > self.room and len(self.running) > 1:
+                job = max(self.running, key=urgency)
+                left += sum(count for other, count in turn.pieces if other is job)
+                self._preempt(job, turn, put_back)
+        return left
+
+    def _give(self, turn: Turn[J], job: J, left: int) -> int:
+        """A piece for ``job``, where a whole one fits; its tokens."""
+        count = min(job.known - job.computed, self.chunk, left)
+        if job.computed + count < job.known:
+            count -= (job.computed + count) % self.grain
+        if count > 0:
+            turn.pieces.append((job, count))
+        return max(count, 0)
+
+    def _held(self, turn: Turn[J]) -> int:
+        return sum(job.computed for job in self.running) + sum(count for _, count in turn.pieces)
+
+    def _fits(self, turn: Turn[J], job: J) -> bool:
+        """Whether there is room for all that is known of ``job``, and one more."""
+        return self.room is None or self._held(turn) + job.known + 1 <= self.room

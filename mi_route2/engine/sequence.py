@@ -1,0 +1,116 @@
+"""One request on its way through the engine: its tokens, where its keys and values are, and what is collected for its result."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mi_route2.engine.prefix import Acts
+from mi_route2.engine.request import Capture, Captured, Request, Result
+from mi_route2.engine.slots import Saved
+from mi_route2.interventions.patches import Resolved
+from mi_route2.interventions.runs.writer import Writer
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back."""
+
+    id: int
+    arrival: int
+    request: Request
+    result: Result
+    uniforms: list[float]
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    row: int = -1
+    saved: Saved | None = None
+    admitted: bool = False
+    patches: tuple[Resolved, ...] = ()
+    acts: Acts = field(default_factory=Acts)
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    writer: Writer | None = None
+    captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.priority = self.request.priority
+        self.prompt = len(self.tokens)
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def reach(self) -> int:
+        """Positions that can be computed at the most: the last token that is generated is not read."""
+        return self.prompt + self.request.sampling.max_new - 1
+
+    def lowest_capture(self) -> int:
+        """The first position of the prompt that is captured, or the prompt's length: it has to be computed."""
+        first = [capture.where.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
+        return min((row for rows in first for row in rows), default=self.prompt)
+
+    def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
+        """Takes what capture ``number`` saw."""
+        if self.writer is not None:
+            self.writer.append(self.request.capture[number].site, positions, rows)
+            return
+        held = self.captured.setdefault(number, ([], []))
+        held[0].extend(positions)
+        held[1].append(rows.detach())
+
+    def settle(self) -> None:
+        """What was captured goes into the result, or its run is finished; of a request that failed no run is kept."""
+        result = self.result
+        result.unfired = self.unfired()
+        for number, (positions, rows) in self.captured.items():
+            result.captured[self.request.capture[number].site] = Captured(tuple(positions), torch.cat(rows))
+        if self.writer is not None and result.finish == "error":
+            self.writer.abort()
+        elif self.writer is not None:
+            self.writer.add_tokens(result.ids)
+            self.writer.close()
+
+    def unfired(self) -> list[str]:
+        """Captures and patches at positions that were never computed."""
+        missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
+        for capture in self.request.capture:
+            missed += [f"capture at {capture.site}, position {position}" for position in capture.where.missing(self.computed)]
+        return missed
+
+
+def refuse(request: Request, context: int, vocabulary: int) -> None:
+    """``ValueError``, in one sentence, for a request that cannot be run by any engine over this model."""
+    length = len(request.prompt)
+    if not length:
+        raise ValueError("the prompt is empty: give at least one token")
+    if wrong := [token for token in (*request.prompt, *request.sampling.logprob_token_ids) if not 0 <= token < vocabulary]:
+        raise ValueError(f"token {wrong[0]} is outside the vocabulary: its ids are 0..{vocabulary - 1}")
+    if (request.sampling.logprobs or 0) > vocabulary:
+        raise ValueError(f"logprobs = {request.sampling.logprobs} exceeds the vocabulary of {vocabulary}")
+    reach = length + request.sampling.max_new - 1
+    if reach > context:
+        raise ValueError(
+            f"a prompt of {length} tokens and max_new = {request.sampling.max_new} need {reach} positions, but the context has "
+            f"{context}"
+        )
+    for one in request.patch:
+        if one.position >= reach:
+            raise ValueError(f"the patch at {one.site} names position {one.position}, but this request computes 0..{reach - 1}")
+    _refuse_captures(request.capture, reach)
+
+
+def _refuse_captures(captures: tuple[Capture, ...], reach: int) -> None:
+    sites = [capture.site for capture in captures]
+    if twice := [site for site in sites if sites.count(site) > 1]:
+        raise ValueError(f"two captures name {twice[0]}: give one capture a site, with all its positions")
+    for capture in captures:
+        if missing := capture.where.missing(reach):
+            raise ValueError(f"the capture at {capture.site} names position {missing[0]}, but this request computes 0..{reach - 1}")

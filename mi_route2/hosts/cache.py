@@ -1,0 +1,72 @@
+"""Anybody's keys and values as a cache that transformers' models take. Apart, because transformers takes seconds to import."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from mi_route2.hosts.decoder import KeyValues
+
+GROUPED = "route2_grouped_sdpa"
+
+
+class TransformersCache(Cache):
+    """Hands each layer's keys and values on to ``KeyValues``. Positions and masks are the caller's, so it counts nothing."""
+
+    def __init__(self, inner: KeyValues):
+        super().__init__(layers=[])
+        self._inner = inner
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._inner.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _attention(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_unused: Any,
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa`` with a mask, without a copy of the keys and values for each query head of a group."""
+    if query.shape[2] == 1 and attention_mask is not None and query.device.type == "cpu":
+        return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    group = query.shape[1] != key.shape[1]
+    mixed = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=group)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """``softmax(q k^T + mask) v`` for one token a row: a quarter faster on a CPU than ``sdpa``, which is made for many."""
+    b, heads, length, width = key.shape
+    grouped = query.reshape(b * heads, -1, width)
+    bias = mask.expand(b, heads, grouped.shape[1], length).reshape(b * heads, grouped.shape[1], length)
+    scores = torch.baddbmm(bias, grouped, key.reshape(b * heads, length, width).mT, alpha=scaling)
+    return torch.bmm(scores.softmax(-1), value.reshape(b * heads, length, width)).view(b, 1, -1, width)
+
+
+AttentionInterface.register(GROUPED, _attention)
+
+
+@contextmanager
+def grouped(config: Any) -> Iterator[None]:
+    """The model's ``sdpa`` attention is ``_attention`` inside; any other implementation stays what it is."""
+    usual = config._attn_implementation
+    if usual != "sdpa":
+        yield
+        return
+    config._attn_implementation_internal = GROUPED
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = usual

@@ -1,0 +1,135 @@
+"""Patches that a request carries: which value is put in, at which site and logical position, and how much of it.
+
+    h' = (1 - alpha) * h + alpha * source          alpha = 1 replaces bit for bit, alpha = 0 changes nothing
+
+    Patch(Site(3, "resid_pre"), 17, FromRun("clean", 17))          a captured run's value
+    Patch(Site(3, "kept_a", "mlp.down"), 17, "zeros")              or a tensor, or a named vector
+
+A patch fires in a forward over the tokens ``start .. start + count - 1`` of its request if and only if its position is among them,
+at that token's row. Positions may lie in tokens that are yet to be generated.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.sites import Site, nearest
+
+ZEROS = "zeros"
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""
+
+    run: str
+    position: int
+    site: Site | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).
+
+    ``ValueError`` for a negative position and for an ``alpha`` that is not finite.
+    """
+
+    site: Site
+    position: int
+    source: FromRun | Tensor | str
+    alpha: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        if self.position < 0:
+            raise ValueError(f"a patch at {self.site} names position {self.position}: positions count from 0 at the prompt's first")
+        if not bool(torch.isfinite(torch.as_tensor(self.alpha)).all()):
+            raise ValueError(f"the patch at {self.site}, position {self.position}, has an alpha that is not finite")
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """A patch whose source was found: tensors in the shape of the site's value at one token."""
+
+    site: Site
+    position: int
+    source: Float[Tensor, "..."]
+    alpha: float | Float[Tensor, "..."]
+    digest: bytes
+
+
+@runtime_checkable
+class Runs(Protocol):
+    """Where captured runs are read."""
+
+    def rows(self, run: str, site: Site, positions: Sequence[int], /) -> Tensor: ...
+
+
+def resolve(
+    patches: Iterable[Patch],
+    shape: Callable[[Site], tuple[int, ...]],
+    *,
+    runs: Runs | None = None,
+    vectors: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> tuple[Resolved, ...]:
+    """Every patch with its source at hand, by position.
+
+    ``ValueError`` for two patches at one place and for a source or alpha of another shape; ``KeyError`` for a missing source.
+    """
+    found: dict[tuple[Site, int], Resolved] = {}
+    for patch in patches:
+        place = (patch.site, patch.position)
+        if place in found:
+            raise ValueError(f"two patches name {patch.site} at position {patch.position}: one place has one patch")
+        size = shape(patch.site)
+        source = _fit(_source(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
+        alpha = patch.alpha
+        if isinstance(alpha, Tensor):
+            alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, dtype)
+        found[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
+    return tuple(sorted(found.values(), key=lambda one: one.position))
+
+
+def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
+    """The patches whose position a forward over ``count`` tokens from ``start`` computes, with the token's place among them."""
+    return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
+
+
+def _source(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
+    match patch.source:
+        case Tensor() as inline:
+            return inline
+        case FromRun(run, position, site):
+            if runs is None:
+                raise KeyError(f"the patch at {patch.site} reads run {run!r}, but there is no run store: give the engine one")
+            return runs.rows(run, patch.site if site is None else site, [position])[0]
+        case str(name):
+            if name == ZEROS:
+                return torch.zeros(size)
+            if name not in vectors:
+                raise KeyError(f"no vector {name!r}: the nearest are {nearest(name, [*vectors, ZEROS])}")
+            return vectors[name]
+
+
+def _fit(value: Tensor, size: tuple[int, ...], patch: Patch, what: str) -> Tensor:
+    if value.shape == size:
+        return value
+    if value.ndim == 1 and value.numel() == torch.Size(size).numel():
+        return value.reshape(size)
+    raise ValueError(
+        f"the {what} of the patch at {patch.site} has shape {list(value.shape)}, but the site has {list(size)} a token"
+    )
+
+
+def _digest(patch: Patch, source: Tensor, alpha: float | Tensor) -> bytes:
+    """Of what the patch does, not of what its source is called."""
+    data = hashlib.sha256(f"{patch.site}|{alpha if isinstance(alpha, float) else 'masked'}|".encode())
+    for tensor in (source, *([alpha] if isinstance(alpha, Tensor) else [])):
+        data.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return data.digest()

@@ -1,0 +1,336 @@
+"""What a request carries to be steered: vectors in three tiers, clamps, and monitors, as frozen data.
+
+    Steering(base=(Steer(site, v, 2.0),), decode=(Steer(site, "polite"),), clamps=(Clamp(site, u, low=-1.0, high=1.0),))
+
+    prefill = global base + global prefill + request base + request prefill         decode likewise
+
+A vector is a 1-D tensor, a list of numbers, or the name under which the state holds one. At a point by head its values are those of
+``h.flatten(-2)``: all of head 0, then head 1; a ``[h dh]`` tensor is taken for that. Vectors are kept in float32 at least.
+What is said of ``content`` is about the numbers: two specs with equal content act alike, however their vectors are named.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.interventions.order import precedes
+from mi_route2.sites import Site
+
+Tier = Literal["base", "prefill", "decode"]
+Phase = Literal["both", "prefill", "decode"]
+Mode = Literal["add", "attenuate"]
+Quarantined = Literal["open", "close"]
+TIERS: tuple[str, ...] = get_args(Tier)
+CLAMPS = 4
+"""Clamps that one request may have at a site."""
+
+
+class Vector:
+    """A finite vector of its own, or the name of one; equal where content (or, unresolved, the name) is.
+
+    ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` where a number is not finite.
+    """
+
+    __slots__ = ("digest", "name", "values")
+
+    def __init__(self, given: "Vector | Tensor | Sequence[float] | str"):
+        if isinstance(given, Vector):
+            self.name, self.values, self.digest = given.name, given.values, given.digest
+            return
+        self.name = given if isinstance(given, str) else ""
+        self.values: Tensor | None = None
+        self.digest = b""
+        if isinstance(given, str):
+            if not given:
+                raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
+            return
+        try:
+            values = torch.as_tensor(given).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {given!r:.60}") from error
+        if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
+            raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        # A list is read as float32 numbers; bfloat16 and integers are exact in float32 as far as vectors go.
+        self.values = values.to("cpu", wide, copy=True).flatten()
+        if not torch.isfinite(self.values).all():
+            raise ValueError("a vector holds NaN or infinity: give finite numbers")
+        self.digest = tensor_digest(self.values)
+
+    @property
+    def data(self) -> Float[Tensor, " n"]:
+        """The numbers; ``ValueError`` for a name that was not looked up."""
+        if self.values is None:
+            raise ValueError(f"the vector {self.name!r} is only a name as yet: register it in the state that is to look it up")
+        return self.values
+
+    def resolved(self, lookup: Callable[[str], "Vector"]) -> "Vector":
+        """The vector itself; what ``lookup`` raises passes through."""
+        return self if self.values is not None else lookup(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vector) and (self.digest, "" if self.digest else self.name) == (
+            other.digest,
+            "" if other.digest else other.name,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest or self.name)
+
+    def __repr__(self) -> str:
+        return f"Vector({self.name!r})" if self.values is None else f"Vector({len(self.values)} numbers, {self.digest.hex()[:8]})"
+
+
+VectorLike = Vector | Tensor | Sequence[float] | str
+
+
+def tensor_digest(values: Tensor) -> bytes:
+    """SHA-256 of a CPU tensor's type, length and bytes."""
+    found = hashlib.sha256(f"{values.dtype} {values.numel()} ".encode())
+    found.update(values.contiguous().view(torch.uint8).numpy().data)
+    return found.digest()
+
+
+def _finite(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is a number, not {value!r:.60}") from error
+    if not (math.isfinite(number) and low <= number <= high):
+        bounds = "" if (low, high) == (-math.inf, math.inf) else f" between {low:g} and {high:g}"
+        raise ValueError(f"{name} is {value}: give a finite number{bounds}")
+    return number
+
+
+def _one_of(name: str, value: object, known: Iterable[object]) -> None:
+    if value not in (known := tuple(known)):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+
+
+@dataclass(frozen=True)
+class Steer:
+    """Add ``scale * vector`` at ``site``."""
+
+    site: Site
+    vector: VectorLike
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "vector", Vector(self.vector))
+        object.__setattr__(self, "scale", _finite("scale", self.scale))
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Steer":
+        return replace(self, vector=Vector(self.vector).resolved(lookup))
+
+    def values(self) -> Float[Tensor, " n"]:
+        """``scale * vector`` in float64."""
+        return Vector(self.vector).data.double() * self.scale
+
+    def content(self) -> bytes:
+        return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
+
+
+@dataclass(frozen=True)
+class Clamp:
+    """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
+
+    ``vector`` is divided by its length; a bound may be infinite. ``value`` is ``low = high``. ``ValueError`` for bounds in the
+    wrong order, for ``value`` beside a bound, and where nothing bounds.
+    """
+
+    site: Site
+    vector: VectorLike
+    low: float = -math.inf
+    high: float = math.inf
+    strength: float = 1.0
+    phase: Phase = "both"
+    value: float | None = None
+
+    def __post_init__(self) -> None:
+        vector = Vector(self.vector)
+        object.__setattr__(self, "vector", vector)
+        if vector.values is not None and not bool(vector.values.any()):
+            raise ValueError(f"the clamp at {self.site} has a direction of zeros: give one with a length")
+        if self.value is not None:
+            if (self.low, self.high) != (-math.inf, math.inf):
+                raise ValueError(f"the clamp at {self.site} has a value and bounds: give value, or low and high")
+            value = _finite("value", self.value)
+            object.__setattr__(self, "low", value)
+            object.__setattr__(self, "high", value)
+            object.__setattr__(self, "value", None)
+        if not self.low <= self.high:  # a NaN is neither
+            raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: low is the smaller one")
+        if (math.isinf(self.low) and self.low > 0) or (math.isinf(self.high) and self.high < 0):
+            raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: no number is between them")
+        if math.isinf(self.low) and math.isinf(self.high):
+            raise ValueError(f"the clamp at {self.site} has no bound: give low, high, both, or value")
+        object.__setattr__(self, "strength", _finite("strength", self.strength))
+        _one_of("phase", self.phase, get_args(Phase))
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
+        return replace(self, vector=Vector(self.vector).resolved(lookup))
+
+    def unit(self) -> Float[Tensor, " n"]:
+        """The direction in float64, of length one."""
+        v = Vector(self.vector).data.double()
+        v = v / v.abs().max()  # first, or the squares of small numbers vanish
+        return v / v.norm()
+
+    def content(self) -> bytes:
+        numbers = repr((float(self.low), float(self.high), self.strength, self.phase))
+        return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` of every token at ``site``, in float32 at least.
+
+    What it may gate, at its own site and later ones, in the same forward and on generated tokens alone:
+
+    gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none, it only watches)
+    gate_rows     whether the request's static vectors at those sites are gated too
+    adds          vectors of its own, which act as ``g * vector`` (of ``mode="attenuate"``: by its factor)
+    quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every
+                  ``quarantine_out`` at or behind the monitor); ``prompt=True`` has this act on the prompt's tokens as well
+
+    The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A bias of the probe goes into ``threshold``.
+    ``ValueError`` for a gated site that fires before the monitor's.
+    """
+
+    site: Site
+    probe: VectorLike
+    threshold: float = 0.0
+    sharpness: float = 1.0
+    mode: Mode = "add"
+    gates: tuple[Site, ...] | None = None
+    gate_rows: bool = False
+    quarantine: Quarantined | None = None
+    quarantined: tuple[Site, ...] | None = None
+    adds: tuple[Steer, ...] = ()
+    depth: float = 1.0
+    prompt: bool = False
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "probe", Vector(self.probe))
+        object.__setattr__(self, "threshold", _finite("threshold", self.threshold))
+        object.__setattr__(self, "sharpness", _finite("sharpness", self.sharpness, low=0.0))
+        object.__setattr__(self, "depth", _finite("depth", self.depth, 0.0, 1.0))
+        object.__setattr__(self, "name", self.name or str(self.site))
+        object.__setattr__(self, "adds", tuple(self.adds))
+        for field in ("gates", "quarantined"):
+            given = getattr(self, field)
+            object.__setattr__(self, field, None if given is None else tuple(sorted(set(given))))
+        _one_of("mode", self.mode, get_args(Mode))
+        _one_of("quarantine", self.quarantine, (None, *get_args(Quarantined)))
+        self._refuse()
+
+    def _refuse(self) -> None:
+        named = (*(self.gates or ()), *(self.quarantined or ()), *(entry.site for entry in self.adds))
+        for site in named:
+            if not self.reaches(site):
+                raise ValueError(
+                    f"the monitor at {self.site} cannot gate {site}: that fires before it, or on some models does; gate its own "
+                    "site or a later one"
+                )
+        if self.quarantined is not None and self.quarantine is None:
+            raise ValueError(f"the monitor at {self.site} names quarantines but not whether it opens or closes them")
+        for site in self.quarantined or ():
+            if site.point != "quarantine_out":
+                raise ValueError(f"{site} is no quarantine: name sites of the point quarantine_out")
+        if self.prompt and self.quarantine is None:
+            raise ValueError(f"the monitor at {self.site} has prompt=True but gates no quarantine: nothing else acts on a prompt")
+        if self.depth != 1.0 and self.mode != "attenuate":
+            raise ValueError(f"the monitor at {self.site} has depth={self.depth}, which is of mode 'attenuate' alone")
+
+    def reaches(self, site: Site) -> bool:
+        """Whether ``site`` is the monitor's own, or fires behind it in every forward."""
+        return site == self.site or precedes(self.site, site)
+
+    def gating(self, site: Site) -> bool:
+        """Whether the vectors that act at ``site`` are among those that it gates."""
+        return self.reaches(site) if self.gates is None else site in self.gates
+
+    @property
+    def factor(self) -> tuple[float, float]:
+        """``(a, b)`` of the factor ``a + b * g``."""
+        return (0.0, 1.0) if self.mode == "add" else (1.0, -self.depth)
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Monitor":
+        probe = Vector(self.probe).resolved(lookup)
+        return replace(self, probe=probe, adds=tuple(entry.resolved(lookup) for entry in self.adds))
+
+    def content(self) -> bytes:
+        """All but the name."""
+        sites = [None if some is None else [str(site) for site in some] for some in (self.gates, self.quarantined)]
+        numbers = (self.threshold, self.sharpness, self.mode, sites, self.gate_rows, self.quarantine, self.depth, self.prompt)
+        adds = b"+".join(entry.content() for entry in self.adds)
+        return b"|".join((str(self.site).encode(), Vector(self.probe).digest, repr(numbers).encode(), adds))
+
+
+@dataclass(frozen=True)
+class Steering:
+    """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a
+    name (the site's, where none is given)."""
+
+    base: tuple[Steer, ...] = ()
+    prefill: tuple[Steer, ...] = ()
+    decode: tuple[Steer, ...] = ()
+    clamps: tuple[Clamp, ...] = ()
+    monitors: tuple[Monitor, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in (*TIERS, "clamps", "monitors"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for phase in ("prefill", "decode"):
+            sites = [clamp.site for clamp in self.clamps if clamp.phase in ("both", phase)]
+            if crowded := [site for site in sites if sites.count(site) > CLAMPS]:
+                raise ValueError(f"{sites.count(crowded[0])} clamps at {crowded[0]}: a site takes at most {CLAMPS}")
+        names = [monitor.name for monitor in self.monitors]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two monitors are called {twice[0]!r}: give each a name of its own")
+
+    def vectors(self, tier: str) -> tuple[Steer, ...]:
+        """The entries of a tier."""
+        _one_of("tier", tier, TIERS)
+        return getattr(self, tier)
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
+        """With every name looked up; what ``lookup`` raises passes through."""
+        kinds = (*TIERS, "clamps", "monitors")
+        return Steering(**{kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in kinds})
+
+    def content(self) -> bytes:
+        """SHA-256 of what is asked for, not of names; ``ValueError`` where a name was not looked up."""
+        found = hashlib.sha256()
+        self.resolved(_unknown)
+        for kind in (*TIERS, "clamps", "monitors"):
+            for entry in getattr(self, kind):
+                found.update(kind.encode() + b":" + entry.content() + b";")
+        return found.digest()
+
+    @property
+    def rows(self) -> "Steering":
+        """What a row of the table holds: vectors and clamps, no monitors."""
+        return replace(self, monitors=())
+
+
+def _unknown(name: str) -> Vector:
+    raise ValueError(f"the vector {name!r} is only a name as yet: register it in the state that is to look it up")
+
+
+def looker(named: Mapping[str, Vector]) -> Callable[[str], Vector]:
+    """Looks names up in ``named``; ``ValueError`` lists what there is."""
+
+    def lookup(name: str) -> Vector:
+        if name not in named:
+            raise ValueError(f"no vector is registered as {name!r}; there are: {', '.join(sorted(named)) or 'none'}")
+        return named[name]
+
+    return lookup

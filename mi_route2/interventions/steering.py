@@ -1,0 +1,366 @@
+"""Steering of many requests at once: who is steered how, and what that does to one forward over a batch of them.
+
+    state = SteeringState(widths, rows=64, dtype=torch.float32, device="cpu")
+    state.set_global("decode", [Steer(site, v)])
+    state.admit(7, Steering(base=(Steer(site, u, 2.0),)))       # Full: let the request wait; it never runs unsteered
+    if state.begin(layout):                                     # before the forward
+        h = state.at(site, h)                                   # in the hook of every site of state.sites()
+        readings = state.end()                                  # after it
+    state.release(7)
+
+At a site: monitor (reads what it is given) -> gate of the quarantine -> steer -> clamp; the owner captures and patches before.
+
+Static steering is the table's (``rows.py``). Dynamic steering acts on generated tokens alone: the tier (vectors for every request,
+times a gain), the scale of a row or of a request, an override (another row for a request), and monitors. Each call changes all that
+it says or, raising, nothing. Requests keep the vectors that they were admitted with, also where a name is registered anew.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.interventions.buffers import Forward, SiteStep, Watch, watch_of
+from mi_route2.interventions.content import digest
+from mi_route2.interventions.edits import term
+from mi_route2.interventions.layout import Layout
+from mi_route2.interventions.planner import Acting, Planner
+from mi_route2.interventions.readings import Reading, Readings
+from mi_route2.interventions.requests import Living, Requests
+from mi_route2.interventions.rows import Full, Rows, summed
+from mi_route2.interventions.specs import Monitor, Steer, Steering, Vector, VectorLike, looker
+from mi_route2.sites import Site
+
+__all__ = ["Full", "Reading", "Readings", "SteeringState"]
+
+GLOBAL = "global:"
+"""How the names of monitors that watch every request begin in readings."""
+PLANS = 128
+"""Layouts of single tokens whose plan is kept: in batches of one, as exact ones are, requests take turns."""
+
+
+class SteeringState:
+    """See the module. ``widths`` gives a site's shape behind [b s]: ``(d,)``, by head ``(h, dh)``; what it raises passes through.
+
+    ``rows`` configurations may act at a time. ``quarantine_sites`` are the ``quarantine_out`` that monitors gate by default.
+    """
+
+    def __init__(
+        self,
+        widths: Callable[[Site], tuple[int, ...]],
+        *,
+        rows: int = 64,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        quarantine_sites: tuple[Site, ...] = (),
+    ):
+        self.rows = Rows(rows, widths, dtype, torch.device(device))
+        self.quarantine_sites = tuple(sorted(quarantine_sites))
+        self.vectors: dict[str, Vector] = {}
+        self.tier: dict[Site, Tensor] = {}
+        self.gain = 1.0
+        self._requests = Requests(self.rows, self.vectors, self.quarantine_sites)
+        self._monitors: dict[str, tuple[Watch, str]] = {}
+        self._sites: frozenset[Site] = frozenset()
+        self._version = 0
+        self._contents: dict[tuple[int, bool], bytes] = {}
+        self._plans: OrderedDict[tuple[object, ...], tuple[dict[Site, SiteStep], int]] = OrderedDict()
+        self._layout: Layout | None = None
+        self._forward: Forward | None = None
+        self._steps: dict[Site, SiteStep] = {}
+
+    # Vectors and globals
+
+    def register(self, name: str, tensor: VectorLike) -> None:
+        """A vector for specs to name. Those admitted before keep the one that the name had."""
+        vector = Vector(tensor)
+        if not name or vector.values is None:
+            raise ValueError("register a vector of numbers under a name that is not empty")
+        self.vectors[name] = vector
+
+    def unregister(self, name: str) -> None:
+        """Forget a name; unknown ones are none."""
+        self.vectors.pop(name, None)
+
+    def set_global(self, tier: str, entries: Iterable[Steer]) -> None:
+        """Replace a tier (base, prefill, decode) that acts on every request. ``ValueError`` for a vector that does not fit."""
+        if tier not in self.rows.globals:
+            raise ValueError(f"tier={tier!r} is not one of {', '.join(self.rows.globals)}")
+        self.rows.set_global(tier, self._entries(entries))
+        self._changed()
+
+    def clear_global(self, tier: str) -> None:
+        """As if the tier had never been set."""
+        self.set_global(tier, ())
+
+    def _entries(self, entries: Iterable[Steer]) -> list[Steer]:
+        found = [entry.resolved(looker(self.vectors)) for entry in entries]
+        self.rows.check_entries(found)
+        return found
+
+    # Requests
+
+    def fits(self, spec: Steering | None, *, configs: Mapping[str, Steering] | None = None, request: int | None = None) -> bool:
+        """Whether ``admit`` would find its rows now; ``request`` names a preempted one. ``ValueError`` as there."""
+        return self._requests.fits(spec, configs or {}, request)
+
+    def admit(
+        self,
+        request: int,
+        spec: Steering | None,
+        *,
+        owner: str = "client",
+        conversation: str | None = None,
+        configs: Mapping[str, Steering] | None = None,
+    ) -> None:
+        """Take the rows that a request needs, or raise and take none.
+
+        ``configs`` are rows of its own to which it may be overridden, held from now on so that this cannot fail later. A preempted
+        request is admitted again with the same spec; its override, scale and monitors are as they were. ``Full`` where rows are
+        lacking now, ``ValueError`` where they always will be, for a vector that does not fit and a request that runs already.
+        """
+        self._requests.admit(request, spec, owner, conversation, configs or {})
+        self._changed(request)
+
+    def preempted(self, request: int) -> None:
+        """Give the rows back; what was done to the request (override, scale, monitors) waits for it to be admitted again."""
+        self._requests.preempted(request)
+        self._changed(request)
+
+    def release(self, request: int) -> None:
+        """The request has ended, and all that was its own with it; nothing happens for one that was never admitted.
+
+        What an owner held or watched goes with the owner's last request.
+        """
+        if owner := self._requests.release(request):
+            self._monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
+        self._changed(None if owner else request)
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """All that were admitted and have not ended, preempted ones too."""
+        return tuple(self._requests.living)
+
+    def __contains__(self, request: object) -> bool:
+        """Whether a request was admitted and has not ended."""
+        return request in self._requests.living
+
+    def conversation(self, request: int) -> str | None:
+        """The conversation that a request was admitted with."""
+        return self._requests.of(request).conversation
+
+    def hold(self, name: str, spec: Steering, *, owner: str = "") -> None:
+        """Keep a row under a name, for overrides. The server's own (``owner=""``) stay until ``drop``. Errors as in ``admit``."""
+        self._requests.hold(name, spec, owner)
+        self._changed()
+
+    def drop(self, name: str) -> None:
+        """Forget a held configuration; requests that were overridden to it stay so. ``ValueError`` for an unknown name."""
+        self._requests.drop(name)
+        self._changed()
+
+    # Dynamic steering
+
+    def set_tier(self, entries: Iterable[Steer]) -> None:
+        """Replace the dynamic vectors, which act on every generated token, times the tier's gain."""
+        found = self._entries(entries)
+        summed_up = {site: values.to(self.rows.device, self.rows.kind) for site, values in summed(found).items()}
+        self.tier = {site: values for site, values in summed_up.items() if bool(values.any())}
+        self._changed()
+
+    def clear_tier(self) -> None:
+        """No dynamic vectors, and a gain of 1."""
+        self.tier, self.gain = {}, 1.0
+        self._changed()
+
+    def override(self, request: int, config: str | None) -> None:
+        """Route the request's generated tokens to another row: one of its own ``configs``, or one that is held.
+
+        ``None`` is its own row, as before any override; it may be said at any time. The scale of the request is not touched.
+        """
+        self._requests.override(request, config)
+        self._changed(request)
+
+    def routing(self, request: int) -> tuple[str, Steering] | None:
+        """The configuration to which a request is routed and its name; ``None`` for its own row."""
+        return self._requests.of(request).override
+
+    def route(self, request: int, routing: tuple[str, Steering] | None) -> None:
+        """Put back what ``routing`` said, though its name may be dropped by now."""
+        self._requests.route(request, routing)
+        self._changed(request)
+
+    def set_scale(self, scale: float, *, request: int | None = None, config: str | None = None) -> None:
+        """Scale the static vectors of a request's generated tokens, those of all that share a held row, or the tier (neither)."""
+        value = _scale(scale)
+        if request is not None and config is not None:
+            raise ValueError("a scale is of a request, of a configuration, or of the tier: name one of them at most")
+        if request is not None:
+            self._requests.of(request).scale = value
+        elif config is None:
+            self.gain = value
+        elif row := self._requests.config(config).row:
+            self.rows.rows[row].scale = value
+        else:
+            raise ValueError(f"the configuration {config!r} holds no vectors, so that there is nothing to scale")
+        self._forget(request)
+
+    def scale_of(self, request: int) -> float:
+        """A request's own scale."""
+        return self._requests.of(request).scale
+
+    def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
+        """Watch one request, or all; replaces a monitor of this name that was set before, never one of the request's own spec.
+
+        ``ValueError`` for a probe that does not fit, a quarantine that is not there, and a monitor that acts on prompts.
+        """
+        if monitor.prompt:
+            raise ValueError("a monitor that acts on prompts is a part of the request's own steering: nothing dynamic acts there")
+        name = GLOBAL + monitor.name if request is None else monitor.name
+        watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.quarantine_sites)
+        if request is None:
+            self._monitors[monitor.name] = watch, owner
+        else:
+            living = self._requests.of(request)
+            if monitor.name in living.watches:
+                raise ValueError(f"request {request} brought a monitor {monitor.name!r} of its own: give this one another name")
+            living.dynamic[monitor.name] = watch
+        self._changed(request)
+
+    def clear_monitor(self, name: str, *, request: int | None = None) -> None:
+        """Take back what ``set_monitor`` did; nothing happens where there is none. A request's own spec stays as it is."""
+        (self._monitors if request is None else self._requests.of(request).dynamic).pop(name, None)
+        self._changed(request)
+
+    # What acts
+
+    def _acting(self, request: int) -> Acting:
+        living = self._requests.living.get(request)
+        if living is None or not living.resident:
+            raise RuntimeError(f"request {request} is in the batch but was not admitted: it would run unsteered")
+        routed = living.row if living.routed is None else living.routed
+        own, other = self.rows.rows[living.row], self.rows.rows[routed]
+        scales, bands = (1.0, other.scale * living.scale), (own.bands[0], other.bands[1])
+        return Acting((living.row, routed), scales, bands, self._watches(living))
+
+    def _watches(self, living: Living) -> tuple[Watch, ...]:
+        if not (living.watches or living.dynamic or self._monitors):
+            return ()
+        return (*living.watches.values(), *living.dynamic.values(), *(watch for watch, _ in self._monitors.values()))
+
+    def sites(self) -> frozenset[Site]:
+        """Where hooks are needed at present; changes only where ``version`` does."""
+        return self._sites
+
+    @property
+    def version(self) -> int:
+        """Counts how often ``sites`` has changed."""
+        return self._version
+
+    def _forget(self, request: int | None) -> None:
+        """What was prepared is stale; ``request`` is the only one on which something else acts now, ``None``: all may be."""
+        self._plans.clear()
+        if request is None:
+            self._contents.clear()
+        else:
+            self._contents.pop((request, False), None)
+            self._contents.pop((request, True), None)
+
+    def _changed(self, request: int | None = None) -> None:
+        """As ``_forget``, where hooks may be needed at other sites too."""
+        self._forget(request)
+        running = [living for living in self._requests.living.values() if living.resident]
+        watches = {id(watch): watch for living in running for watch in self._watches(living)}.values()
+        found = self.rows.sites().union(self.tier, *({w.monitor.site, *w.adds, *w.quarantined} for w in watches))
+        if found != self._sites:
+            self._sites, self._version = frozenset(found), self._version + 1
+
+    def content(self, request: int, *, decode: bool) -> bytes:
+        """Digest of all that acts now on a prompt token, or a generated one, of the request; ``b""`` where nothing does.
+
+        Equal for requests on which the same numbers act, whatever rows they have and however their vectors are named.
+        """
+        found = self._contents.get((request, decode))
+        if found is None:
+            found = digest(self._acting(request), self.rows, self.tier, self.gain, decode)
+            self._contents[request, decode] = found
+        return found
+
+    # One forward
+
+    def begin(self, layout: Layout) -> bool:
+        """Prepare a forward over ``layout``: whether anything acts or watches in it.
+
+        ``RuntimeError`` for a request that was not admitted. A forward that failed half-way needs no ``end``.
+        """
+        pieces = layout.pieces
+        key = tuple([p.request if p.start >= p.prompt else ~p.request for p in pieces]) if layout.single else None
+        plan = None if key is None else self._plans.get(key)
+        if plan is None:
+            plan = self._planned(layout)
+            if key is not None:
+                self._plans[key] = plan
+                if len(self._plans) > PLANS:
+                    self._plans.popitem(last=False)
+        self._steps, slots = plan
+        self._layout, self._forward = layout, Forward(layout.positions.shape, slots)
+        return bool(self._steps)
+
+    def _planned(self, layout: Layout) -> tuple[dict[Site, SiteStep], int]:
+        acting = [self._acting(piece.request) for piece in layout.pieces]
+        tier = {site: term(values, self.gain, dtype=values.dtype) for site, values in self.tier.items()} if self.gain else {}
+        planner = Planner(layout, acting, self.rows.tables, tier)
+        return planner.run(), planner.slots
+
+    def at(self, site: Site, h: Tensor) -> Tensor:
+        """``h [b s ...]`` at a site of the forward that was begun, as the model goes on with it: ``h`` where nothing acts."""
+        forward = self._forward
+        if forward is None:
+            raise RuntimeError("a steered site fired outside of a forward that was begun: call begin(layout) first")
+        step = self._steps.get(site)
+        if step is None:
+            return h
+        forward.fired.add(site)
+        return step.run(h, forward)
+
+    def end(self) -> Readings:
+        """What the monitors read. ``RuntimeError`` where a site at which something was to act did not fire."""
+        forward, layout = self._forward, self._layout
+        self._forward = self._layout = None
+        if forward is None:
+            return Readings()
+        if len(forward.fired) < len(self._steps):
+            silent = ", ".join(str(site) for site in sorted(set(self._steps) - forward.fired))
+            raise RuntimeError(f"steering was to act at {silent}, which did not fire: hook every site of sites()")
+        return Readings(layout, forward.scores)
+
+    # For people
+
+    def snapshot(self) -> dict[str, Any]:
+        """What stands at present, as plain data."""
+        configs = self._requests.held.items()
+        return {
+            "rows": {"used": self.rows.used, "capacity": self.rows.capacity},
+            "globals": {tier: sorted(map(str, entries)) for tier, entries in self.rows.globals.items()},
+            "tier": {"sites": sorted(map(str, self.tier)), "gain": self.gain},
+            "configs": {name: {"owner": held.owner, "scale": self.rows.rows[held.row].scale} for name, held in configs},
+            "monitors": {name: {"site": str(w.monitor.site), "owner": owner} for name, (w, owner) in self._monitors.items()},
+            "requests": {
+                request: {
+                    "override": living.override[0] if living.override else None,
+                    "scale": living.scale,
+                    "monitors": [*living.watches, *living.dynamic],
+                    "running": living.resident,
+                }
+                for request, living in self._requests.living.items()
+            },
+        }
+
+
+def _scale(value: float) -> float:
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"a scale of {value} cannot be: give a finite number that is not negative")
+    return number

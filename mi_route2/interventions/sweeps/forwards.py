@@ -1,0 +1,110 @@
+"""What a sweep asks of whoever runs the model: two runs that are recorded, and forwards with values put in."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.hosts.base import Edit
+from mi_route2.interventions.sweeps.plan import Costs, Group
+from mi_route2.interventions.sweeps.targets import Target
+from mi_route2.sites import Site
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sequence of a forward: the corrupt run with ``value`` put in at ``target`` and ``position``, or as it is.
+
+    ``place`` is the block where it enters, and its first column; a row without a target stands for any cell there.
+    """
+
+    place: tuple[int, int]
+    target: Target | None = None
+    position: int = 0
+    value: Tensor | None = None
+
+    @property
+    def head(self) -> int | None:
+        """The target's."""
+        return None if self.target is None else self.target.head
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A run: ``values`` of sites at the positions that were asked for, and the logits behind its last token."""
+
+    values: Mapping[Site, Tensor]
+    logits: Float[Tensor, " v"]
+
+
+class Forwards(Protocol):
+    """How a sweep runs the model."""
+
+    name: str
+
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        """The values of ``sites`` at ``places`` in a run over ``tokens``."""
+        ...
+
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        """As ``record``, of the run that ``run`` goes on from."""
+        ...
+
+    def place(self, target: Target, position: int) -> tuple[int, int]:
+        """The block where a cell enters, and its first column."""
+        ...
+
+    def costs(self) -> Costs:
+        """What a group of cells costs, and how large it may be."""
+        ...
+
+    def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
+        """The logits behind the last token of each row."""
+        ...
+
+
+def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
+    """An edit that keeps the first sequence's values at the positions ``index``."""
+
+    def keep(value: Tensor) -> None:
+        into[site] = value.detach()[0].index_select(0, index)
+
+    return keep
+
+
+def writing(
+    rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False
+) -> dict[Site, Edit]:
+    """Edits that put the rows' values in, but of rows that are ``apart``, in a forward over ``columns`` columns from ``start`` on."""
+    by_site: dict[Site, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        if row.target is not None and not apart(row):
+            by_site[row.target.site].append(i)
+    return {site: _writer(rows, numbers, start, columns) for site, numbers in by_site.items()}
+
+
+def _writer(rows: Sequence[Row], numbers: list[int], start: int, columns: int) -> Edit:
+    whole = [i for i in numbers if rows[i].head is None]
+    by_head = [i for i in numbers if rows[i].head is not None]
+
+    def write(value: Tensor) -> Tensor:
+        new = value.clone()
+        lacking = columns - value.shape[1]  # behind the last block's attention there may be the last column alone
+        for part in filter(None, (whole, by_head)):
+            put(new, rows, part, start + lacking)
+        return new
+
+    return write
+
+
+def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
+    """Writes the values of the rows ``numbers``, all by head or none, at their columns; the first column is position ``start``."""
+    index = [list(numbers), [rows[i].position - start for i in numbers]]
+    if rows[numbers[0]].head is not None:
+        index.append([rows[i].head for i in numbers])
+    values = [rows[i].value for i in numbers]
+    into[tuple(torch.tensor(axis, device=into.device) for axis in index)] = torch.stack([v for v in values if v is not None]).to(into)

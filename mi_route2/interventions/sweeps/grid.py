@@ -1,0 +1,184 @@
+"""What a sweep found: a value a cell, with the two runs between which it lies and the noise that it is to be read against.
+
+recovered = (patched - corrupt) / (clean - corrupt)        0: the patch did nothing; 1: the clean run's score came back
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from scipy.stats import spearmanr
+
+from mi_route2.interventions.sweeps.alignment import Alignment
+from mi_route2.interventions.sweeps.grading import Grader
+from mi_route2.interventions.sweeps.question import Skip
+from mi_route2.interventions.sweeps.targets import Target
+from mi_route2.sites import Site
+
+RADIUS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The score of the corrupt run with the clean value put in at ``target`` and ``position``."""
+
+    target: Target
+    position: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """Layers and positions around a cell, to be swept next."""
+
+    layers: range
+    positions: tuple[int, ...]
+
+    def sites(self, *points: str) -> list[Site]:
+        """These points of the blocks in the window."""
+        return [Site(layer, point) for layer in self.layers for point in points]
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Scores ``values`` of ``sites`` x ``positions``, NaN where a position was ``skipped``.
+
+    ``positions`` and ``labels`` are of the corrupt prompt; ``at`` is the position that was scored. ``replicas`` are scores of the
+    corrupt run itself, without a patch, from rows of the cells' own forwards. ``kind`` is ``patch`` for scores of runs,
+    ``attribution`` for first-order estimates of them, ``path`` for path patching. ``seconds`` and ``flops`` are what it took.
+    """
+
+    sites: tuple[Target, ...]
+    positions: tuple[int, ...]
+    labels: tuple[str, ...]
+    grader: Grader
+    at: int
+    alpha: float
+    values: Float[np.ndarray, "sites positions"]
+    clean: float
+    corrupt: float
+    replicas: tuple[float, ...]
+    resolution: float
+    skipped: tuple[Skip, ...]
+    alignment: Alignment
+    layers: int
+    kind: str = "patch"
+    forwards: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    flops: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.values.shape != (len(self.sites), len(self.positions)) or len(self.labels) != len(self.positions):
+            raise ValueError(
+                f"values of shape {self.values.shape} are not {len(self.sites)} sites x {len(self.positions)} positions"
+            )
+        skipped = np.isin(self.positions, [skip.position for skip in self.skipped])
+        if (np.isnan(self.values) != skipped[None]).any():
+            raise ValueError("a grid has no value exactly where a position was skipped")
+
+    @property
+    def metric(self) -> str:
+        """``logit_diff``, ``logprob`` or ``kl``."""
+        return self.grader.metric
+
+    @property
+    def noise_floor(self) -> float:
+        """Spread (largest less smallest) of the corrupt run's score and its replicas; rounding of the model's type at least."""
+        scores = (self.corrupt, *self.replicas)
+        return max(max(scores) - min(scores), self.resolution)
+
+    @cached_property
+    def effect(self) -> Float[np.ndarray, "sites positions"]:
+        """``values - corrupt``."""
+        return self.values - self.corrupt
+
+    @property
+    def defined(self) -> bool:
+        """Whether clean and corrupt are further apart than the noise floor, so that there is something to recover."""
+        return abs(self.clean - self.corrupt) > self.noise_floor
+
+    @property
+    def recovered(self) -> Float[np.ndarray, "sites positions"]:
+        """``effect / (clean - corrupt)``. ``ValueError`` where these two are equal within the noise floor."""
+        if not self.defined:
+            raise ValueError(
+                f"clean ({self.clean:.6g}) and corrupt ({self.corrupt:.6g}) are equal within the noise floor {self.noise_floor:.1g}: "
+                "there is nothing to recover; choose prompts or tokens that the model tells apart, or read grid.effect"
+            )
+        return self.effect / (self.clean - self.corrupt)
+
+    def to_numpy(self) -> Float[np.ndarray, "sites positions"]:
+        """A copy of ``values``."""
+        return self.values.copy()
+
+    def cell(self, row: int, column: int) -> Cell:
+        """The cell at a place of the grid."""
+        return Cell(self.sites[row], self.positions[column], float(self.values[row, column]))
+
+    @property
+    def argmax(self) -> Cell:
+        """The cell with the highest score."""
+        return self._at(np.nanargmax(self.values))
+
+    @property
+    def argmin(self) -> Cell:
+        """The cell with the lowest score."""
+        return self._at(np.nanargmin(self.values))
+
+    @property
+    def argabs(self) -> Cell:
+        """The cell that is furthest from the corrupt score, to either side."""
+        return self._at(np.nanargmax(np.abs(self.effect)))
+
+    def _at(self, flat: np.intp) -> Cell:
+        row, column = np.unravel_index(flat, self.values.shape)
+        return self.cell(int(row), int(column))
+
+    def top(self, k: int) -> list[Cell]:
+        """The ``k`` cells that are furthest from the corrupt score, the furthest first; fewer where the grid has fewer."""
+        size = np.where(np.isnan(self.effect), -1.0, np.abs(self.effect)).ravel()
+        order = np.argsort(-size, kind="stable")
+        return [self._at(flat) for flat in order[: min(k, int((size >= 0).sum()))]]
+
+    def zoom(self, around: Cell | None = None, radius: int = RADIUS) -> Window:
+        """Layers and positions within ``radius`` of a cell (``argabs``), clamped to the model and to what can be patched.
+
+        It runs nothing: give what it returns to the next sweep, over finer sites perhaps: ``positions=w.positions``,
+        ``sites=w.sites("z", "mlp_out")``, ``heads=True``. The unembedding counts as the last layer.
+        """
+        if radius < 0:
+            raise ValueError(f"a radius of {radius} cannot be: choose 0 or more")
+        peak = self.argabs if around is None else around
+        layer = self.layers - 1 if peak.target.site.layer is None else peak.target.site.layer
+        layers = range(max(0, layer - radius), min(self.layers, layer + radius + 1))
+        near = range(max(0, peak.position - radius), min(self.at, peak.position + radius) + 1)
+        return Window(layers, tuple(p for p in near if p not in self.alignment.skipped))
+
+    def rank_correlation(self, other: "Grid") -> float:
+        """Spearman's rank correlation of the effects of two grids over the same cells. ``ValueError`` for other cells."""
+        if (self.sites, self.positions, self.skipped) != (other.sites, other.positions, other.skipped):
+            raise ValueError("these grids have other sites or positions: sweep both over the same")
+        cells = ~np.isnan(self.values)
+        return float(spearmanr(self.effect[cells], other.effect[cells]).statistic)
+
+    def heatmap(self, path: Path | str) -> Path:
+        """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""
+        from mi_route2.interventions.sweeps.figure import draw  # matplotlib takes a second to import
+
+        return draw(self, Path(path))
+
+    def save(self, path: Path | str) -> None:
+        """One safetensors file: the numbers, all else as JSON in its header, with a checksum. Whole or not at all."""
+        from mi_route2.interventions.sweeps.files import write
+
+        write(self, Path(path))
+
+    @staticmethod
+    def load(path: Path | str) -> "Grid":
+        """What ``save`` wrote. ``ValueError`` for a file that is damaged or of another kind."""
+        from mi_route2.interventions.sweeps.files import read
+
+        return read(Path(path))

@@ -1,0 +1,223 @@
+"""Activation patching over a grid: every cell is the corrupt run with one of the clean run's values put in.
+
+grid = sweep(host, clean=tokens, corrupt=others, sites="resid_pre", answer=17, foil=23)
+grid.recovered, grid.top(5), grid.heatmap("resid_pre.png")
+
+for finished in cells(host, clean=..., corrupt=..., sites="z", heads=True, answer=17, foil=23):
+    ...                                     the cells of each forward as it is done; leaving the loop ends the sweep
+
+h' = (1 - alpha) * h + alpha * source       at (site, position), the source at the position's partner in the clean prompt
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from mi_route2.hosts.base import Host
+from mi_route2.interventions.edits import patch
+from mi_route2.interventions.sweeps.forwards import Forwards, Row
+from mi_route2.interventions.sweeps.grading import Metric
+from mi_route2.interventions.sweeps.grid import Cell, Grid
+from mi_route2.interventions.sweeps.pair import Pair, record
+from mi_route2.interventions.sweeps.plan import Group, needed, plan, spent
+from mi_route2.interventions.sweeps.prompts import Given, Positions
+from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout
+from mi_route2.interventions.sweeps.targets import Choice, Target, choose, count_layers, seen_by
+from mi_route2.interventions.sweeps.whole import forwards
+
+REPLICAS = 3
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What one forward gave: cells, and scores of the corrupt run as it is, from rows of the same forward."""
+
+    cells: tuple[Cell, ...]
+    replicas: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Sweep:
+    """A sweep whose two runs are done and whose cells are planned.
+
+    ``known`` are cells that need no run: what would be put in is there already, or the scored position cannot read it. The others
+    are ``rows``, with some of the corrupt run as it is among them, and run in ``groups``.
+    """
+
+    pair: Pair
+    targets: tuple[Target, ...]
+    layers: int
+    alpha: float
+    known: tuple[Cell, ...]
+    rows: tuple[Row, ...]
+    groups: tuple[Group, ...]
+    forwards: Forwards
+    seconds: float
+
+    @property
+    def total(self) -> int:
+        """How many cells there are."""
+        return len(self.targets) * len(self.pair.question.sources)
+
+    def run(self) -> Iterator[Finished]:
+        """Forward by forward; what needs no forward comes first. Leaving the loop early leaves the rest undone."""
+        if self.known:
+            yield Finished(self.known)
+        for group in self.groups:
+            rows = [self.rows[i] for i in group.cells]
+            scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
+            cells = [Cell(row.target, row.position, score) for row, score in zip(rows, scores) if row.target is not None]
+            yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+
+    def grid(self, progress: bool = True) -> Grid:
+        """Runs all cells, under a progress bar where ``progress`` and a terminal are there."""
+        began, values, replicas = perf_counter(), {}, []
+        with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
+            for finished in self.run():
+                values |= {(cell.target, cell.position): cell.value for cell in finished.cells}
+                replicas += finished.replicas
+                bar.update(len(finished.cells))
+        return self.pair.grid(
+            self.targets,
+            values,
+            layers=self.layers,
+            alpha=self.alpha,
+            replicas=replicas,
+            forwards=self.forwards.name,
+            seconds={"prepare": self.seconds, "cells": perf_counter() - began},
+            flops=self.flops(),
+        )
+
+    def flops(self) -> dict[str, float]:
+        """``whole``: of a whole forward a cell; ``needed``: of what a cell cannot share; ``run``: of the groups. Nothing where
+        whole forwards are what is run."""
+        if self.forwards.name == "whole":
+            return {}
+        costs = self.forwards.costs()
+        cells = [row.place for row in self.rows if row.target is not None]
+        run = spent(self.groups, [row.place for row in self.rows], costs)
+        return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
+
+
+def prepare(
+    host: Host,
+    *,
+    clean: Given | CleanRun,
+    corrupt: Given,
+    sites: Choice,
+    positions: Positions = None,
+    answer: int | str | None = None,
+    foil: int | str | None = None,
+    metric: Metric = "logit_diff",
+    alpha: float = 1.0,
+    heads: bool = False,
+    at: int | None = None,
+    tokenizer: Any = None,
+    batch: int | None = None,
+    replicas: int = REPLICAS,
+    how: str = "auto",
+    shortcuts: bool = True,
+) -> Sweep:
+    """Runs both prompts and plans the cells; arguments and errors are those of ``sweep``."""
+    began = perf_counter()
+    if replicas < REPLICAS:
+        raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
+    refuse_dropout(host)
+    question = ask(clean, corrupt, positions=positions, metric=metric, answer=answer, foil=foil, at=at, tokenizer=tokenizer)
+    chosen, running = choose(host, sites), forwards(host, how)
+    pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
+    targets, layers = pair.split(chosen, heads), count_layers(host)
+    known, rows = _cells(pair, targets, layers, float(alpha), running, shortcuts)
+    rows = _with_idle(rows, replicas, running.place(targets[0], question.at))
+    groups = plan([row.place for row in rows], running.costs(), batch)
+    seconds = perf_counter() - began
+    return Sweep(pair, targets, layers, float(alpha), tuple(known), tuple(rows), tuple(groups), running, seconds)
+
+
+def _cells(
+    pair: Pair, targets: Sequence[Target], layers: int, alpha: float, running: Forwards, shortcuts: bool
+) -> tuple[list[Cell], list[Row]]:
+    """Cells that have the corrupt score for certain, and rows for the others."""
+    known, rows, corrupt = [], [], pair.scores[1]
+    for target in targets:
+        here, source = pair.values(target)
+        values = patch(here, source, alpha)
+        there = (values == here).flatten(1).all(1).tolist()
+        for i, position in enumerate(pair.question.sources):
+            unread = position != pair.question.at and not seen_by(target.site, layers)
+            if shortcuts and (unread or there[i]):
+                known.append(Cell(target, position, corrupt))
+            else:
+                rows.append(Row(running.place(target, position), target, position, values[i]))
+    return known, rows
+
+
+def _with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[Row]:
+    """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
+    if not rows:
+        return [Row(otherwise)] * count
+    found = sorted(rows, key=lambda row: row.place)
+    for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
+        found.insert(int(i), Row(found[i].place))
+    return found
+
+
+def sweep(
+    host: Host,
+    *,
+    clean: Given | CleanRun,
+    corrupt: Given,
+    sites: Choice,
+    positions: Positions = None,
+    answer: int | str | None = None,
+    foil: int | str | None = None,
+    metric: Metric = "logit_diff",
+    alpha: float = 1.0,
+    heads: bool = False,
+    at: int | None = None,
+    tokenizer: Any = None,
+    batch: int | None = None,
+    replicas: int = REPLICAS,
+    how: str = "auto",
+    shortcuts: bool = True,
+    progress: bool = True,
+) -> Grid:
+    """Patch every chosen site at every position, one at a time, and score each.
+
+    Args:
+        clean: the prompt whose values are put in: token ids, a text (with a ``tokenizer``), or a ``CleanRun``.
+        corrupt: the prompt that is run. Of another length than the clean one, it is aligned with it (``align``).
+        sites: a point for all layers (``"resid_pre"``, ``"kept_a"``), a glob (``"blocks.*.attn.q.kept_a"``), a ``Site``, a
+            ``Target`` (one head), or several of these.
+        positions: of the corrupt prompt: numbers, texts or ``Span``; all where it is ``None``.
+        answer, foil: one token each, an id or a text. ``logit_diff`` takes both, ``logprob`` the answer, ``kl`` neither.
+        metric: ``logit_diff``, ``logprob`` (nats) or ``kl`` of the clean from the patched distribution (nats).
+        alpha: 1 replaces, 0 changes nothing.
+        heads: q, k, v and z head by head.
+        at: the position that is scored, the last where it is ``None``.
+        batch: the most cells in a forward; chosen by a cost model where it is ``None``.
+        replicas: rows of the corrupt run as it is, run among the cells for the noise floor; 3 or more.
+        how: ``resumed`` over the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed where the host can.
+        shortcuts: leave out cells that must have the corrupt score: what would be put in is there already bit for bit, or it
+            stands behind the last block's attention at another position than the scored one.
+        progress: a bar on a terminal.
+
+    ``KeyError`` for an unknown site, ``ValueError`` for a position outside of the prompt, an answer of several tokens, prompts that
+    cannot be aligned, and a model that drops activations at random; ``RuntimeError`` for a site that does not fire.
+    """
+    given = {key: value for key, value in locals().items() if key not in ("host", "progress")}
+    return prepare(host, **given).grid(progress)
+
+
+def cells(host: Host, **given: Any) -> Iterator[tuple[Cell, ...]]:
+    """The cells of ``sweep``, which takes the same arguments, as each forward is done; the errors come with the first.
+
+    Closing the iterator, or leaving its loop, ends the sweep between two forwards.
+    """
+    for finished in prepare(host, **given).run():
+        if finished.cells:
+            yield finished.cells

@@ -1,0 +1,343 @@
+"""The engine against whole forwards of one request: in any company, cut anywhere, put back or not, with or without a prefix found."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.sampling import Sampling
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.decoder import DECODERS
+from mi_route2.interventions.patches import Patch
+from mi_route2.interventions.specs import Steer, Steering
+from mi_route2.interventions.where import Where
+from mi_route2.sites import Site
+from tests.support.alone import alone
+from tests.support.families import SPECS, VOCAB, make_family, move
+
+HOSTS = ("torch", "transformer_lens")
+POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "q", "k", "v", "z", "mlp_in", "mlp_out")
+ADAPTED = [Site(1, point, linear) for linear in ("attn.q", "mlp.down") for point in ("kept_a", "kept_out", "quarantine_out")]
+ALL = tuple(range(VOCAB))
+
+
+def make(family: str, host: str = "torch", adapters: bool = False) -> tuple[Host, float]:
+    """A tiny model on a host, and how near its numbers are to be: a bridge's float64 attention is float32 inside."""
+    made = open_host(host, make_family(family, torch.float64 if host == "torch" else torch.float32))
+    if adapters:
+        move(made.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.2)
+    return made, 1e-10 if host == "torch" else 2e-5
+
+
+def prompts(n: int, seed: int = 0, shortest: int = 3, longest: int = 20) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (n,), generator=generator).tolist()
+    return [tuple(torch.randint(3, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
+
+
+def greedy(n: int = 6) -> Sampling:
+    return Sampling(max_new=n, logprob_token_ids=ALL)
+
+
+def random(shape: tuple[int, ...], seed: int = 5) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def table(result: Result) -> torch.Tensor:
+    """The log-probabilities of the whole vocabulary at each generated token."""
+    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+
+
+def check(result: Result, host: Host, request: Request, close: float, *sites: Site) -> None:
+    truth = alone(host, request, *sites)
+    assert (result.finish, result.error, result.unfired) == ("length", None, [])
+    assert result.ids == truth.ids
+    torch.testing.assert_close(table(result), truth.logits.double().log_softmax(-1), rtol=0, atol=close)
+    for site, captured in result.captured.items():
+        assert list(captured.positions) == list(range(len(request.prompt) + request.sampling.max_new - 1))
+        torch.testing.assert_close(captured.rows, truth.values[site], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(("family", "host"), list(product(DECODERS, HOSTS)))
+def test_a_request_in_company_is_what_it_is_alone(family: str, host: str) -> None:
+    """Ragged prompts in few rows, cut small, and put back for want of room: every number is that of whole forwards."""
+    made, close = make(family, host)
+    engine = Engine(made, rows=3, budget=8, chunk=5, room=40, block=4)
+    requests = [Request(prompt, greedy(3 + i % 4)) for i, prompt in enumerate(prompts(7))]
+    results = engine.generate(requests, progress=False)
+    for request, result in zip(requests, results, strict=True):
+        check(result, made, request, close)
+    assert sum(result.preemptions for result in results) > 0  # or this has shown less than it says
+
+
+@pytest.mark.parametrize(("family", "host"), [*product(DECODERS, ["torch"]), ("Qwen3", HOSTS[1]), ("MicroGPT", HOSTS[1])])
+def test_every_site_is_captured_patched_and_steered_as_by_hand(family: str, host: str) -> None:
+    """Each point in turn: the request at it is as by hand, whatever its neighbours do at it, and these are as they are without it."""
+    made, close = make(family, host, adapters=True)
+    engine = Engine(made, rows=3, budget=9, chunk=6, block=4)
+    first, second, third = prompts(3, seed=1, shortest=7, longest=12)
+    for number, site in enumerate([*(Site(1, point) for point in POINTS), *ADAPTED]):
+        shape = engine.decoder.shape(site)
+        size = torch.Size(shape).numel()
+        mask = (torch.arange(size) % 2).double().reshape(shape)
+        places = {2: 1.0, 5: 0.5, len(first) + 1: 1.0}
+        patches = tuple(Patch(site, place, random(shape, number + place), alpha) for place, alpha in places.items())
+        requests = [
+            Request(first, greedy(4), patch=(*patches, Patch(site, 3, random(shape, 99), mask)), capture=(Capture(site),)),
+            Request(second, greedy(4), capture=(Capture(site),)),
+            Request(
+                third,
+                greedy(4),
+                steering=Steering(
+                    base=(Steer(site, random((size,), 1), 0.5),),
+                    prefill=(Steer(site, random((size,), 2)),),
+                    decode=(Steer(site, random((size,), 3), -1.0),),
+                ),
+                capture=(Capture(site),),
+            ),
+        ]
+        for request, result in zip(requests, engine.generate(requests, progress=False), strict=True):
+            check(result, made, request, close, site)
+
+
+def test_what_is_captured_can_be_patched_in_and_makes_the_other_run() -> None:
+    """Self-identity, and a whole stream replaced: the corrupt run with the clean one's block inputs is the clean run."""
+    made, close = make("Qwen3")
+    engine = Engine(made)
+    clean, corrupt = prompts(2, seed=3, shortest=9, longest=9)
+    site = Site(0, "resid_pre")
+    (kept,) = engine.generate([Request(clean, greedy(1), capture=(Capture(site, Where("prompt")),))], progress=False)
+    rows = kept.captured[site].rows
+    patches = tuple(Patch(site, i, rows[i]) for i in range(len(clean)))
+    plain, replaced, itself = engine.generate(
+        [Request(clean, greedy(1)), Request(corrupt, greedy(1), patch=patches), Request(clean, greedy(1), patch=patches)],
+        progress=False,
+    )
+    torch.testing.assert_close(table(replaced), table(plain), rtol=0, atol=close)
+    torch.testing.assert_close(table(itself), table(plain), rtol=0, atol=close)
+
+
+EXACT: dict[str, dict[str, int]] = {
+    "alone": {},
+    "chunks": {"rows": 8, "chunk": 8, "budget": 16},
+    "one row": {"rows": 1},
+    "little room": {"rows": 4, "room": 44},
+    "no prefixes": {"prefix_bytes": 0},
+}
+
+
+def exactly(made: Host, requests: list[Request], together: bool = True, **sizes: int) -> list[torch.Tensor]:
+    engine = Engine(made, exact=True, **{"block": 8, **sizes})
+    groups = [requests] if together else [[request] for request in requests]
+    found = [result for group in groups for result in engine.generate(group, progress=False)]
+    assert all(result.finish == "length" for result in found)
+    return [torch.tensor([token.asked for token in result.tokens], dtype=torch.float64) for result in found]
+
+
+@pytest.mark.parametrize("how", [*EXACT, "neighbours are patched and steered"])
+@pytest.mark.parametrize("family", ["Qwen3", "MicroGPT"])
+def test_exact_has_the_same_bits_in_any_company_and_any_cut(family: str, how: str) -> None:
+    made = open_host("torch", make_family(family, torch.float32))
+    shared = prompts(1, seed=8, shortest=19, longest=19)[0]
+    mine = [Request(prompt, greedy(5)) for prompt in (*prompts(3, seed=2, longest=24), shared, (*shared[:17], 4, 5))]
+    truth = exactly(made, mine, together=False, rows=1)
+    site = Site(1, "resid_pre")
+    others = [
+        Request(shared, greedy(5), patch=(Patch(site, 3, random((16,))),)),
+        Request(shared, greedy(5), steering=Steering(base=(Steer(site, random((16,))),))),
+        Request(prompts(1, seed=9)[0], greedy(5), patch=(Patch(site, 1, torch.full((16,), 1e12)),)),
+    ]
+    found = exactly(made, [*others, *mine])[3:] if how not in EXACT else exactly(made, mine, **EXACT[how])
+    for one, other in zip(found, truth, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_preempted_request_goes_on_as_if_nothing_had_been() -> None:
+    made = open_host("torch", make_family("Llama", torch.float32))
+    vector = Steering(decode=(Steer(Site(1, "resid_pre"), random((16,))),))
+    patch = (Patch(Site(0, "mlp_out"), 22, random((16,))),)
+    requests = [Request(prompt, greedy(12), patch=patch, steering=vector) for prompt in prompts(2, shortest=14, longest=18)]
+    truth = exactly(made, requests)
+    engine = Engine(made, exact=True, block=8)
+    numbers = [engine.submit(request) for request in requests]
+    found: dict[int, Result] = {}
+    for step in range(200):
+        if not engine.busy:
+            break
+        found |= {result.request: result for result in engine.step()}
+        if step % 3 == 1 and numbers[0] not in found:
+            engine.preempt(numbers[0])
+    assert found[numbers[0]].preemptions >= 3
+    for number, other in zip(numbers, truth, strict=True):
+        assert torch.equal(table(found[number]), other)
+
+
+def fresh(made: Host, request: Request, **sizes: int) -> torch.Tensor:
+    return table(Engine(made, **sizes).generate([request], progress=False)[0])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_patched_request_does_not_poison_the_prefix_cache(exact: bool) -> None:
+    """With three whole blocks: who comes after a patched or steered one is as in a fresh engine; what is clean is shared."""
+    made = open_host("torch", make_family("Qwen3", torch.float32))
+    prompt = prompts(1, seed=4, shortest=27, longest=27)[0]
+    site, vector = Site(0, "resid_post"), random((16,), 6)
+    kinds: dict[str, Callable[[], Request]] = {
+        "plain": lambda: Request(prompt, greedy(3)),
+        "patched late": lambda: Request(prompt, greedy(3), patch=(Patch(site, 17, vector),)),
+        "patched otherwise": lambda: Request(prompt, greedy(3), patch=(Patch(site, 17, -vector),)),
+        "half patched": lambda: Request(prompt, greedy(3), patch=(Patch(site, 17, vector, 0.5),)),
+        "steered": lambda: Request(prompt, greedy(3), steering=Steering(prefill=(Steer(site, vector),))),
+        "steered more": lambda: Request(prompt, greedy(3), steering=Steering(prefill=(Steer(site, vector, 2.0),))),
+        "steered late": lambda: Request(prompt, greedy(3), steering=Steering(decode=(Steer(site, vector),))),
+    }
+    sizes = {"block": 8, "exact": exact}
+    truth = {name: fresh(made, kind(), **sizes) for name, kind in kinds.items()}
+    gaps = [float((truth[a] - truth[b]).abs().max()) for a in truth for b in truth if a < b and (a, b) != ("plain", "steered late")]
+    assert min(gap for gap in gaps) > 1e-3 or torch.equal(truth["plain"][:1], truth["steered late"][:1])
+    cached = {"plain": 24, "patched late": 16, "patched otherwise": 16, "half patched": 16, "steered": 0, "steered more": 0}
+    for order in (list(kinds), list(reversed(kinds))):
+        engine, seen = Engine(made, **sizes), set()
+        for name in (*order, *order):
+            (result,) = engine.generate([kinds[name]()], progress=False)
+            if exact:
+                assert torch.equal(table(result), truth[name]), name
+            torch.testing.assert_close(table(result), truth[name], rtol=0, atol=1e-5)
+            if name in seen:
+                assert result.cached == 24, name  # its like ran before, under whatever name
+            elif "plain" in seen:
+                assert result.cached == cached.get(name, 24), name
+            seen.add(name)
+
+
+def test_captured_positions_are_computed_also_where_a_prefix_is_held() -> None:
+    made, close = make("Qwen3")
+    engine = Engine(made, block=4)
+    prompt = prompts(1, shortest=15, longest=15)[0]
+    engine.generate([Request(prompt, greedy(2))], progress=False)
+    site = Site(1, "z")
+    late = Request(prompt, greedy(2), capture=(Capture(site, Where(positions=(9, 15))),))
+    (result,) = engine.generate([late], progress=False)
+    assert result.cached == 8 and result.captured[site].positions == (9, 15)
+    truth = alone(made, late, site).values[site][[9, 15]]
+    torch.testing.assert_close(result.captured[site].rows, truth, rtol=0, atol=close)
+
+
+def test_not_a_number_stays_where_it_arose() -> None:
+    """A request whose activations overflow fails with a sentence; neighbours, and who has its row after it, are as ever."""
+    made = open_host("torch", make_family("Qwen3", torch.float32))
+    bad = Request(prompts(1, seed=6)[0], greedy(4), patch=(Patch(Site(0, "resid_pre"), 1, torch.full((16,), torch.nan)),))
+    others = [Request(prompt, greedy(4)) for prompt in prompts(5, seed=7)]
+    truth = [fresh(made, request) for request in others]
+    engine = Engine(made, rows=2)
+    failed, *found = engine.generate([bad, *others], progress=False)
+    assert failed.finish == "error" and failed.error is not None and "not finite" in failed.error
+    for result, other in zip(found, truth, strict=True):
+        torch.testing.assert_close(table(result), other, rtol=0, atol=1e-5)
+
+
+def test_hooks_are_there_while_they_are_needed_and_nothing_is_left() -> None:
+    made, _ = make("Qwen3", adapters=True)
+    before = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in made.model.modules()]
+    engine = Engine(made)
+    engine.generate([Request(prompts(1)[0], greedy(), capture=(Capture(Site(0, "z")),))], progress=False)
+    number = engine.submit(Request(prompts(1)[0], greedy(), capture=(Capture(Site(1, "resid_pre")),)))
+    engine.step()
+    engine.cancel(number)
+    (result,) = engine.step()
+    assert result.finish == "cancelled" and result.ids
+    engine.submit(Request(prompts(1)[0], greedy(), patch=(Patch(Site(1, "q"), 0, torch.zeros(16)),)))
+    engine.step()
+    engine.close()
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in made.model.modules()] == before
+
+
+def test_other_weights_or_switches_are_another_model() -> None:
+    """Between requests blocks are forgotten; under running ones it is an error, not another model half way."""
+    made = open_host("torch", make_family("Qwen3", torch.float32))
+    adapters = move(made.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.3)
+    request = Request(prompts(1, shortest=20, longest=20)[0], greedy(3))
+    engine = Engine(made, block=4)
+    seen = []
+    for change in (None, "deployed", None, "weights", None):
+        if change == "weights":
+            with torch.no_grad():
+                next(iter(adapters.kept_parameters().values())).add_(0.5)
+        with adapters.deployed() if change == "deployed" else torch.no_grad():
+            (result,) = engine.generate([request], progress=False)
+            torch.testing.assert_close(table(result), fresh(made, request), rtol=0, atol=1e-5)
+        seen.append(result.cached)
+    assert seen == [0, 0, 0, 0, 16]
+    engine.submit(request)
+    engine.step()
+    with adapters.deployed(), pytest.raises(RuntimeError, match="changed while 1 request"):
+        engine.step()
+    engine.close()
+
+
+def test_an_early_end_says_what_never_fired() -> None:
+    made, _ = make("Qwen3")
+    prompt = prompts(1)[0]
+    stop = alone(made, Request(prompt, greedy(3))).ids[1]
+    end = len(prompt) + 6
+    request = Request(
+        prompt,
+        Sampling(max_new=8, stop_tokens=(stop,)),
+        patch=(Patch(Site(0, "v"), end, torch.zeros(8)),),
+        capture=(Capture(Site(1, "z"), Where(positions=(1, end))),),
+    )
+    (result,) = Engine(made).generate([request], progress=False)
+    assert result.finish == "stop" and result.ids[-1] == stop and len(result.ids) <= 2
+    assert result.unfired == [f"patch at blocks.0.v, position {end}", f"capture at blocks.1.z, position {end}"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (lambda: Request((), Sampling()), "the prompt is empty"),
+        (lambda: Request((3, 50), Sampling()), r"token 50 is outside the vocabulary: its ids are 0\.\.49"),
+        (lambda: Request((3,) * 60, Sampling(max_new=6)), "need 65 positions, but the context has 64"),
+        (lambda: Request((3, 4), Sampling(max_new=2), patch=(Patch(Site(0, "z"), 3, torch.zeros(16)),)), r"computes 0\.\.2"),
+        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z"), Where(positions=(40,))),)), r"computes 0\.\.16"),
+        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(0, "z")), Capture(Site(0, "z")))), "two captures name"),
+        (lambda: Request((3, 4), Sampling(), run="r"), "without a run store"),
+        (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
+        (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(7, "z")),)), r"outside the model: its layers are 0\.\.1"),
+        (lambda: Request((3, 4), Sampling(), patch=tuple(Patch(Site(0, "z"), 1, "zeros") for _ in range(9))), "exceed the 8"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_a_sentence(request_: Callable[[], Request], says: str) -> None:
+    made, _ = make("Qwen3")
+    engine = Engine(made, patch_slots=8)
+    with pytest.raises((ValueError, KeyError), match=says):
+        engine.submit(request_())
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    ("patch", "says"),
+    [
+        (Patch(Site(0, "z"), 1, "nowhere"), "no vector 'nowhere'"),
+        (Patch(Site(0, "z"), 1, torch.zeros(3)), r"has shape \[3\]"),
+    ],
+)
+def test_a_source_that_cannot_be_had_fails_its_own_request_alone(patch: Patch, says: str) -> None:
+    made, _ = make("Qwen3")
+    engine = Engine(made)
+    good = Request(prompts(1)[0], greedy(2))
+    failed, fine = engine.generate([Request((3, 4), greedy(2), patch=(patch,)), good], progress=False)
+    assert failed.finish == "error" and fine.finish == "length"
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(failed.error)
+    assert table(fine).shape == (2, VOCAB)
+
+
+def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
+    with pytest.raises(ValueError, match="not on nnsight"):
+        Engine(open_host("nnsight", make_family("Qwen3")))
+    with pytest.raises(ValueError, match="not Gemma2"):
+        Engine(open_host("torch", make_family("Gemma2")))

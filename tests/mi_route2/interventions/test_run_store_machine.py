@@ -1,0 +1,243 @@
+"""A run store against a dict, under any sequence of calls: hypothesis looks for one after which they differ."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from torch import Tensor
+
+from mi_route2.interventions.runs import RunStore, Writer
+from mi_route2.sites import Site
+
+SITES = (Site(0, "resid_mid"), Site(0, "z"), Site(1, "kept_a", "mlp.down"))
+SHAPES = {SITES[0]: (5,), SITES[1]: (2, 3), SITES[2]: ()}
+DTYPES = {SITES[0]: torch.float32, SITES[1]: torch.bfloat16, SITES[2]: torch.float64}
+RUNS = st.sampled_from(["a", "b", "c", "d"])
+OWNERS = st.sampled_from(["me", "you"])
+WEIGHTS = st.sampled_from(["w1", "w2"])
+LEASE, BUDGET, OVERHEAD, EXAMPLES = 100.0, 5000, 1100, 12
+
+Rows = dict[Site, dict[int, Tensor]]
+
+
+class Stores(RuleBasedStateMachine):
+    """The model: what was written, by run, site and position; who has a lease until when; why a run is gone."""
+
+    budget, on_disk = 0, True
+
+    @initialize(shard_bytes=st.sampled_from([1, 200, 10_000]))
+    def begin(self, shard_bytes: int) -> None:
+        self.folder = Path(tempfile.mkdtemp()) if self.on_disk else None
+        self.shard_bytes, self.now, self.drawn = shard_bytes, 0.0, 0
+        self.done: dict[str, tuple[str, Rows]] = {}
+        self.writing: dict[str, tuple[Writer, str, Rows]] = {}
+        self.ends: dict[tuple[str, str], float] = {}
+        self.gone: dict[str, str] = {}
+        self.open()
+
+    def open(self) -> None:
+        self.store = RunStore(self.budget, self.folder, lease_seconds=LEASE, clock=lambda: self.now, shard_bytes=self.shard_bytes)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            if self.folder:
+                shutil.rmtree(self.folder)
+
+    def fresh(self, site: Site, n: int) -> Tensor:
+        """Rows that no other rows are equal to."""
+        self.drawn += 1
+        return torch.randn((n, *SHAPES[site]), generator=torch.Generator().manual_seed(self.drawn), dtype=torch.float64).to(
+            DTYPES[site]
+        )
+
+    def leased(self, run: str) -> bool:
+        return any(end > self.now for (one, _), end in self.ends.items() if one == run)
+
+    def forget(self, run: str) -> None:
+        self.ends = {key: end for key, end in self.ends.items() if key[0] != run}
+
+    # ---- writing
+
+    @rule(run=RUNS, weights=WEIGHTS)
+    def open_run(self, run: str, weights: str) -> None:
+        if run in self.done or run in self.writing:
+            with pytest.raises(ValueError, match="already"):
+                self.store.writing(run, weights=weights)
+        else:
+            self.writing[run] = self.store.writing(run, weights=weights), weights, {}
+            self.gone.pop(run, None)
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), site=st.sampled_from(SITES), positions=st.lists(st.integers(0, 40), max_size=20))
+    def append(self, data: st.DataObject, site: Site, positions: list[int]) -> None:
+        writer, _, rows = self.writing[data.draw(st.sampled_from(sorted(self.writing)))]
+        values = self.fresh(site, len(positions))
+        if len(set(positions)) < len(positions) or rows.get(site, {}).keys() & set(positions):
+            with pytest.raises(ValueError, match="twice"):
+                writer.append(site, positions, values)
+        else:
+            writer.append(site, positions, values)
+            if positions:
+                rows.setdefault(site, {}).update(zip(positions, values, strict=True))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), lease=st.booleans())
+    def close_run(self, data: st.DataObject, lease: bool) -> None:
+        run = data.draw(st.sampled_from(sorted(self.writing)))
+        if lease:
+            self.lease(run, "me")
+        writer, weights, rows = self.writing.pop(run)
+        writer.close()
+        self.done[run] = weights, rows
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data())
+    def abort_run(self, data: st.DataObject) -> None:
+        run = data.draw(st.sampled_from(sorted(self.writing)))
+        self.writing.pop(run)[0].abort()
+
+    # ---- reading
+
+    @rule(run=RUNS, site=st.sampled_from(SITES), data=st.data())
+    def read(self, run: str, site: Site, data: st.DataObject) -> None:
+        if run not in self.done:
+            reason = self.gone.get(run, "still being written" if run in self.writing else "no run")
+            with pytest.raises(KeyError, match=reason):
+                self.store.rows(run, site, [0])
+            return
+        rows = self.done[run][1].get(site)
+        if rows is None:
+            with pytest.raises(KeyError, match="has no rows at"):
+                self.store.slice(run, site, 0, 1)
+            return
+        asked = data.draw(st.lists(st.sampled_from(sorted(rows)), max_size=6))
+        found = self.store.rows(run, site, asked)
+        assert found.dtype == DTYPES[site]
+        assert found.shape == (len(asked), *SHAPES[site])
+        assert all(torch.equal(value, rows[place]) for value, place in zip(found, asked, strict=True))
+        absent = data.draw(st.integers(0, 45))
+        if absent not in rows:
+            with pytest.raises(KeyError, match="was not captured"):
+                self.store.rows(run, site, [absent])
+
+    # ---- keeping and letting go
+
+    @rule(run=RUNS, owner=OWNERS)
+    def lease(self, run: str, owner: str) -> None:
+        if run not in self.done and run not in self.writing:
+            with pytest.raises(KeyError, match=self.gone.get(run, "no run")):
+                self.store.lease(run, owner)
+            return
+        self.store.lease(run, owner)
+        if self.ends.get((run, owner), self.now) - self.now <= LEASE / 2:
+            self.ends[run, owner] = self.now + LEASE
+
+    @rule(owner=OWNERS)
+    def release(self, owner: str) -> None:
+        self.store.release(owner)
+        self.ends = {key: end for key, end in self.ends.items() if key[1] != owner}
+
+    @rule(seconds=st.sampled_from([20.0, 50.0, 51.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.store.release("nobody")  # something that looks at the budget again
+
+    @rule(run=RUNS)
+    def drop(self, run: str) -> None:
+        if run in self.writing:
+            with pytest.raises(ValueError, match="being written"):
+                self.store.drop(run)
+        elif run in self.done:
+            self.store.drop(run)
+            del self.done[run]
+            self.gone[run] = "was dropped"
+            self.forget(run)
+        else:
+            with pytest.raises(KeyError, match=self.gone.get(run, "no run")):
+                self.store.drop(run)
+
+    @rule(weights=WEIGHTS)
+    def invalidate(self, weights: str) -> None:
+        ended = {run for run, (old, _) in self.done.items() if old != weights}
+        stopped = {run for run, (_, old, _) in self.writing.items() if old != weights}
+        assert set(self.store.invalidate(weights)) == ended | stopped
+        for run in ended | stopped:
+            self.gone[run] = "is invalid"
+            self.forget(run)
+        for run in ended:
+            del self.done[run]
+        for run in stopped:
+            with pytest.raises(RuntimeError, match="is invalid"):
+                self.writing.pop(run)[0].close()
+
+    @precondition(lambda self: self.on_disk)
+    @rule()
+    def reopen(self) -> None:
+        self.store.close()
+        for writer, _, _ in self.writing.values():
+            with pytest.raises(RuntimeError, match="its store was closed"):
+                writer.close()
+        self.writing.clear()
+        self.ends.clear()
+        self.open()
+
+    # ---- what always holds
+
+    @invariant()
+    def nothing_is_lost_but_by_eviction(self) -> None:
+        """And eviction loses only where there is no disk, and never what is leased."""
+        there = self.store.runs()
+        assert len(set(there)) == len(there)
+        assert set(there) <= self.done.keys()
+        for run in self.done.keys() - set(there):
+            assert not self.on_disk
+            assert not self.leased(run)
+            del self.done[run]
+            self.gone[run] = "was evicted"
+            self.forget(run)
+
+    @invariant()
+    def what_is_there_is_what_was_written(self) -> None:
+        """Through ``slice`` and ``positions``; the order of use is left as it was by asking in the order of ``runs``."""
+        for run in self.store.runs():
+            weights, rows = self.done[run]
+            info = self.store.info(run)
+            assert info.weights == weights
+            assert {site: kind.rows for site, kind in info.sites.items()} == {site: len(each) for site, each in rows.items()}
+            for site, each in rows.items():
+                assert self.store.positions(run, site) == sorted(each)
+                assert torch.equal(self.store.slice(run, site, 0, 99), torch.stack([each[place] for place in sorted(each)]))
+
+    @invariant()
+    def the_budget_is_kept(self) -> None:
+        """But for what is leased, what is being written, and a shard's worth that waits for the disk."""
+        stats = self.store.stats()
+        held = [run for run in self.store.runs() if "memory" in self.store.info(run).tiers]
+        assert stats.memory_runs == len(held)
+        assert stats.writing == len(self.writing)
+        assert stats.leases == sum(end > self.now for end in self.ends.values())
+        if stats.memory_bytes > stats.budget and not self.writing:
+            assert all(self.leased(run) for run in held)
+        least = sum(self.store.info(run).nbytes for run in held)
+        assert least <= stats.memory_bytes
+        if not self.writing:
+            assert stats.memory_bytes <= 2.7 * least + OVERHEAD * len(held)
+
+    @invariant()
+    def no_file_is_left_over(self) -> None:
+        if self.folder and not self.writing:
+            files = list((self.folder / "shards").iterdir())
+            assert sum(path.stat().st_size for path in files) == self.store.stats().disk_bytes
+            assert all(path.suffix == ".safetensors" for path in files)
+
+
+@pytest.mark.parametrize(("budget", "on_disk"), [(BUDGET, False), (0, True), (BUDGET, True)], ids=["memory", "disk", "both"])
+def test_a_store_is_a_dict(budget: int, on_disk: bool) -> None:
+    machine = type("Tiered", (Stores,), {"budget": budget, "on_disk": on_disk})
+    run_state_machine_as_test(machine, settings=settings(max_examples=EXAMPLES, stateful_step_count=30))
