@@ -6,11 +6,11 @@ Actions of one step apply in their order: an override, then its scale. They act 
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.specs import Monitor, Number, Steer, Steering
 from mi_route2.interventions.steering import SteeringState
 
 
@@ -18,7 +18,7 @@ from mi_route2.interventions.steering import SteeringState
 class SetTier:
     """These dynamic vectors, and no others, act on every generated token, times the tier's gain."""
 
-    entries: tuple[Steer, ...]
+    entries: Sequence[Steer]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ClearOverride:
 class SetScale:
     """Scale the static vectors of a request, or of a held configuration, or (neither) the tier: finite, not negative."""
 
-    scale: float
+    scale: Number
     request: int | None = None
     config: str | None = None
 
@@ -71,13 +71,13 @@ Action = SetTier | ClearTier | Override | ClearOverride | SetScale | SetMonitor 
 
 @dataclass(frozen=True)
 class Applied:
-    action: Action
+    action: object
     source: str
 
 
 @dataclass(frozen=True)
 class Rejected:
-    action: Action
+    action: object
     source: str
     reason: str
 
@@ -85,7 +85,7 @@ class Rejected:
 Outcome = Applied | Rejected
 
 
-def apply(state: SteeringState, action: Action, source: str = "") -> Outcome:
+def apply(state: SteeringState, action: object, source: str = "") -> Outcome:
     """Do one thing, or say why not; nothing that an action holds can raise, and a rejected one leaves the state as it was."""
     try:
         _do(state, action)
@@ -94,7 +94,7 @@ def apply(state: SteeringState, action: Action, source: str = "") -> Outcome:
     return Applied(action, source)
 
 
-def _do(state: SteeringState, action: Action) -> None:
+def _do(state: SteeringState, action: object) -> None:
     match action:
         case SetTier(entries):
             state.set_tier(entries)
@@ -117,7 +117,7 @@ def _do(state: SteeringState, action: Action) -> None:
 ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
 
 
-def apply_all(state: SteeringState, actions: Iterable[Action], source: str = "") -> list[Outcome]:
+def apply_all(state: SteeringState, actions: Iterable[object], source: str = "") -> list[Outcome]:
     """The actions of one source in one step, in order.
 
     An override whose monitor is rejected would act on every token instead of those that the monitor picks. So it fails closed: a

@@ -24,10 +24,12 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.prefix import Prefixes
 from mi_route2.engine.request import Finish, Request, Result, Token
 from mi_route2.engine.residents import Residents
-from mi_route2.engine.runner import Runner
+from mi_route2.engine.rulebook import RuleBook
+from mi_route2.engine.runner import Ran, Runner
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
 from mi_route2.engine.sequence import Sequence, refuse
@@ -35,6 +37,7 @@ from mi_route2.engine.slots import Slots
 from mi_route2.engine.state import ModelState
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.readings import Reading
 from mi_route2.interventions.runs import RunStore
 from mi_route2.interventions.steering import SteeringState
 
@@ -51,6 +54,7 @@ class Engine:
         store: where captured runs are read and written.
         tokenizer: for stop texts, and text in results; anything with ``decode(ids)``.
         vectors: named vectors that patches and steering may use.
+        controllers: who acts on steering between steps.
         exact: see the module.
 
     Raises:
@@ -72,6 +76,7 @@ class Engine:
         store: RunStore | None = None,
         tokenizer: Any = None,
         vectors: Mapping[str, Tensor] | None = None,
+        controllers: Controllers | None = None,
         exact: bool = False,
     ):
         if block < 1 or prefix_bytes < 0 or patch_slots < 1:
@@ -104,6 +109,10 @@ class Engine:
             patch_slots=patch_slots,
             exact=exact,
         )
+        self.controllers = Controllers() if controllers is None else controllers
+        if any(isinstance(one, RuleBook) for one in self.controllers.sync):
+            raise ValueError("these controllers belong to another engine: give each engine its own")
+        self.controllers.sync.insert(0, self._residents.rules)
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
         self._done: list[Result] = []
@@ -163,16 +172,20 @@ class Engine:
                     f"weights or adapters changed while {len(self._sequences)} requests were in the engine: let them end before, "
                     "or cancel them"
                 )
+            self.controllers.before_step(self.steering)
             turn = self.scheduler.plan(self._residents.admit, self._residents.put_back)
             self._drop_failed()
             if turn.pieces:
                 self._residents.note(turn.pieces)
-                due, logits, _ = self._runner.run(turn.pieces)
+                ran = self._runner.run(turn.pieces, self.controllers.wants())
                 for one, count in turn.pieces:
                     if count > 1:
                         self._residents.publish(one)
-                if logits is not None:
-                    self._append(due, logits)
+                ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+                if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
+                    self.controllers.after_step(self._view(turn.pieces, ran, {one for one, *_ in ended}), self.steering)
+                for one, finish, error in ended:
+                    self._end(one, finish, error)
             self.steps += 1
         if not self._sequences:
             self._runner.close()
@@ -215,21 +228,47 @@ class Engine:
             model.shape(site)  # a site that is not there says so
         self.steering.fits(request.steering)
 
-    def _append(self, due: list[Sequence], logits: Tensor) -> None:
-        """Each request's next token, its log-probabilities, and whether that was the last."""
+    def _append(self, due: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Finish, str | None]]:
+        """Each request's next token; who ended with it, and how."""
+        ended: list[tuple[Sequence, Finish, str | None]] = []
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
         chosen, values = choose(logits, [one.request.sampling for one in due], uniforms)
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
             sampling = one.request.sampling
             if not isfinite(value):
-                self._end(one, "error", f"the logits at position {one.known - 1} are not finite: is an intervention too strong?")
+                reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
+                ended.append((one, "error", reason))
                 continue
             one.result.tokens.append(_detailed(token, logits[i], sampling) if sampling.detailed else Token(token))
             one.tokens.append(token)
             if token in sampling.stop_tokens or (sampling.stop and self._stopped(one)):
-                self._end(one, "stop")
+                ended.append((one, "stop", None))
             elif one.generated == sampling.max_new:
-                self._end(one, "length")
+                ended.append((one, "length", None))
+        return ended
+
+    def _view(self, pieces: list[tuple[Sequence, int]], ran: Ran, ended: set[Sequence]) -> StepView:
+        """The step as controllers see it."""
+        readings: dict[int, Mapping[str, Reading]] = {}
+        for each in ran.readings:
+            readings |= each.last()
+        places = {one: i for i, one in enumerate(ran.due)}
+        logprobs = [] if ran.logits is None else ran.logits.log_softmax(-1)
+        views = []
+        for one, _ in pieces:
+            drawn = places.get(one) if one.known > one.computed else None  # a request that failed has no token
+            views.append(
+                RequestView(
+                    one.id,
+                    one.computed - 1,
+                    None if drawn is None else one.tokens[-1],
+                    None if drawn is None else float(logprobs[drawn][one.tokens[-1]]),
+                    ran.seen.get(one.id, {}),
+                    readings.get(one.id, {}),
+                    one in ended,
+                )
+            )
+        return StepView(self.steps, tuple(views))
 
     def _stopped(self, one: Sequence) -> bool:
         """Whether a stop text has come; the result's text ends before it."""

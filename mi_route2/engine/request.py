@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling
 from mi_route2.interventions.patches import Patch
 from mi_route2.interventions.specs import Steering
@@ -31,7 +32,8 @@ class Request:
     """One sequence and its own interventions.
 
     ``prompt`` is token ids. What ``capture`` keeps comes with the result, or goes to the run store as run ``run`` where that is
-    given. Higher ``priority`` goes first. ``conversation`` names a conversation for rules that outlive a request.
+    given. Higher ``priority`` goes first. ``rules`` say what is to change as it is generated, ``conversation`` where they hold
+    beyond the request. ``owner`` is who held configurations and set monitors that end with the last of the owner's requests.
     """
 
     prompt: tuple[int, ...]
@@ -41,7 +43,9 @@ class Request:
     capture: tuple[Capture, ...] = ()
     run: str | None = None
     priority: int = 0
+    rules: tuple[Rule, ...] = ()
     conversation: str | None = None
+    owner: str = "client"
 
 
 class Token(NamedTuple):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from mi_route2.engine.prefix import Prefixes
+from mi_route2.engine.rulebook import RuleBook
 from mi_route2.engine.scheduler import Answer
 from mi_route2.engine.sequence import Sequence
 from mi_route2.engine.slots import Slots
@@ -39,6 +40,7 @@ class Residents:
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.vectors, self.patch_slots, self.exact = store, vectors, patch_slots, exact
+        self.rules = RuleBook()
         self.failed: list[tuple[Sequence, str]] = []
         self._rows: list[Sequence] = []
         self._patches: Counter[Site] = Counter()
@@ -84,6 +86,7 @@ class Residents:
             self._vacate(one)
         if one.admitted:
             self.steering.release(one.id)
+            self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.request.patch)
         if self.store is not None:
             self.store.release(self._owner(one))
@@ -133,8 +136,14 @@ class Residents:
 
     def _steered(self, one: Sequence) -> bool:
         """Takes its steering rows; ``False`` where they are not free now."""
+        asked = one.request
         try:
-            self.steering.admit(one.id, one.request.steering, conversation=one.request.conversation)
+            if asked.rules or asked.conversation is not None:
+                self.rules.admit(
+                    self.steering, one.id, asked.rules, asked.steering, owner=asked.owner, conversation=asked.conversation
+                )
+            else:
+                self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full:
             return False
         return True
@@ -147,6 +156,7 @@ class Residents:
             )
         except (KeyError, ValueError):
             self.steering.release(one.id)
+            self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.request.patch)
             raise
 

@@ -85,6 +85,11 @@ class RuleBook:
                 if rule.when is None and rule.scope == "rest_of_conversation":
                     self._latch(run, rule)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no running request has rules."""
+        return not self._runs
+
     def release(self, request: int) -> None:
         """The request has ended; nothing happens for one without rules."""
         self._runs.pop(request, None)
@@ -106,7 +111,7 @@ class RuleBook:
             for some in combinations(switched, count):
                 entries = tuple(entry for i in some for entry in rules[i].add)
                 configs[_config(some)] = replace(own.rows, decode=(*own.decode, *entries))
-        base = math.prod(rule.attenuate for rule in throughout if rule.attenuate is not None)
+        base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
         digests = {name: state.vectors[name].digest for rule in rules for name in rule.names if name in state.vectors}
         return Run(own, configs, rules, conversation, owner, base, digests)
 

@@ -1,6 +1,7 @@
 """Runs what the scheduler chose: which pieces share a forward, and what each request's interventions are in it."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,6 +24,17 @@ WASTE = 2
 """In one forward over pieces of prompts no piece is longer than this many times the shortest."""
 
 
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """What came of a step: whose next token is due with their logits ``[n v]``, in float32 at least; what monitors read, forward by
+    forward; and what was to be seen at the last token of each request."""
+
+    due: list[Sequence]
+    logits: Float[Tensor, "n v"] | None
+    readings: list[Readings]
+    seen: dict[int, dict[Site, Tensor]]
+
+
 class Runner:
     """See the module. ``exact`` runs every request alone, in pieces that end at multiples of ``grain`` or with the prompt."""
 
@@ -35,13 +47,17 @@ class Runner:
         """Take all hooks off."""
         self._forward.close()
 
-    def run(self, pieces: Iterable[tuple[Sequence, int]]) -> tuple[list[Sequence], Float[Tensor, "n v"] | None, list[Readings]]:
-        """Computes the pieces; whose next token is due, their logits in float32 at least, and what monitors read."""
+    def run(self, pieces: Iterable[tuple[Sequence, int]], wants: frozenset[Site] = frozenset()) -> Ran:
+        """Computes the pieces; ``wants`` are sites to be seen at the last token of each."""
         due: list[Sequence] = []
         logits: list[Tensor] = []
         readings: list[Readings] = []
+        seen: dict[int, dict[Site, Tensor]] = {}
         for group in self._groups(pieces):
-            found, read = self._one(group)
+            work = self._work(group)
+            for site in wants:
+                _watch(work.setdefault(site, Work()), site, group, seen)
+            found, read = self._one(group, work)
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             if ends:
                 due += [group[i][0] for i in ends]
@@ -49,9 +65,9 @@ class Runner:
             if read is not None:
                 readings.append(read)
         if not due:
-            return [], None, readings
+            return Ran([], None, readings, seen)
         whole = torch.cat(logits) if len(logits) > 1 else logits[0]
-        return due, whole.to(torch.promote_types(whole.dtype, torch.float32)), readings
+        return Ran(due, whole.to(torch.promote_types(whole.dtype, torch.float32)), readings, seen)
 
     def _groups(self, pieces: Iterable[tuple[Sequence, int]]) -> Iterator[Group]:
         if self._exact:
@@ -81,7 +97,7 @@ class Runner:
             yield sequence, start, end - start
             start = end
 
-    def _one(self, group: Group) -> tuple[Float[Tensor, "b v"], Readings | None]:
+    def _one(self, group: Group, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
         """One forward. Each request's ``computed`` grows; the logits are those at the end of its piece."""
         device = self.decoder.device
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
@@ -93,7 +109,7 @@ class Runner:
             tokens = torch.tensor(rows, device=device)
             keep = torch.tensor(sorted({count - 1 for _, _, count in group}), device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
-        logits, readings = self._forward.run(layout, tokens, cache, self._work(group), keep)
+        logits, readings = self._forward.run(layout, tokens, cache, work, keep)
         for one, start, count in group:
             one.computed = start + count
         if keep is None:
@@ -113,3 +129,13 @@ class Runner:
                     sink = partial(one.keep, number, [start + column for column in columns])
                     work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))
         return work
+
+
+def _watch(work: Work, site: Site, group: Group, seen: dict[int, dict[Site, Tensor]]) -> None:
+    """The last token of each request of the group, at one site."""
+
+    def keep(rows: Tensor) -> None:
+        for (one, *_), row in zip(group, rows, strict=True):
+            seen.setdefault(one.id, {})[site] = row
+
+    work.captures.append((keep, [(row, count - 1) for row, (_, _, count) in enumerate(group)]))

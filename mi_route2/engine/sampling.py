@@ -17,9 +17,9 @@ from torch import Tensor
 class Sampling:
     """How a request chooses its tokens. ``temperature = 0`` is greedy; ``top_k = 0`` and ``top_p = 1`` truncate nothing.
 
-    ``stop_tokens`` end it (and are a part of its tokens), ``stop`` are texts that do, where the engine has a tokenizer. ``logprobs``
-    asks for the log-probability of each token and of that many of the likeliest (``None``: for none), ``logprob_token_ids`` for those
-    of given tokens, exactly. ``ValueError`` for values that cannot be.
+    ``stop_tokens`` end it (and are a part of its tokens), ``stop`` are texts that do, where the engine has a tokenizer.
+    ``logprobs`` asks for the log-probability of each token and of that many of the likeliest (``None``: for none),
+    ``logprob_token_ids`` for those of given tokens, exactly. ``ValueError`` for values that cannot be.
     """
 
     max_new: int = 16

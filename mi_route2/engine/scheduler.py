@@ -1,9 +1,9 @@
 """Who runs in the next step: a pure part of the engine, which knows lengths and priorities and no tensor.
 
 Running requests come before waiting ones, single tokens before pieces of prompts, higher priority before lower, then who came
-first. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` positions of keys and values. Where
-room runs out, or somebody of higher priority waits for a row, the last of the lowest priority is put back among the waiting, with
-all that it has. The first of the waiting who does not fit stops those behind it, so that nobody is overtaken for ever.
+first. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` positions of keys and values.
+Where room runs out, or somebody of higher priority waits for a row, the last of the lowest priority is put back among the waiting,
+with all that it has. The first of the waiting who does not fit stops those behind it, so that nobody is overtaken for ever.
 """
 
 from bisect import insort

@@ -108,20 +108,13 @@ class Rows:
 
     # What is held
 
-    def missing(self, specs: Iterable[Steering]) -> int:
-        """How many rows would have to be written for ``specs`` to be held."""
-        return len({key for spec in specs if (key := row_key(spec)) not in self._by_key})
-
     def demand(self, specs: Sequence[Steering]) -> None:
         """``Full`` where ``specs`` do not fit now, ``ValueError`` where they never will."""
-        if (rows := len({key for spec in specs if (key := row_key(spec))})) > self.capacity:
-            raise ValueError(
-                f"this request needs {rows} steering rows, and there are {self.capacity}: ask for fewer, or raise rows"
-            )
-        if (rows := self.missing(specs)) > len(self._free):
-            raise Full(
-                f"{rows} steering rows are needed and {len(self._free)} of {self.capacity} are free: wait for a request to end"
-            )
+        needed = {key for spec in specs if (key := row_key(spec))}
+        if len(needed) > self.capacity:
+            raise ValueError(f"{len(needed)} steering rows are needed and there are {self.capacity}: ask for fewer, or raise rows")
+        if (new := len(needed - self._by_key.keys())) > (free := len(self._free)):
+            raise Full(f"{new} steering rows are needed and {free} of {self.capacity} are free: wait for a request to end")
 
     def acquire(self, spec: Steering) -> int:
         """The row that holds ``spec``; to be given back with ``release``. Row 0 where it holds nothing."""

@@ -13,7 +13,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -22,11 +21,11 @@ from torch import Tensor
 from mi_route2.interventions.order import precedes
 from mi_route2.sites import Site
 
-Tier = Literal["base", "prefill", "decode"]
-Phase = Literal["both", "prefill", "decode"]
-Mode = Literal["add", "attenuate"]
-Quarantined = Literal["open", "close"]
-TIERS: tuple[str, ...] = get_args(Tier)
+Number = float | int
+TIERS = ("base", "prefill", "decode")
+PHASES = ("both", "prefill", "decode")
+MODES = ("add", "attenuate")
+QUARANTINES = ("open", "close")
 CLAMPS = 4
 """Clamps that one request may have at a site."""
 
@@ -97,7 +96,7 @@ def tensor_digest(values: Tensor) -> bytes:
     return found.digest()
 
 
-def _finite(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> float:
+def _finite(name: str, value: Number, low: float = -math.inf, high: float = math.inf) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
@@ -119,7 +118,7 @@ class Steer:
 
     site: Site
     vector: VectorLike
-    scale: float = 1.0
+    scale: Number = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "vector", Vector(self.vector))
@@ -140,17 +139,18 @@ class Steer:
 class Clamp:
     """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
 
-    ``vector`` is divided by its length; a bound may be infinite. ``value`` is ``low = high``. ``ValueError`` for bounds in the
-    wrong order, for ``value`` beside a bound, and where nothing bounds.
+    ``vector`` is divided by its length; a bound may be infinite. ``value`` is ``low = high``. ``phase`` is prefill (the prompt's
+    tokens), decode (generated ones) or both. ``ValueError`` for bounds in the wrong order, for ``value`` beside a bound, and where
+    nothing bounds.
     """
 
     site: Site
     vector: VectorLike
-    low: float = -math.inf
-    high: float = math.inf
-    strength: float = 1.0
-    phase: Phase = "both"
-    value: float | None = None
+    low: Number = -math.inf
+    high: Number = math.inf
+    strength: Number = 1.0
+    phase: str = "both"
+    value: Number | None = None
 
     def __post_init__(self) -> None:
         vector = Vector(self.vector)
@@ -170,8 +170,9 @@ class Clamp:
             raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: no number is between them")
         if math.isinf(self.low) and math.isinf(self.high):
             raise ValueError(f"the clamp at {self.site} has no bound: give low, high, both, or value")
-        object.__setattr__(self, "strength", _finite("strength", self.strength))
-        _one_of("phase", self.phase, get_args(Phase))
+        for field, value in (("low", self.low), ("high", self.high), ("strength", _finite("strength", self.strength))):
+            object.__setattr__(self, field, float(value))
+        _one_of("phase", self.phase, PHASES)
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
         return replace(self, vector=Vector(self.vector).resolved(lookup))
@@ -183,7 +184,7 @@ class Clamp:
         return v / v.norm()
 
     def content(self) -> bytes:
-        numbers = repr((float(self.low), float(self.high), self.strength, self.phase))
+        numbers = repr((self.low, self.high, self.strength, self.phase))
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
 
 
@@ -205,15 +206,15 @@ class Monitor:
 
     site: Site
     probe: VectorLike
-    threshold: float = 0.0
-    sharpness: float = 1.0
-    mode: Mode = "add"
-    gates: tuple[Site, ...] | None = None
+    threshold: Number = 0.0
+    sharpness: Number = 1.0
+    mode: str = "add"
+    gates: Sequence[Site] | None = None
     gate_rows: bool = False
-    quarantine: Quarantined | None = None
-    quarantined: tuple[Site, ...] | None = None
-    adds: tuple[Steer, ...] = ()
-    depth: float = 1.0
+    quarantine: str | None = None
+    quarantined: Sequence[Site] | None = None
+    adds: Sequence[Steer] = ()
+    depth: Number = 1.0
     prompt: bool = False
     name: str = ""
 
@@ -227,8 +228,8 @@ class Monitor:
         for field in ("gates", "quarantined"):
             given = getattr(self, field)
             object.__setattr__(self, field, None if given is None else tuple(sorted(set(given))))
-        _one_of("mode", self.mode, get_args(Mode))
-        _one_of("quarantine", self.quarantine, (None, *get_args(Quarantined)))
+        _one_of("mode", self.mode, MODES)
+        _one_of("quarantine", self.quarantine, (None, *QUARANTINES))
         self._refuse()
 
     def _refuse(self) -> None:
@@ -260,7 +261,7 @@ class Monitor:
     @property
     def factor(self) -> tuple[float, float]:
         """``(a, b)`` of the factor ``a + b * g``."""
-        return (0.0, 1.0) if self.mode == "add" else (1.0, -self.depth)
+        return (0.0, 1.0) if self.mode == "add" else (1.0, -float(self.depth))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Monitor":
         probe = Vector(self.probe).resolved(lookup)
@@ -279,11 +280,11 @@ class Steering:
     """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a
     name (the site's, where none is given)."""
 
-    base: tuple[Steer, ...] = ()
-    prefill: tuple[Steer, ...] = ()
-    decode: tuple[Steer, ...] = ()
-    clamps: tuple[Clamp, ...] = ()
-    monitors: tuple[Monitor, ...] = ()
+    base: Sequence[Steer] = ()
+    prefill: Sequence[Steer] = ()
+    decode: Sequence[Steer] = ()
+    clamps: Sequence[Clamp] = ()
+    monitors: Sequence[Monitor] = ()
 
     def __post_init__(self) -> None:
         for field in (*TIERS, "clamps", "monitors"):
@@ -297,9 +298,9 @@ class Steering:
             raise ValueError(f"two monitors are called {twice[0]!r}: give each a name of its own")
 
     def vectors(self, tier: str) -> tuple[Steer, ...]:
-        """The entries of a tier."""
+        """The entries of a tier: base, prefill or decode."""
         _one_of("tier", tier, TIERS)
-        return getattr(self, tier)
+        return tuple(getattr(self, tier))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
         """With every name looked up; what ``lookup`` raises passes through."""

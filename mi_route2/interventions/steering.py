@@ -30,7 +30,7 @@ from mi_route2.interventions.planner import Acting, Planner
 from mi_route2.interventions.readings import Reading, Readings
 from mi_route2.interventions.requests import Living, Requests
 from mi_route2.interventions.rows import Full, Rows, summed
-from mi_route2.interventions.specs import Monitor, Steer, Steering, Vector, VectorLike, looker
+from mi_route2.interventions.specs import Monitor, Number, Steer, Steering, Vector, VectorLike, looker
 from mi_route2.sites import Site
 
 __all__ = ["Full", "Reading", "Readings", "SteeringState"]
@@ -192,7 +192,7 @@ class SteeringState:
         self._requests.route(request, routing)
         self._changed(request)
 
-    def set_scale(self, scale: float, *, request: int | None = None, config: str | None = None) -> None:
+    def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
         """Scale the static vectors of a request's generated tokens, those of all that share a held row, or the tier (neither)."""
         value = _scale(scale)
         if request is not None and config is not None:
@@ -359,7 +359,7 @@ class SteeringState:
         }
 
 
-def _scale(value: float) -> float:
+def _scale(value: Number) -> float:
     number = float(value)
     if not 0 <= number < float("inf"):
         raise ValueError(f"a scale of {value} cannot be: give a finite number that is not negative")

@@ -128,15 +128,15 @@ class Disk:
         """What a run holds at each of its sites."""
         query = "SELECT site, dtype, shape, sum(length(positions)) / 8 FROM tensors WHERE run = ? GROUP BY site ORDER BY min(shard)"
         found = self._ask(query, run)
-        with self._explained():
-            return {_site(site): _kind(n, dtype, shape) for site, dtype, shape, n in found}
+        with self._parsing():
+            return {Site.parse(site): _kind(n, dtype, shape) for site, dtype, shape, n in found}
 
     def stored(self, run: str, site: Site) -> list[Stored]:
         """The tensors that hold a site of a run, in the order of writing; none where the run or its site is not here."""
-        query = """SELECT shard, size, positions, dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
+        query = """SELECT shard, size, CAST(positions AS BLOB), dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
                    WHERE tensors.run = ? AND site = ? ORDER BY shard"""
         found = self._ask(query, run, str(site))
-        with self._explained():
+        with self._parsing():
             return [
                 Stored(run, site, shard, size, _positions(blob), _kind(len(blob) // 8, dtype, shape), sha256)
                 for shard, size, blob, dtype, shape, sha256 in found
@@ -203,7 +203,18 @@ class Disk:
         except sqlite3.OperationalError as error:
             raise OSError(f"could not use {self._index} ({error}): make room there, or give the store another folder") from error
         except sqlite3.DatabaseError as error:
-            raise ValueError(f"{self._index} is damaged ({error}): delete {self.folder} and capture its runs again") from error
+            raise self._damaged(error) from error
+
+    @contextmanager
+    def _parsing(self) -> Iterator[None]:
+        """The same for what cannot be what was put there."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, why: Exception) -> ValueError:
+        return ValueError(f"{self._index} is damaged ({why}): delete {self.folder} and capture its runs again")
 
 
 def _only_here(folder: Path) -> IO[str]:
@@ -228,16 +239,7 @@ def _row(each: Stored) -> tuple[int, str, str, bytes, str, str, str]:
     return each.shard, each.run, str(each.site), each.positions.numpy().tobytes(), dtype, shape, each.sha256
 
 
-def _site(text: str) -> Site:
-    try:
-        return Site.parse(text)
-    except (KeyError, ValueError) as error:
-        raise sqlite3.DatabaseError(f"{text!r} is no site") from error
-
-
 def _kind(rows: int, dtype: str, shape: str) -> Kind:
-    if dtype not in DTYPE_NAMES or not re.fullmatch(r"(\d+(x\d+)*)?", shape):
-        raise sqlite3.DatabaseError(f"{dtype!r} of {shape!r} is no kind of row")
     return Kind(rows, DTYPE_NAMES[dtype], tuple(int(n) for n in shape.split("x") if n))
 
 

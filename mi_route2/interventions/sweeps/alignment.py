@@ -46,9 +46,9 @@ class Alignment:
             return f"equal lengths: each of the {self.prefix} positions is its own partner"
         shift = self.clean_length - self.corrupt_length
         return (
-            f"{self.corrupt_length} corrupt tokens on {self.clean_length} clean ones: the first {self.prefix} by identity, the last "
-            f"{self.suffix} shifted by {shift:+d}; {len(self.skipped)} corrupt and {self.clean_length - self.prefix - self.suffix} "
-            "clean positions in between have no partner"
+            f"{self.corrupt_length} corrupt tokens on {self.clean_length} clean ones: the first {self.prefix} by identity, the "
+            f"last {self.suffix} shifted by {shift:+d}; {len(self.skipped)} corrupt and "
+            f"{self.clean_length - self.prefix - self.suffix} clean positions in between have no partner"
         )
 
 
@@ -88,8 +88,8 @@ def _common(one: Sequence[int], other: Sequence[int], limit: int) -> int:
 def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurrence: int = 0) -> tuple[int, ...]:
     """The tokens that overlap ``part`` where it stands in ``text`` for the ``occurrence``-th time, counted from 0.
 
-    ``offsets`` are each token's characters ``[start, end)``; an empty one (a special token) overlaps nothing. Occurrences may overlap
-    each other. ``ValueError`` where ``part`` does not stand there so often, or no token is there.
+    ``offsets`` are each token's characters ``[start, end)``; an empty one (a special token) overlaps nothing. Occurrences may
+    overlap each other. ``ValueError`` where ``part`` does not stand there so often, or no token is there.
     """
     if not part:
         raise ValueError("the part is empty: give the characters whose tokens are meant")

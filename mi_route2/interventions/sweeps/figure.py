@@ -25,9 +25,10 @@ def draw(grid: Grid, path: Path) -> Path:
         colours = matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
         image = axes.imshow(shown, aspect="auto", origin="lower", cmap=colours, vmin=-reach, vmax=reach, interpolation="nearest")
         axes.grid(visible=False)
-        axes.set_xticks(range(columns), [_tick(p, label) for p, label in zip(grid.positions, grid.labels)], rotation=90)
+        ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+        axes.set_xticks(range(columns), ticks, rotation=90)
         axes.set_yticks(range(rows), [str(target) for target in grid.sites])
-        if grid.at in grid.positions:
+        if grid.at in grid.columns:
             axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")
         axes.set_xlabel("token of the corrupt prompt")
         axes.set_title(f"{grid.metric}: clean {grid.clean:.3g}, corrupt {grid.corrupt:.3g}, noise {grid.noise_floor:.1g}")

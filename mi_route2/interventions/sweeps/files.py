@@ -16,7 +16,7 @@ from mi_route2.interventions.sweeps.question import Skip
 from mi_route2.interventions.sweeps.targets import Target
 
 FORMAT = "mi-route2 patch sweep 1"
-_NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "kind", "forwards", "seconds", "flops")
+_NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "together", "kind", "forwards", "seconds", "flops")
 
 
 def write(grid: Grid, path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -17,15 +18,15 @@ from mi_route2.sites import Site
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sequence of a forward: the corrupt run with ``value`` put in at ``target`` and ``position``, or as it is.
+    """One sequence of a forward: the corrupt run with ``values`` [p ...] put in at ``target`` and ``positions``, or as it is.
 
     ``place`` is the block where it enters, and its first column; a row without a target stands for any cell there.
     """
 
     place: tuple[int, int]
     target: Target | None = None
-    position: int = 0
-    value: Tensor | None = None
+    positions: tuple[int, ...] = ()
+    values: Tensor | None = None
 
     @property
     def head(self) -> int | None:
@@ -76,10 +77,9 @@ def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
     return keep
 
 
-def writing(
-    rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False
-) -> dict[Site, Edit]:
-    """Edits that put the rows' values in, but of rows that are ``apart``, in a forward over ``columns`` columns from ``start`` on."""
+def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
+    """Edits that put the rows' values in, but of rows that are ``apart``, in a forward over ``columns`` columns from ``start``
+    on."""
     by_site: dict[Site, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.target is not None and not apart(row):
@@ -103,8 +103,18 @@ def _writer(rows: Sequence[Row], numbers: list[int], start: int, columns: int) -
 
 def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
     """Writes the values of the rows ``numbers``, all by head or none, at their columns; the first column is position ``start``."""
-    index = [list(numbers), [rows[i].position - start for i in numbers]]
-    if rows[numbers[0]].head is not None:
-        index.append([rows[i].head for i in numbers])
-    values = [rows[i].value for i in numbers]
-    into[tuple(torch.tensor(axis, device=into.device) for axis in index)] = torch.stack([v for v in values if v is not None]).to(into)
+    places = [(i, position - start, rows[i].head) for i in numbers for position in rows[i].positions]
+    axes = list(zip(*places)) if places[0][2] is not None else list(zip(*places))[:2]
+    values = [rows[i].values for i in numbers]
+    new = torch.cat([value for value in values if value is not None])
+    into[tuple(torch.tensor(axis, device=into.device) for axis in axes)] = new.to(into)
+
+
+def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[Row]:
+    """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
+    if not rows:
+        return [Row(otherwise)] * count
+    found = sorted(rows, key=lambda row: row.place)
+    for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
+        found.insert(int(i), Row(found[i].place))
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -23,10 +24,10 @@ RADIUS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """The score of the corrupt run with the clean value put in at ``target`` and ``position``."""
+    """The score of the corrupt run with the clean value put in at ``target`` and ``position`` (``None``: at all of them)."""
 
     target: Target
-    position: int
+    position: int | None
     value: float
 
 
@@ -44,7 +45,8 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Scores ``values`` of ``sites`` x ``positions``, NaN where a position was ``skipped``.
+    """Scores ``values`` of ``sites`` x ``positions``, NaN where a position was ``skipped``; one column where all that were not
+    skipped are patched ``together``.
 
     ``positions`` and ``labels`` are of the corrupt prompt; ``at`` is the position that was scored. ``replicas`` are scores of the
     corrupt run itself, without a patch, from rows of the cells' own forwards. ``kind`` is ``patch`` for scores of runs,
@@ -57,7 +59,7 @@ class Grid:
     grader: Grader
     at: int
     alpha: float
-    values: Float[np.ndarray, "sites positions"]
+    values: Float[np.ndarray, "sites columns"]
     clean: float
     corrupt: float
     replicas: tuple[float, ...]
@@ -65,19 +67,23 @@ class Grid:
     skipped: tuple[Skip, ...]
     alignment: Alignment
     layers: int
+    together: bool = False
     kind: str = "patch"
     forwards: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     flops: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.values.shape != (len(self.sites), len(self.positions)) or len(self.labels) != len(self.positions):
-            raise ValueError(
-                f"values of shape {self.values.shape} are not {len(self.sites)} sites x {len(self.positions)} positions"
-            )
-        skipped = np.isin(self.positions, [skip.position for skip in self.skipped])
-        if (np.isnan(self.values) != skipped[None]).any():
+        if self.values.shape != (len(self.sites), len(self.columns)) or len(self.labels) != len(self.positions):
+            raise ValueError(f"values of shape {self.values.shape} are not {len(self.sites)} sites x {len(self.columns)} columns")
+        without = {skip.position for skip in self.skipped}
+        if (np.isnan(self.values) != np.array([column in without for column in self.columns])).any():
             raise ValueError("a grid has no value exactly where a position was skipped")
+
+    @property
+    def columns(self) -> tuple[int | None, ...]:
+        """The position of every column; ``None`` where all are patched together."""
+        return (None,) if self.together else self.positions
 
     @property
     def metric(self) -> str:
@@ -91,7 +97,7 @@ class Grid:
         return max(max(scores) - min(scores), self.resolution)
 
     @cached_property
-    def effect(self) -> Float[np.ndarray, "sites positions"]:
+    def effect(self) -> Float[np.ndarray, "sites columns"]:
         """``values - corrupt``."""
         return self.values - self.corrupt
 
@@ -101,22 +107,23 @@ class Grid:
         return abs(self.clean - self.corrupt) > self.noise_floor
 
     @property
-    def recovered(self) -> Float[np.ndarray, "sites positions"]:
+    def recovered(self) -> Float[np.ndarray, "sites columns"]:
         """``effect / (clean - corrupt)``. ``ValueError`` where these two are equal within the noise floor."""
         if not self.defined:
             raise ValueError(
-                f"clean ({self.clean:.6g}) and corrupt ({self.corrupt:.6g}) are equal within the noise floor {self.noise_floor:.1g}: "
-                "there is nothing to recover; choose prompts or tokens that the model tells apart, or read grid.effect"
+                f"clean ({self.clean:.6g}) and corrupt ({self.corrupt:.6g}) are equal within the noise floor "
+                f"{self.noise_floor:.1g}, so there is nothing to recover: choose prompts or tokens that the model tells apart, or "
+                "read grid.effect"
             )
         return self.effect / (self.clean - self.corrupt)
 
-    def to_numpy(self) -> Float[np.ndarray, "sites positions"]:
+    def to_numpy(self) -> Float[np.ndarray, "sites columns"]:
         """A copy of ``values``."""
         return self.values.copy()
 
     def cell(self, row: int, column: int) -> Cell:
         """The cell at a place of the grid."""
-        return Cell(self.sites[row], self.positions[column], float(self.values[row, column]))
+        return Cell(self.sites[row], self.columns[column], float(self.values[row, column]))
 
     @property
     def argmax(self) -> Cell:
@@ -154,15 +161,19 @@ class Grid:
         peak = self.argabs if around is None else around
         layer = self.layers - 1 if peak.target.site.layer is None else peak.target.site.layer
         layers = range(max(0, layer - radius), min(self.layers, layer + radius + 1))
+        if peak.position is None:
+            without = {skip.position for skip in self.skipped}
+            return Window(layers, tuple(p for p in self.positions if p not in without))
         near = range(max(0, peak.position - radius), min(self.at, peak.position + radius) + 1)
         return Window(layers, tuple(p for p in near if p not in self.alignment.skipped))
 
     def rank_correlation(self, other: "Grid") -> float:
         """Spearman's rank correlation of the effects of two grids over the same cells. ``ValueError`` for other cells."""
-        if (self.sites, self.positions, self.skipped) != (other.sites, other.positions, other.skipped):
+        if (self.sites, self.columns, self.skipped) != (other.sites, other.columns, other.skipped):
             raise ValueError("these grids have other sites or positions: sweep both over the same")
         cells = ~np.isnan(self.values)
-        return float(spearmanr(self.effect[cells], other.effect[cells]).statistic)
+        correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
+        return float(correlation.statistic)
 
     def heatmap(self, path: Path | str) -> Path:
         """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""

@@ -46,7 +46,7 @@ class Pair:
     def grid(
         self,
         targets: Sequence[Target],
-        values: Mapping[tuple[Target, int], float],
+        values: Mapping[tuple[Target, int | None], float],
         *,
         layers: int,
         alpha: float,
@@ -56,10 +56,12 @@ class Pair:
         seconds: Mapping[str, float] | None = None,
         flops: Mapping[str, float] | None = None,
     ) -> Grid:
-        """A grid with a value for every target and every position that can be patched. ``ValueError`` for one that is not finite."""
+        """A grid with a value for every target and every position that can be patched. ``ValueError`` for one that is not
+        finite."""
         question, (clean, corrupt) = self.question, self.scores
-        table = np.full((len(targets), len(question.positions)), np.nan)
-        column = {position: i for i, position in enumerate(question.positions)}
+        columns = (None,) if question.together else question.positions
+        table = np.full((len(targets), len(columns)), np.nan)
+        column = {position: i for i, position in enumerate(columns)}
         line = {target: i for i, target in enumerate(targets)}
         for (target, position), value in values.items():
             if not np.isfinite(value):
@@ -83,6 +85,7 @@ class Pair:
             skipped=question.skipped,
             alignment=question.alignment,
             layers=layers,
+            together=question.together,
             kind=kind,
             forwards=forwards,
             seconds=dict(seconds or {}),
@@ -100,7 +103,8 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
 
 
 def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:
-    """The captured values where they are needed. ``KeyError`` for a site that was not captured, ``ValueError`` for another shape."""
+    """The captured values where they are needed. ``KeyError`` for a site that was not captured, ``ValueError`` for another
+    shape."""
     values = {}
     for site, here in corrupt.values.items():
         if site not in run.values:

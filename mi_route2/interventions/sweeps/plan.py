@@ -1,9 +1,9 @@
 """Which cells run in one forward: a pure function of where they enter the model and of what a forward costs.
 
-A cell that is patched at position p and enters at block L needs the blocks from L on, over the columns p .. S-1. The cells of a group
-start from the lowest of their positions and come in one by one, each at its own block, so that a block is called once for all that are
-in by then. n neighbours waste some n^2 / 2 columns; a group more costs the overhead of its blocks' calls. Groups are cut, in order of
-position, where the sum over groups of
+A cell that is patched at position p and enters at block L needs the blocks from L on, over the columns p .. S-1. The cells of a
+group start from the lowest of their positions and come in one by one, each at its own block, so that a block is called once for
+all that are in by then. n neighbours waste some n^2 / 2 columns; a group more costs the overhead of its blocks' calls. Groups are
+cut, in order of position, where the sum over groups of
 
     sum over cells of flops(columns, entry)  +  overhead * (blocks that run)
 

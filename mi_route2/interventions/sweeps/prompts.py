@@ -1,4 +1,5 @@
-"""Prompts as callers give them: token ids, or a text with a tokenizer; and positions by number, by range or by what stands there."""
+"""Prompts as callers give them: token ids, or a text with a tokenizer; and positions by number, by range or by what stands
+there."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

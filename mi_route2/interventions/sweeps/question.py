@@ -1,8 +1,8 @@
 """What is asked, once it is checked: two prompts and their alignment, the positions to patch, and how a run is graded.
 
-Activation patching puts the clean run's values into the corrupt run and asks how much of the clean behaviour comes back (Meng et al.
-2022, "Locating and Editing Factual Associations in GPT", causal tracing; Zhang and Nanda 2024, "Towards Best Practices of Activation
-Patching"). All of that is about one corrupt prompt here, and one position that is scored.
+Activation patching puts the clean run's values into the corrupt run and asks how much of the clean behaviour comes back (Meng et
+al. 2022, "Locating and Editing Factual Associations in GPT", causal tracing; Zhang and Nanda 2024, "Towards Best Practices of
+Activation Patching"). All of that is about one corrupt prompt here, and one position that is scored.
 """
 
 from collections.abc import Mapping
@@ -65,6 +65,13 @@ class Question:
     sources: Mapping[int, int]
     skipped: tuple[Skip, ...]
     grader: Grader
+    together: bool
+
+    @property
+    def columns(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+        """What is patched in one cell: the column's position (``None`` for all at once), and the places among ``sources``."""
+        every = tuple(range(len(self.sources)))
+        return ((None, every),) if self.together else tuple((position, (i,)) for i, position in zip(every, self.sources))
 
 
 def ask(
@@ -77,6 +84,7 @@ def ask(
     foil: int | str | None = None,
     at: int | None = None,
     tokenizer: Any = None,
+    together: bool = False,
 ) -> Question:
     """The question that ``sweep`` was asked; ``ValueError`` for whatever cannot be answered."""
     one = clean if isinstance(clean, CleanRun) else read(clean, tokenizer, "clean")
@@ -93,7 +101,7 @@ def ask(
     grader = Grader(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
     chosen = places(positions, other)
     sources, skipped = _partners(chosen, alignment, scored, clean_at)
-    return Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader)
+    return Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader, together)
 
 
 def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: int) -> tuple[dict[int, int], tuple[Skip, ...]]:

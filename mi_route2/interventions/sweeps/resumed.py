@@ -1,7 +1,9 @@
-"""Cells resumed over the corrupt run: its keys and values below the lowest patched position, its stream in front of the entered block.
+"""Cells resumed over the corrupt run: its keys and values below the lowest patched position, its stream in front of the entered
+block.
 
 A cell at block L and position p enters at block L with the corrupt stream from p on, its own value put in; hooks are needed only
-inside a block. In the last block only the scored column matters behind attention: its MLP and the unembedding see one column a cell.
+inside a block. In the last block only the scored column matters behind attention: its MLP and the unembedding see one column a
+cell.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,11 +22,11 @@ from mi_route2.interventions.sweeps.plan import Costs, Group
 from mi_route2.interventions.sweeps.targets import Target, seen_by
 from mi_route2.sites import Site
 
-_OVERHEAD, _MOST = {"cpu": 2.5e7}, {"cpu": 2**11}
+_OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
 _ACCELERATED = (2e10, 2**17)
 """FLOPs in the time of a block's call, and the tokens of a forward that a device is quick with: a CPU core makes some 6e10 FLOPs a
-second and takes 0.4 ms, an accelerator 1e14 and 0.2 ms. Groups are cut by this and by nothing that is measured in the run, so that a
-sweep gives the same bits again."""
+second and takes nearly 1 ms, an accelerator 1e14 and 0.2 ms. Groups are cut by this and by nothing that is measured in the run,
+so that a sweep gives the same bits again."""
 
 
 @dataclass
@@ -143,7 +145,9 @@ class Resumed:
                 stack.enter_context(self._scored_column())
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
             given = None if entering is None else (first, entering)
-            logits = self.decoder(tokens, *_causal(group.start, columns, tokens.device), _Prefixed(self._kept, group.start), entry=given)
+            logits = self.decoder(
+                tokens, *_causal(group.start, columns, tokens.device), _Prefixed(self._kept, group.start), entry=given
+            )
         return logits[:, -1]
 
     def _in_stream(self, row: Row) -> bool:
@@ -179,13 +183,14 @@ class Resumed:
     def _seen(self, row: Row) -> bool:
         """Whether a row writes nothing behind the last block's attention, but at the scored column."""
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
-        return not behind or row.position == len(self._tokens) - 1
+        return not behind or row.positions == (len(self._tokens) - 1,)
 
     @contextmanager
     def _scored_column(self) -> Iterator[None]:
         """The last block's MLP and the unembedding see the last column alone.
 
-        The block adds what that MLP says to every column of the stream: those before the last come out wrong, and nothing reads them.
+        The block adds what that MLP says to every column of the stream: those before the last come out wrong, and nothing reads
+        them.
         """
 
         def only(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

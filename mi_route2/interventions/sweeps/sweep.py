@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
-from mi_route2.interventions.sweeps.forwards import Forwards, Row
+from mi_route2.interventions.sweeps.forwards import Forwards, Row, with_idle
 from mi_route2.interventions.sweeps.grading import Metric
 from mi_route2.interventions.sweeps.grid import Cell, Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
@@ -61,7 +60,7 @@ class Sweep:
     @property
     def total(self) -> int:
         """How many cells there are."""
-        return len(self.targets) * len(self.pair.question.sources)
+        return len(self.targets) * len(self.pair.question.columns)
 
     def run(self) -> Iterator[Finished]:
         """Forward by forward; what needs no forward comes first. Leaving the loop early leaves the rest undone."""
@@ -70,8 +69,11 @@ class Sweep:
         for group in self.groups:
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
-            cells = [Cell(row.target, row.position, score) for row, score in zip(rows, scores) if row.target is not None]
+            cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
             yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+
+    def _column(self, row: Row) -> int | None:
+        return None if self.pair.question.together else row.positions[0]
 
     def grid(self, progress: bool = True) -> Grid:
         """Runs all cells, under a progress bar where ``progress`` and a terminal are there."""
@@ -115,6 +117,7 @@ def prepare(
     metric: Metric = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
+    together: bool = False,
     at: int | None = None,
     tokenizer: Any = None,
     batch: int | None = None,
@@ -127,12 +130,13 @@ def prepare(
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
     refuse_dropout(host)
-    question = ask(clean, corrupt, positions=positions, metric=metric, answer=answer, foil=foil, at=at, tokenizer=tokenizer)
+    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
+    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), count_layers(host)
     known, rows = _cells(pair, targets, layers, float(alpha), running, shortcuts)
-    rows = _with_idle(rows, replicas, running.place(targets[0], question.at))
+    rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     groups = plan([row.place for row in rows], running.costs(), batch)
     seconds = perf_counter() - began
     return Sweep(pair, targets, layers, float(alpha), tuple(known), tuple(rows), tuple(groups), running, seconds)
@@ -142,28 +146,21 @@ def _cells(
     pair: Pair, targets: Sequence[Target], layers: int, alpha: float, running: Forwards, shortcuts: bool
 ) -> tuple[list[Cell], list[Row]]:
     """Cells that have the corrupt score for certain, and rows for the others."""
-    known, rows, corrupt = [], [], pair.scores[1]
+    known, rows, question = [], [], pair.question
+    where = list(question.sources)
     for target in targets:
         here, source = pair.values(target)
         values = patch(here, source, alpha)
         there = (values == here).flatten(1).all(1).tolist()
-        for i, position in enumerate(pair.question.sources):
-            unread = position != pair.question.at and not seen_by(target.site, layers)
-            if shortcuts and (unread or there[i]):
-                known.append(Cell(target, position, corrupt))
+        every = [question.at] if shortcuts and not seen_by(target.site, layers) else where
+        for column, places in question.columns:
+            acting = [i for i in places if where[i] in every and not (shortcuts and there[i])]
+            if acting:
+                chosen = tuple(where[i] for i in acting)
+                rows.append(Row(running.place(target, chosen[0]), target, chosen, values[acting]))
             else:
-                rows.append(Row(running.place(target, position), target, position, values[i]))
+                known.append(Cell(target, column, pair.scores[1]))
     return known, rows
-
-
-def _with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[Row]:
-    """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
-    if not rows:
-        return [Row(otherwise)] * count
-    found = sorted(rows, key=lambda row: row.place)
-    for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
-        found.insert(int(i), Row(found[i].place))
-    return found
 
 
 def sweep(
@@ -178,6 +175,7 @@ def sweep(
     metric: Metric = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
+    together: bool = False,
     at: int | None = None,
     tokenizer: Any = None,
     batch: int | None = None,
@@ -198,6 +196,7 @@ def sweep(
         metric: ``logit_diff``, ``logprob`` (nats) or ``kl`` of the clean from the patched distribution (nats).
         alpha: 1 replaces, 0 changes nothing.
         heads: q, k, v and z head by head.
+        together: patch all positions at once, in one cell a site.
         at: the position that is scored, the last where it is ``None``.
         batch: the most cells in a forward; chosen by a cost model where it is ``None``.
         replicas: rows of the corrupt run as it is, run among the cells for the noise floor; 3 or more.

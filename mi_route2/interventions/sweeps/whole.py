@@ -1,13 +1,13 @@
 """Cells as whole forwards through ``host.logits``, many in a batch: for every host and architecture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.hosts.base import Host
-from mi_route2.hosts.decoder import DECODERS, HOSTED, Decoder
+from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.sweeps.forwards import Forwards, Record, Row, selecting, writing
 from mi_route2.interventions.sweeps.plan import Costs, Group
 from mi_route2.interventions.sweeps.resumed import Resumed
@@ -51,25 +51,23 @@ class Whole:
         return Costs(layers=1, length=length, column=1.0, mlp=0.0, pair=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
-        with torch.no_grad(), self.host.hooks(writing(rows, 0, len(self._tokens))):
-            return self.host.logits(self._tokens.expand(len(rows), -1))[:, -1]
+        return self.under(writing(rows, 0, len(self._tokens)), len(rows))
+
+    def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:
+        """The logits behind the last token of the run that was started, ``n`` times over, under ``edits``."""
+        with torch.no_grad(), self.host.hooks(edits):
+            return self.host.logits(self._tokens.expand(n, -1))[:, -1]
 
 
 def forwards(host: Host, how: str = "auto") -> Forwards:
     """``resumed``, ``whole``, or by itself (``auto``) the first that the host can. ``ValueError`` for another name."""
     if how not in ("auto", "resumed", "whole"):
         raise ValueError(f"unknown forwards {how!r}: choose among auto, resumed, whole")
-    if how == "whole" or (how == "auto" and not (host.name in HOSTED and host.architecture.name in DECODERS and _full(host))):
+    if how == "whole":
         return Whole(host)
-    return Resumed(Decoder(host))
-
-
-def _full(host: Host) -> bool:
-    """Whether a decoder takes this model: it refuses windows of sliding attention."""
     try:
-        Decoder(host)
-    except ValueError:
-        return False
-    return True
-
-
+        return Resumed(Decoder(host))
+    except ValueError:  # a decoder says so of what it does not take
+        if how == "resumed":
+            raise
+        return Whole(host)

@@ -1,4 +1,4 @@
-"""The engine against whole forwards of one request: in any company, cut anywhere, put back or not, with or without a prefix found."""
+"""The engine against whole forwards of one request: in any company, cut anywhere, put back or not, a prefix found or none."""
 
 from collections.abc import Callable
 from itertools import product
@@ -76,7 +76,7 @@ def test_a_request_in_company_is_what_it_is_alone(family: str, host: str) -> Non
 
 @pytest.mark.parametrize(("family", "host"), [*product(DECODERS, ["torch"]), ("Qwen3", HOSTS[1]), ("MicroGPT", HOSTS[1])])
 def test_every_site_is_captured_patched_and_steered_as_by_hand(family: str, host: str) -> None:
-    """Each point in turn: the request at it is as by hand, whatever its neighbours do at it, and these are as they are without it."""
+    """Each point in turn: a request is as by hand, whatever its neighbours do at the point, and they as they are without it."""
     made, close = make(family, host, adapters=True)
     engine = Engine(made, rows=3, budget=9, chunk=6, block=4)
     first, second, third = prompts(3, seed=1, shortest=7, longest=12)
@@ -222,7 +222,8 @@ def test_captured_positions_are_computed_also_where_a_prefix_is_held() -> None:
     site = Site(1, "z")
     late = Request(prompt, greedy(2), capture=(Capture(site, Where(positions=(9, 15))),))
     (result,) = engine.generate([late], progress=False)
-    assert result.cached == 8 and result.captured[site].positions == (9, 15)
+    assert result.cached == 8
+    assert result.captured[site].positions == (9, 15)
     truth = alone(made, late, site).values[site][[9, 15]]
     torch.testing.assert_close(result.captured[site].rows, truth, rtol=0, atol=close)
 
@@ -235,7 +236,9 @@ def test_not_a_number_stays_where_it_arose() -> None:
     truth = [fresh(made, request) for request in others]
     engine = Engine(made, rows=2)
     failed, *found = engine.generate([bad, *others], progress=False)
-    assert failed.finish == "error" and failed.error is not None and "not finite" in failed.error
+    assert failed.finish == "error"
+    assert failed.error is not None
+    assert "not finite" in failed.error
     for result, other in zip(found, truth, strict=True):
         torch.testing.assert_close(table(result), other, rtol=0, atol=1e-5)
 
@@ -249,7 +252,8 @@ def test_hooks_are_there_while_they_are_needed_and_nothing_is_left() -> None:
     engine.step()
     engine.cancel(number)
     (result,) = engine.step()
-    assert result.finish == "cancelled" and result.ids
+    assert result.finish == "cancelled"
+    assert result.ids
     engine.submit(Request(prompts(1)[0], greedy(), patch=(Patch(Site(1, "q"), 0, torch.zeros(16)),)))
     engine.step()
     engine.close()
@@ -291,7 +295,9 @@ def test_an_early_end_says_what_never_fired() -> None:
         capture=(Capture(Site(1, "z"), Where(positions=(1, end))),),
     )
     (result,) = Engine(made).generate([request], progress=False)
-    assert result.finish == "stop" and result.ids[-1] == stop and len(result.ids) <= 2
+    assert result.finish == "stop"
+    assert result.ids[-1] == stop
+    assert len(result.ids) <= 2
     assert result.unfired == [f"patch at blocks.0.v, position {end}", f"capture at blocks.1.z, position {end}"]
 
 
@@ -330,7 +336,8 @@ def test_a_source_that_cannot_be_had_fails_its_own_request_alone(patch: Patch, s
     engine = Engine(made)
     good = Request(prompts(1)[0], greedy(2))
     failed, fine = engine.generate([Request((3, 4), greedy(2), patch=(patch,)), good], progress=False)
-    assert failed.finish == "error" and fine.finish == "length"
+    assert failed.finish == "error"
+    assert fine.finish == "length"
     with pytest.raises(AssertionError, match=says):
         raise AssertionError(failed.error)
     assert table(fine).shape == (2, VOCAB)

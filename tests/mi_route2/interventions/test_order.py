@@ -1,10 +1,12 @@
 """What is called an order is one: on every family and host, of two ordered sites the first fires first."""
 
+from functools import partial
 from itertools import combinations
 
 import pytest
 import torch
 from families import FAMILIES, LAYERS, make_policy, make_tokens
+from torch import Tensor
 
 from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS
 from mi_route2.hosts import host_class
@@ -29,6 +31,10 @@ def there(host: Host) -> list[Site]:
     return found
 
 
+def note(fired: list[Site], site: Site, _value: Tensor) -> None:
+    fired.append(site)
+
+
 BEFORE = {a: [b for b in ALL if precedes(a, b)] for a in ALL}
 
 
@@ -40,7 +46,7 @@ def test_sites_fire_in_their_order(family, name):
     sites = there(host)
     for order in (sites, sites[::-1]):  # hooks of one module fire as they were attached: the order must not rest on that
         fired: list[Site] = []
-        with torch.no_grad(), host.hooks({site: (lambda _, site=site: fired.append(site)) for site in order}):
+        with torch.no_grad(), host.hooks({site: partial(note, fired, site) for site in order}):
             host.logits(make_tokens()[0])
         place = {site: i for i, site in enumerate(fired)}
         assert len(place) == len(sites)

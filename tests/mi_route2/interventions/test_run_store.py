@@ -391,6 +391,25 @@ def test_a_change_of_weights_ends_every_other_run_and_its_writer(store: RunStore
     assert store.stats().leases == 0
 
 
+def test_weights_that_change_while_a_run_is_closed_end_it_too(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows are on the disk, and it is not in the index yet."""
+    store = opened(0, tmp_path)
+    assert store._disk
+    write_shard = store._disk.write
+
+    def late(run: str, sites: Any) -> list[Stored]:
+        stored = write_shard(run, sites)
+        assert store.invalidate("2") == ["a"]
+        return stored
+
+    monkeypatch.setattr(store._disk, "write", late)
+    with pytest.raises(RuntimeError, match="the store has ended run 'a': run 'a' is invalid"):
+        write(store, "a", drawn(3, 2), weights="1")
+    assert store.runs() == []
+
+
 def test_a_closed_store_says_so(store: RunStore) -> None:
     write(store, "a", drawn(3, 2))
     writer = store.writing("b", weights="w")
@@ -559,17 +578,18 @@ def test_a_small_run_stays_in_memory_beside_a_long_one(tmp_path: Path, opened: O
 
 def test_appending_row_by_row_copies_no_row_twice(opened: Opened) -> None:
     """Time per row does not grow: what is taken at the end is at most twice what is there, and was never moved."""
-    store, rows = opened(), drawn(5000, 8)
+    store, rows = opened(), drawn(2000, 8)
     with store.writing("a", weights="w") as writer:
         growing = None
-        for i in range(5000):
+        for i in range(2000):
             writer.append(MID, [i], rows[i : i + 1])
             blocks = writer._sites[MID]._blocks
             assert growing is None or [b.data_ptr() for b in blocks[: len(growing)]] == growing
             growing = [block.data_ptr() for block in blocks]
         assert sum(block.nbytes for block in blocks) <= 2 * rows.nbytes
+        assert 0 <= store.stats().memory_bytes - sum(block.nbytes for block in blocks) <= 2000 * 8
         assert len(blocks) < 12
-    assert torch.equal(store.rows("a", MID, range(5000)), rows)
+    assert torch.equal(store.rows("a", MID, range(2000)), rows)
 
 
 def test_nothing_grows_where_nothing_is_captured(store: RunStore) -> None:
@@ -718,6 +738,37 @@ def test_a_damaged_index_never_gives_wrong_rows(tmp_path: Path, opened: Opened) 
             sentences.append(str(error))
     assert len(sentences) > len(places) // 4
     assert not [text for text in sentences if "\n" in text]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE tensors SET positions = CAST(zeroblob(8) || substr(positions, 9) AS BLOB)",
+        "UPDATE tensors SET positions = substr(positions, 5)",
+        "UPDATE tensors SET positions = 'text', dtype = 7",
+        "UPDATE tensors SET run = CASE run WHEN 'a' THEN 'b' ELSE 'a' END",
+        "UPDATE tensors SET shard = 3 - shard",
+        "UPDATE tensors SET dtype = 'bfloat16'",
+        "UPDATE tensors SET dtype = 'float33'",
+        "UPDATE tensors SET shape = '2'",
+        "UPDATE tensors SET shape = 'two'",
+        "UPDATE tensors SET site = 'nowhere'",
+        "UPDATE shards SET size = size + 1",
+        "UPDATE runs SET about = replace(about, '7', '8')",
+        "UPDATE runs SET run = CASE run WHEN 'a' THEN 'A' ELSE 'a' END",
+    ],
+)
+def test_an_index_that_says_something_else_is_refused(change: str, tmp_path: Path, opened: Opened) -> None:
+    with opened(0, tmp_path) as store:
+        for seed, run in enumerate("ab"):
+            with store.writing(run, weights="w", tokens=[7]) as writer:
+                writer.append(MID, [1, 3], drawn(2, 3, seed=seed))
+    db = sqlite3.connect(tmp_path / "index.sqlite")
+    db.executescript(f"PRAGMA foreign_keys = OFF; {change}")
+    db.close()
+    with pytest.raises(ValueError, match="is damaged") as caught:
+        opened(0, tmp_path).slice("a", MID, 0, 2)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> None:

@@ -25,7 +25,7 @@ V = [1.0, -2.0, 0.5]
         (lambda: Vector(""), "empty"),
         (lambda: Vector("later").data, "only a name"),
         (lambda: Steer(SITE, V, math.inf), "scale is inf"),
-        (lambda: Steer(SITE, V, "much"), "scale is a number"),
+        (lambda: Vector(object()), "a list of numbers or a name"),
         (lambda: Clamp(SITE, [0.0, 0.0], value=1), "zeros"),
         (lambda: Clamp(SITE, V), "no bound"),
         (lambda: Clamp(SITE, V, low=2, high=1), "low is the smaller"),

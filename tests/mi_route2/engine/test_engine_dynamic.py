@@ -1,0 +1,334 @@
+"""Steering that activations decide, controllers, runs and rules, in the engine: against activations that are edited by hand."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from mi_route2.engine.actions import Action, Override, SetScale, SetTier
+from mi_route2.engine.controllers import AsyncController, Controllers, StepView
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.rules import Rule
+from mi_route2.engine.sampling import Sampling
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.interventions.patches import FromRun, Patch
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.where import Where
+from mi_route2.sites import Site
+from tests.support.families import SPECS, VOCAB, make_family, move
+
+ALL = tuple(range(VOCAB))
+SITE = Site(1, "resid_pre")
+VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+PROMPT = (5, 9, 12, 33, 7, 21, 4, 18, 40, 11)
+OTHER = (8, 3, 44, 17, 29, 6)
+
+
+def greedy(n: int = 6) -> Sampling:
+    return Sampling(max_new=n, logprob_token_ids=ALL)
+
+
+def host_of(dtype: torch.dtype = torch.float64) -> Host:
+    return open_host("torch", make_family("Qwen3", dtype))
+
+
+def table(result: Result) -> Tensor:
+    assert result.finish == "length", result.error
+    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+
+
+@torch.no_grad()
+def by_hand(host: Host, prompt: Sequence[int], n: int, edits: dict[Site, Callable[[Tensor], Tensor]]) -> Tensor:
+    """Log-probabilities at each of ``n`` greedy tokens, by whole forwards under ``edits``."""
+    tokens, found = list(prompt), []
+    for _ in range(n):
+        with host.hooks(edits):
+            found.append(host.logits(torch.tensor([tokens]))[0, -1].double().log_softmax(-1))
+        tokens.append(int(found[-1].argmax()))
+    return torch.stack(found)
+
+
+def adding(vector: Tensor, first: int, last: int | None = None) -> Callable[[Tensor], Tensor]:
+    def edit(h: Tensor) -> Tensor:
+        new = h.clone()
+        new[:, first:last] += vector.to(h.dtype)
+        return new
+
+    return edit
+
+
+def close(one: Tensor, other: Tensor, atol: float = 1e-10) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=atol)
+
+
+class Acts:
+    """A controller that says given actions after given tokens of request 0."""
+
+    name = "script"
+
+    def __init__(self, script: dict[int, list[Action]]):
+        self.script, self.tokens = script, 0
+
+    def on_step(self, view: StepView) -> Sequence[Action]:
+        (mine,) = [one for one in view.requests if one.request == 0] or [None]
+        if mine is None or mine.token is None:
+            return []
+        self.tokens += 1
+        return self.script.get(self.tokens - 1, [])
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_what_is_said_after_token_n_changes_token_n_plus_1_and_not_n(after: int) -> None:
+    """One step of latency, never token 0; actions of one step apply in their order: an override, then its scale."""
+    host = host_of()
+    script = {after: [Override(0, "on"), SetScale(0.5, request=0)]}
+    engine = Engine(host, controllers=Controllers([Acts(script)]), chunk=4)
+    engine.steering.hold("on", Steering(decode=(Steer(SITE, VECTOR),)))
+    mine, beside = engine.generate([Request(PROMPT, greedy()), Request(OTHER, greedy())], progress=False)
+    plain = by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()})
+    steered = by_hand(host, PROMPT, 6, {SITE: adding(VECTOR * 0.5, len(PROMPT) + after)})
+    close(table(mine), steered)
+    close(table(mine)[: after + 1], plain[: after + 1])
+    assert float((table(mine)[after + 1] - plain[after + 1]).abs().max()) > 1e-3
+    close(table(beside), by_hand(host, OTHER, 6, {SITE: lambda h: h.clone()}))
+    assert engine.controllers.ledger.snapshot()
+
+
+def test_a_controller_that_fails_is_counted_and_harms_nobody() -> None:
+    class Broken:
+        name = "broken"
+
+        def on_step(self, view: StepView) -> Sequence[Action]:
+            raise OSError("no such sensor")
+
+    host = host_of()
+    engine = Engine(host, controllers=Controllers([Broken(), Acts({0: [Override(0, "nowhere")], 1: [SetScale(-1.0, 0)]})]))
+    (mine,) = engine.generate([Request(PROMPT, greedy(4))], progress=False)
+    close(table(mine), by_hand(host, PROMPT, 4, {SITE: lambda h: h.clone()}))
+    text = str(engine.controllers.snapshot())
+    assert "OSError: no such sensor" in text
+    assert "nowhere" in text
+    assert "-1" in text
+
+
+def test_a_controller_sees_the_values_that_it_wants_at_the_token_that_was_read() -> None:
+    class Looks:
+        name, wants = "looks", frozenset({SITE})
+
+        def __init__(self) -> None:
+            self.seen: list[tuple[int, Tensor]] = []
+
+        def on_step(self, view: StepView) -> Sequence[Action]:
+            self.seen += [(one.position, one.captured[SITE]) for one in view.requests if one.request == 0]
+            return []
+
+    host, looks = host_of(), Looks()
+    engine = Engine(host, controllers=Controllers([looks]), chunk=4, budget=64)
+    (mine, _) = engine.generate([Request(PROMPT, greedy(4)), Request(OTHER, greedy(2))], progress=False)
+    whole = host.capture([SITE], torch.tensor([[*PROMPT, *mine.ids]]))[SITE][0]
+    assert [position for position, _ in looks.seen] == [3, 7, 9, 10, 11, 12]
+    for position, value in looks.seen:
+        close(value, whole[position])
+
+
+def test_what_is_queued_from_another_thread_applies_at_the_next_step() -> None:
+    host, queue = host_of(), AsyncController()
+    engine = Engine(host, controllers=Controllers(queues=[queue]))
+    number = engine.submit(Request(PROMPT, greedy()))
+    engine.step()
+    engine.step()  # two tokens are out; the next forward reads the second of them
+    assert queue.submit(SetTier((Steer(SITE, VECTOR),)), SetScale(2.0))
+    results: list[Result] = []
+    while engine.busy:
+        results += engine.step()
+    assert results[0].request == number
+    close(table(results[0]), by_hand(host, PROMPT, 6, {SITE: adding(2 * VECTOR, len(PROMPT) + 1)}))
+
+
+@pytest.mark.parametrize(("threshold", "share"), [(-1e6, 1.0), (1e6, 0.0)])
+def test_a_saturated_gate_is_fully_on_or_off(threshold: float, share: float) -> None:
+    host = host_of()
+    engine = Engine(host)
+    engine.steering.set_tier([Steer(SITE, VECTOR)])
+    watch = Steering(monitors=(Monitor(Site(0, "resid_pre"), VECTOR, threshold=threshold),))
+    gated, free = engine.generate([Request(PROMPT, greedy(), steering=watch), Request(PROMPT, greedy())], progress=False)
+    close(table(gated), by_hand(host, PROMPT, 6, {SITE: adding(share * VECTOR, len(PROMPT))}))
+    close(table(free), by_hand(host, PROMPT, 6, {SITE: adding(VECTOR, len(PROMPT))}))
+
+
+def test_a_monitor_gates_by_what_it_reads_in_the_same_forward() -> None:
+    """``g`` of each token by hand: detected in block 0, acted on in block 1, by rows and by the dynamic tier."""
+    host, early = host_of(), Site(0, "resid_mid")
+    monitor = Monitor(early, VECTOR.flip(0), threshold=0.3, sharpness=1.7, gate_rows=True)
+    engine = Engine(host, chunk=3)
+    engine.steering.set_tier([Steer(SITE, -VECTOR)])
+    spec = Steering(decode=(Steer(SITE, VECTOR.roll(3)),), monitors=(monitor,))
+    (mine, _) = engine.generate([Request(PROMPT, greedy(), steering=spec), Request(OTHER, greedy())], progress=False)
+    gates: list[Tensor] = []
+
+    def read(h: Tensor) -> None:
+        gates.append(torch.sigmoid(1.7 * (h @ VECTOR.flip(0) - 0.3)))
+
+    def act(h: Tensor) -> Tensor:
+        new = h.clone()
+        new[:, len(PROMPT) :] += ((VECTOR.roll(3) - VECTOR) * gates[-1][..., None])[:, len(PROMPT) :]
+        return new
+
+    close(table(mine), by_hand(host, PROMPT, 6, {early: read, SITE: act}))  # pyright: ignore[reportArgumentType]
+
+
+def with_quarantine(dtype: torch.dtype = torch.float64):
+    host = host_of(dtype)
+    adapters = host.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7))
+    return host, move(adapters, 0.3)
+
+
+def test_a_quarantine_that_is_shut_on_every_token_is_deleted_and_one_that_is_open_is_there() -> None:
+    """Saturated gates on prompts too: the deployed model, the full model; on generated tokens alone: by hand."""
+    host, adapters = with_quarantine()
+    first = Site(0, "resid_pre")
+    shut = Monitor(first, VECTOR, threshold=-1e6, quarantine="close", prompt=True, gates=())
+    engine = Engine(host)
+    requests = [
+        Request(PROMPT, greedy(), steering=Steering(monitors=(shut,))),
+        Request(PROMPT, greedy(), steering=Steering(monitors=(Monitor(first, VECTOR, 1e6, quarantine="close", gates=()),))),
+        Request(PROMPT, greedy(), steering=Steering(monitors=(Monitor(first, VECTOR, -1e6, quarantine="close", gates=()),))),
+        Request(PROMPT, greedy()),
+    ]
+    deleted, idle, generated, plain = map(table, engine.generate(requests, progress=False))
+    with adapters.deployed():
+        close(deleted, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
+    close(plain, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
+    close(idle, plain)
+
+    def zero(h: Tensor) -> Tensor:
+        new = h.clone()
+        new[:, len(PROMPT) :] = 0
+        return new
+
+    close(generated, by_hand(host, PROMPT, 6, dict.fromkeys(engine.decoder.quarantines(), zero)))
+    assert float((deleted - plain).abs().max()) > 0.05
+    assert float((generated - deleted).abs().max()) > 0.01
+
+
+def test_neighbours_of_a_gated_request_keep_every_bit_and_so_does_a_shadow() -> None:
+    """In exact mode: beside steering, gates and patches, and under a monitor that watches and gates nothing."""
+    host, _ = with_quarantine(torch.float32)
+    plain = table(Engine(host, exact=True).generate([Request(PROMPT, greedy())], progress=False)[0])
+    loud = Steering(
+        decode=(Steer(SITE, VECTOR, 9.0),), monitors=(Monitor(Site(0, "z"), VECTOR, quarantine="open", gate_rows=True),)
+    )
+    shadow = Steering(monitors=(Monitor(SITE, VECTOR, gates=()),))
+    engine = Engine(host, exact=True)
+    requests = [Request(PROMPT, greedy(), steering=loud), Request(PROMPT, greedy()), Request(PROMPT, greedy(), steering=shadow)]
+    steered, beside, watched = map(table, engine.generate(requests, progress=False))
+    assert torch.equal(beside, plain)
+    assert torch.equal(watched, plain)
+    assert float((steered - plain).abs().max()) > 1e-2
+
+
+def test_an_override_survives_preemption_and_nothing_survives_the_request() -> None:
+    host = host_of()
+    engine = Engine(host, controllers=Controllers([Acts({1: [Override(0, "on")]})]), steering_rows=3)
+    engine.steering.hold("on", Steering(decode=(Steer(SITE, VECTOR),)), owner="server")
+    spec = Steering(decode=(Steer(SITE, VECTOR.flip(0)),))
+    number = engine.submit(Request(PROMPT, greedy(8), steering=spec))
+    results: list[Result] = []
+    for _ in range(4):
+        results += engine.step()
+    engine.preempt(number)
+    while engine.busy:
+        results += engine.step()
+    (mine,) = results
+    assert mine.preemptions == 1
+
+    def both(h: Tensor) -> Tensor:
+        new = h.clone()
+        end = len(PROMPT) + 1
+        new[:, len(PROMPT) : end] += VECTOR.flip(0)
+        new[:, end:] += VECTOR
+        return new
+
+    close(table(mine), by_hand(host, PROMPT, 8, {SITE: both}))
+    engine.steering.drop("on")
+    assert engine.steering.snapshot()["rows"]["used"] == 0
+    assert not engine.steering.sites()
+
+
+def test_steered_tokens_are_found_again_by_those_alone_that_were_steered_alike() -> None:
+    """A conversation goes on: its prompt now holds what was generated under dynamic steering, whose blocks are not for others."""
+    host = host_of()
+    engine = Engine(host, block=4)
+    engine.steering.set_tier([Steer(SITE, VECTOR)])
+    (first,) = engine.generate([Request(PROMPT, greedy(9))], progress=False)
+    longer = (*PROMPT, *first.ids)
+    engine.steering.clear_tier()
+    (second,) = engine.generate([Request(longer, greedy(3))], progress=False)
+    assert second.cached == 8  # two whole blocks of the prompt; the third holds generated, steered tokens
+    close(table(second), by_hand(host, longer, 3, {SITE: lambda h: h.clone()}))
+
+
+def test_a_run_is_kept_and_read_by_a_later_request_and_a_lost_one_fails_its_own_reader() -> None:
+    host = host_of()
+    with RunStore(budget=1 << 20) as store:
+        engine = Engine(host, store=store, chunk=4)
+        keep = (Capture(SITE, Where("prompt")), Capture(Site(0, "z"), Where("generated")))
+        (kept,) = engine.generate([Request(PROMPT, greedy(4), capture=keep, run="clean")], progress=False)
+        whole = host.capture([SITE, Site(0, "z")], torch.tensor([[*PROMPT, *kept.ids]]))
+        assert kept.captured == {}
+        assert store.positions("clean", SITE) == list(range(len(PROMPT)))
+        close(store.rows("clean", SITE, range(len(PROMPT))), whole[SITE][0, : len(PROMPT)])
+        close(store.rows("clean", Site(0, "z"), [11, 10]), whole[Site(0, "z")][0, [11, 10]])
+        assert store.info("clean").tokens == (*PROMPT, *kept.ids)
+        patch = (Patch(SITE, 2, FromRun("clean", 2)), Patch(SITE, 4, FromRun("clean", 9)))
+        wrong = (Patch(SITE, 2, FromRun("clean", 12)),)
+        patched, failed, absent = engine.generate(
+            [
+                Request(OTHER, greedy(3), patch=patch),
+                Request(OTHER, greedy(3), patch=wrong),
+                Request(OTHER, greedy(3), patch=(Patch(SITE, 2, FromRun("dirty", 0)),)),
+            ],
+            progress=False,
+        )
+
+        def put(h: Tensor) -> Tensor:
+            new = h.clone()
+            new[:, 2], new[:, 4] = whole[SITE][0, 2], whole[SITE][0, 9]
+            return new
+
+        close(table(patched), by_hand(host, OTHER, 3, {SITE: put}))
+        for result, words in ((failed, "12"), (absent, "dirty")):
+            assert result.finish == "error"
+            assert result.error is not None
+            assert words in result.error
+        with pytest.raises(ValueError, match="there is a run 'clean' already"):
+            raise ValueError(engine.generate([Request(PROMPT, greedy(2), capture=keep, run="clean")], progress=False)[0].error)
+
+
+def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
+    host = host_of()
+    add = (Steer(SITE, VECTOR),)
+    probe = {"when": {"probe": {"site": "blocks.0.resid_pre", "vector": VECTOR.tolist(), "threshold": -1e6}}}
+    apply = {"apply": {"add": [{"site": str(SITE), "vector": VECTOR.tolist()}]}}
+    engine = Engine(host)
+    requests = [
+        Request(PROMPT, greedy(), rules=(Rule("rest_of_request", add=add),)),
+        Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "rest_of_request", **probe, **apply}]))),
+        Request(PROMPT, greedy(), rules=tuple(parsed([{"scope": "this_token", **probe, **apply}]))),
+        Request(PROMPT, greedy()),
+    ]
+    always, later, at_once, plain = map(table, engine.generate(requests, progress=False))
+    steered = by_hand(host, PROMPT, 6, {SITE: adding(VECTOR, len(PROMPT))})
+    for found in (always, at_once, later):
+        close(found, steered, 1e-6)  # a list of numbers is read as float32
+    close(plain, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
+
+
+def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
+    from mi_route2.engine.rules import parse_rules
+
+    return parse_rules(data)

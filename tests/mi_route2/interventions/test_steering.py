@@ -1,0 +1,643 @@
+"""Steering in a model is what plain torch hooks with the formulas written out would do, and nothing else anywhere."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+from families import make_family, move
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mi_route2.adapters import Adapters, AdapterSpec
+from mi_route2.hosts.huggingface import TorchHost
+from mi_route2.interventions.layout import Layout, Piece
+from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.interventions.steering import Full, Readings, SteeringState
+from mi_route2.sites import Site
+
+EARLY, MID, LATE = Site(0, "resid_post"), Site(1, "resid_mid"), Site(1, "resid_post")
+QUERY, BOTTLENECK = Site(1, "q"), Site(0, "kept_a", "mlp.down")
+QUARANTINES = tuple(Site(layer, "quarantine_out", "mlp.down") for layer in range(2))
+SITES = (EARLY, MID, LATE, QUERY, BOTTLENECK)
+PIECES = (Piece(0, 0, 6, 3), Piece(1, 0, 5, 2), Piece(2, 0, 6, 4))
+"""Three requests in one forward, prompts and generated tokens in each; the second is padded."""
+
+
+class Model:
+    """A tiny model, its widths, and one batch of tokens."""
+
+    def __init__(self) -> None:
+        self.host = TorchHost(make_family("Llama"))
+        spec = AdapterSpec(kept="lora", rank=4, quarantine_rank=3)
+        given = {"spec": spec, "generator": torch.Generator().manual_seed(7)}
+        self.adapters: Adapters = move(self.host.attach("blocks.*.mlp.down", **given))
+        self.tokens = torch.randint(3, 50, (3, 6), generator=torch.Generator().manual_seed(3))
+        self.attention = Layout.of(PIECES).real
+        seen = self.host.capture((*SITES, *QUARANTINES), self.tokens, self.attention)
+        self.shapes = {site: tuple(value.shape[2:]) for site, value in seen.items()}
+
+    def state(self, **given) -> SteeringState:
+        sites = {"quarantine_sites": QUARANTINES, "dtype": torch.float64}
+        return SteeringState(lambda site: self.shapes[site], **(sites | given))
+
+    def vector(self, site: Site, seed: int, scale: float = 1.0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return scale * torch.randn(torch.Size(self.shapes[site]).numel(), generator=generator, dtype=torch.float64)
+
+    def run(self, state: SteeringState, pieces: tuple[Piece, ...] = PIECES) -> tuple[Tensor, Readings]:
+        """Logits of the batch with the state's steering at work."""
+        state.begin(Layout.of(pieces))
+        with torch.no_grad(), self.host.hooks({site: lambda h, s=site: state.at(s, h) for site in state.sites()}):
+            logits = self.host.logits(self.tokens, self.attention)
+        return logits, state.end()
+
+    def plain(self, edits: Mapping[Site, Callable[[Tensor], Tensor]]) -> Tensor:
+        """Logits with plain torch hooks, on modules that are named by hand."""
+        with torch.no_grad(), by_hand(self.host.model, edits):
+            return self.host.logits(self.tokens, self.attention)
+
+
+def overwrite(edit: Callable[[Tensor], Tensor], _module: nn.Module, args: tuple[Tensor]) -> None:
+    """In place: the block goes on with the very stream that its norm was given."""
+    args[0].copy_(edit(args[0].clone()))
+
+
+@contextmanager
+def by_hand(model: nn.Module, edits: Mapping[Site, Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    blocks, handles = model.get_submodule("model.layers"), []
+    for site, edit in edits.items():
+        block = blocks[site.layer]
+        module = {
+            "resid_mid": lambda block=block: block.post_attention_layernorm,
+            "resid_post": lambda block=block: block,
+            "q": lambda block=block: block.self_attn.q_proj,
+            "kept_a": lambda block=block: block.mlp.down_proj.route.hook_kept_a,
+            "quarantine_out": lambda block=block: block.mlp.down_proj.route.hook_quarantine,
+        }[site.point]()
+        if site.point == "resid_mid":
+            handles.append(module.register_forward_pre_hook(partial(overwrite, edit)))
+        else:
+            handles.append(module.register_forward_hook(lambda _m, _a, out, edit=edit: edit(out)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model()
+
+
+def tokens_of(pieces: tuple[Piece, ...] = PIECES) -> Iterator[tuple[int, int, bool]]:
+    """(row, column, generated) of every real token."""
+    for row, piece in enumerate(pieces):
+        for column in range(piece.count):
+            yield row, column, piece.start + column >= piece.prompt
+
+
+def adding(vectors: Mapping[tuple[int, bool], Tensor]) -> Callable[[Tensor], Tensor]:
+    """An edit that adds ``vectors[row, generated]``, token by token."""
+
+    def edit(h: Tensor) -> Tensor:
+        h = h.clone()
+        for row, column, generated in tokens_of():
+            if (row, generated) in vectors:
+                h[row, column] += vectors[row, generated].view(h.shape[2:])
+        return h
+
+    return edit
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    real = Layout.of(PIECES).real
+    return float((a - b)[real].abs().max()) < 1e-12
+
+
+def test_tiers_add_up_in_each_phase_at_every_kind_of_site(model):
+    state, wanted = model.state(), {}
+    seeds = count()
+    entries = {
+        (who, tier): {site: model.vector(site, next(seeds)) for site in SITES}
+        for who in ("global", 0, 2)
+        for tier in ("base", "prefill", "decode")
+    }
+    spec = {key: tuple(Steer(site, v / 2, 2.0) for site, v in some.items()) for key, some in entries.items()}
+    for tier in ("base", "prefill", "decode"):
+        state.set_global(tier, spec["global", tier])
+    for request in (0, 2):
+        state.admit(request, Steering(*(spec[request, tier] for tier in ("base", "prefill", "decode"))))
+    state.admit(1, None)
+    for site in SITES:
+        vectors = {}
+        for row in range(3):
+            for generated, tier in ((False, "prefill"), (True, "decode")):
+                who = ("global", row) if row != 1 else ("global",)
+                vectors[row, generated] = sum(entries[one, some][site] for one in who for some in ("base", tier))
+        wanted[site] = adding(vectors)
+    assert state.sites() == set(SITES)
+    assert close(model.run(state)[0], model.plain(wanted))
+
+
+def test_what_only_decodes_leaves_the_prompt_alone_and_acts_behind_it(model):
+    state = model.state()
+    for request in range(3):
+        state.admit(request, Steering(decode=(Steer(EARLY, model.vector(EARLY, 1)),)))
+    steered, plain = model.run(state)[0], model.plain({})
+    for row, column, generated in tokens_of():
+        assert torch.equal(steered[row, column], plain[row, column]) != generated
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_neighbours_keep_every_bit(model, dtype):
+    """Those on which nothing acts, in a batch in which everything acts on another."""
+    h = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    h[0, 0, :4] = torch.tensor([-0.0, 0.0, float("inf"), float("nan")])
+    state = model.state(dtype=dtype)
+    state.admit(0, None)
+    state.admit(2, None)
+    own = (Steer(MID, model.vector(MID, 4)),)
+    everything = Steering(
+        base=(Steer(MID, model.vector(MID, 1)),),
+        clamps=(Clamp(MID, model.vector(MID, 2), value=3.0),),
+        monitors=(Monitor(MID, model.vector(MID, 3), gate_rows=True, quarantine="close", adds=own),),
+    )
+    state.admit(1, everything)
+    assert state.begin(Layout.of(PIECES))
+    out = state.at(MID, h)
+    assert out.dtype == dtype
+    bits = {torch.float64: torch.int64, torch.bfloat16: torch.int16}[dtype]
+    assert torch.equal(out.view(bits)[[0, 2]], h.view(bits)[[0, 2]])
+    assert torch.equal(out.view(bits)[1, 5], h.view(bits)[1, 5])  # padding
+    assert bool((out[1, :5] != h[1, :5]).any(-1).all())
+
+
+def test_nothing_to_do_gives_back_the_very_tensor(model):
+    state, h = model.state(), torch.randn(3, 6, 16)
+    for request in range(3):
+        state.admit(request, Steering(monitors=(Monitor(MID, model.vector(MID, 1), gates=()),)) if request == 1 else None)
+    state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 1)),)))
+    assert state.sites() == {MID, LATE}
+    assert state.begin(Layout.of(PIECES))  # something is watched
+    assert state.at(MID, h) is h
+    assert state.at(LATE, h) is h
+    assert set(state.end().last()) == {1}
+    assert not state.begin(Layout.of(PIECES[:1]))
+    assert state.at(MID, h[:1]) is not None
+    assert not state.end()
+
+
+def test_clamps_act_last_in_order_and_in_their_phase(model):
+    u, w, v = (model.vector(LATE, seed) for seed in (1, 2, 3))
+    state = model.state()
+    clamps = (
+        Clamp(LATE, u, low=-0.1, high=0.2),
+        Clamp(LATE, w, value=0.5, strength=0.7, phase="decode"),
+        Clamp(LATE, v, low=1.0, phase="prefill"),
+    )
+    state.admit(0, Steering(base=(Steer(LATE, v),), clamps=clamps))
+    state.admit(1, None)
+    state.admit(2, Steering(clamps=clamps[:1]))
+
+    def edit(h: Tensor) -> Tensor:
+        h = h.clone()
+        for row, column, generated in tokens_of():
+            token = h[row, column]
+            if row == 0:
+                token += v
+            for clamp in {0: clamps, 1: (), 2: clamps[:1]}[row]:
+                if clamp.phase in ("both", "decode" if generated else "prefill"):
+                    unit = Vector(clamp.vector).data / Vector(clamp.vector).data.norm()
+                    p = token @ unit
+                    token += clamp.strength * (p.clamp(clamp.low, clamp.high) - p) * unit
+        return h
+
+    assert close(model.run(state)[0], model.plain({LATE: edit}))
+
+
+def test_dynamic_steering_is_of_generated_tokens_alone(model):
+    plain, probe = model.plain({}), model.vector(EARLY, 6)
+    for act in (
+        lambda state: state.set_tier([Steer(EARLY, model.vector(EARLY, 5))]),
+        lambda state: state.override(0, "other"),
+        lambda state: state.set_scale(3.0, request=0),
+        lambda state: state.set_scale(3.0, config="own"),
+        lambda state: state.set_monitor(Monitor(EARLY, probe, threshold=1e6, gate_rows=True), request=0),
+        lambda state: state.set_monitor(Monitor(EARLY, probe, adds=(Steer(MID, model.vector(MID, 7)),)), request=0),
+        lambda state: state.set_monitor(Monitor(EARLY, probe, quarantine="close")),
+    ):
+        state = model.state()
+        own = Steering(base=(Steer(EARLY, model.vector(EARLY, 1)),))
+        for request in range(3):
+            state.admit(request, own if request == 0 else None)
+        state.hold("own", own)
+        state.hold("other", Steering(decode=(Steer(LATE, model.vector(LATE, 2)),)))
+        before, contents = model.run(state)[0], [state.content(r, decode=False) for r in range(3)]
+        act(state)
+        after = model.run(state)[0]
+        changed = {generated for row, column, generated in tokens_of() if not torch.equal(before[row, column], after[row, column])}
+        assert changed == {True}
+        assert [state.content(r, decode=False) for r in range(3)] == contents
+        assert torch.equal(before[1:], plain[1:])
+
+
+def test_the_tier_the_scales_and_the_override_are_the_formula(model):
+    own, other, dvec = model.vector(MID, 1), model.vector(MID, 2), model.vector(MID, 3)
+    state = model.state()
+    state.admit(0, Steering(base=(Steer(MID, own),)))
+    state.admit(1, Steering(base=(Steer(MID, own),)), configs={"mine": Steering(decode=(Steer(MID, other, 0.5),))})
+    state.admit(2, None)
+    state.hold("shared", Steering(base=(Steer(MID, own),)))  # the same row
+    state.set_scale(0.5, config="shared")
+    state.set_scale(3.0, request=0)
+    state.override(1, "mine")
+    state.set_tier([Steer(MID, dvec)])
+    state.set_scale(0.25)
+    rows = {(0, False): own, (1, False): own, (0, True): 1.5 * own, (1, True): 0.5 * other}
+    vectors = rows | {(row, True): rows.get((row, True), 0) + 0.25 * dvec for row in range(3)}
+    assert close(model.run(state)[0], model.plain({MID: adding(vectors)}))
+    for _ in range(2):
+        state.override(1, None)
+    rows[1, True] = 0.5 * own
+    vectors |= {(1, True): rows[1, True] + 0.25 * dvec}
+    assert close(model.run(state)[0], model.plain({MID: adding(vectors)}))
+    state.clear_tier()
+    assert state.gain == 1.0
+    assert close(model.run(state)[0], model.plain({MID: adding(rows)}))
+
+
+def test_a_monitor_gates_what_its_formula_says_and_its_own_site_reads_what_came_in(model):
+    probe, static, dvec, extra = (model.vector(site, seed) for site, seed in ((EARLY, 1), (EARLY, 2), (LATE, 3), (MID, 4)))
+    monitor = Monitor(
+        EARLY, probe, 0.3, 0.8, gates=(EARLY, LATE), gate_rows=True, adds=(Steer(MID, extra, 2.0),), mode="attenuate", depth=0.6
+    )
+    state = model.state()
+    state.admit(0, Steering(base=(Steer(EARLY, static),), monitors=(monitor,)))
+    state.admit(1, None)
+    state.admit(2, Steering(base=(Steer(EARLY, static),)))
+    state.set_tier([Steer(LATE, dvec), Steer(MID, extra)])
+    scores: dict[int, float] = {}
+
+    def factor(row: int, column: int) -> float:
+        return 1 - 0.6 * float(torch.sigmoid(torch.tensor(0.8 * (scores[column] - 0.3), dtype=torch.float64))) if row == 0 else 1.0
+
+    def early(h: Tensor) -> Tensor:
+        scores.update({column: float(h[0, column] @ probe) for column in range(6)})
+        h = h.clone()
+        for row, column, generated in tokens_of():
+            if row != 1:
+                h[row, column] += static * (factor(row, column) if generated else 1.0)
+        return h
+
+    def mid(h: Tensor) -> Tensor:
+        h = h.clone()
+        for row, column, generated in tokens_of():
+            if generated:
+                h[row, column] += extra + (2 * extra * factor(row, column) if row == 0 else 0)
+        return h
+
+    def late(h: Tensor) -> Tensor:
+        h = h.clone()
+        for row, column, generated in tokens_of():
+            if generated:
+                h[row, column] += dvec * factor(row, column)
+        return h
+
+    logits, readings = model.run(state)
+    assert close(logits, model.plain({EARLY: early, MID: mid, LATE: late}))
+    track = readings.of(0)[str(EARLY)]
+    assert (track.scores - torch.tensor(list(scores.values()), dtype=torch.float64)).abs().max() < 1e-12
+    last = readings.last()[0][str(EARLY)]
+    assert last.score == float(track.scores[-1])
+    assert last.gate == float(track.gates[-1])
+    unsteered = model.host.capture([EARLY], model.tokens, model.attention)[EARLY]
+    assert (track.scores - unsteered[0] @ probe).abs().max() < 1e-12  # pristine, though the monitor's own site is steered
+
+
+@pytest.mark.parametrize("threshold", [-1e6, 1e6])
+@pytest.mark.parametrize("mode", ["add", "attenuate"])
+def test_a_saturated_monitor_is_a_switch_to_the_last_bit(model, threshold, mode):
+    monitor = Monitor(EARLY, model.vector(EARLY, 1), threshold, mode=mode, gate_rows=True)
+    with_rows, without = Steering(decode=(Steer(LATE, model.vector(LATE, 2)),)), Steering()
+    on = (threshold < 0) == (mode == "add")
+
+    def logits(spec: Steering, tier: bool) -> Tensor:
+        state = model.state()
+        for request in range(3):
+            state.admit(request, spec)
+        state.set_tier([Steer(MID, model.vector(MID, 3))] if tier else [])
+        return model.run(state)[0]
+
+    gated = logits(replace(with_rows, monitors=(monitor,)), tier=True)
+    assert torch.equal(gated, logits(with_rows if on else without, tier=on))
+
+
+def test_a_monitor_opens_and_closes_the_quarantine(model):
+    with model.adapters.deployed(), torch.no_grad():
+        deployed = model.host.logits(model.tokens, model.attention)
+    full, probe = model.plain({}), model.vector(EARLY, 1)
+    everywhere = {"quarantined": QUARANTINES, "prompt": True}
+    for quarantine, threshold, out in (("close", -1e6, True), ("close", 1e6, False), ("open", -1e6, False), ("open", 1e6, True)):
+        state, first = model.state(), Site(0, "resid_pre")
+        model.shapes[first] = model.shapes[EARLY]
+        state.admit(0, Steering(monitors=(Monitor(first, probe, threshold, quarantine=quarantine, **everywhere),)))
+        state.admit(1, None)
+        state.admit(2, Steering(monitors=(Monitor(EARLY, probe, threshold, quarantine=quarantine),)))  # behind it, generated tokens
+        logits = model.run(state)[0]
+        assert torch.equal(logits[0], deployed[0] if out else full[0])
+        assert torch.equal(logits[1, :5], full[1, :5])
+
+        def second(y: Tensor, out: bool = out) -> Tensor:
+            y = y.clone()
+            for row, column, generated in tokens_of():
+                if row == 2 and generated and out:
+                    y[row, column] = 0
+            return y
+
+        assert torch.equal(logits[2], model.plain({QUARANTINES[1]: second})[2])
+
+
+def test_a_half_open_quarantine_is_the_product(model):
+    probe, state = model.vector(EARLY, 1), model.state()
+    for request in range(3):
+        state.admit(request, Steering(monitors=(Monitor(EARLY, probe, 0.2, 0.5, quarantine="close"),)))
+    gates: dict[str, Tensor] = {}
+
+    def watch(h: Tensor) -> Tensor:
+        gates["g"] = torch.sigmoid(0.5 * (h @ probe - 0.2))
+        return h
+
+    def shut(y: Tensor) -> Tensor:
+        generated = Layout.of(PIECES).decode
+        return torch.where(generated[..., None], y * (1 - gates["g"])[..., None], y)
+
+    assert close(model.run(state)[0], model.plain({EARLY: watch, QUARANTINES[1]: shut}))
+
+
+def cut(pieces: tuple[Piece, ...], at: int) -> list[tuple[Piece, ...]]:
+    """The same tokens in two forwards."""
+    head = tuple(Piece(p.request, p.start, min(at, p.count), p.prompt) for p in pieces)
+    tail = tuple(Piece(p.request, p.start + at, p.count - at, p.prompt) for p in pieces if p.count > at)
+    return [head, tail]
+
+
+def rich(model: Model, seed: int) -> Steering:
+    """Something of every kind, by the seed."""
+    vector = lambda site, i: model.vector(site, 100 * seed + i)  # noqa: E731
+    monitor = Monitor(
+        MID, vector(MID, 1), 0.1, gate_rows=bool(seed % 2), adds=(Steer(LATE, vector(LATE, 2)),) if seed % 3 else (), name="a"
+    )
+    other = Monitor(MID, vector(MID, 3), 0.2, mode="attenuate", depth=0.5, name="b")
+    return Steering(
+        base=(Steer(MID, vector(MID, 4)),),
+        decode=(Steer(LATE, vector(LATE, 5)),),
+        clamps=(Clamp(LATE, vector(LATE, 6), low=-0.5, high=0.5, phase=("both", "prefill", "decode")[seed % 3]),),
+        monitors=(monitor, other) if seed % 2 else (other,),
+    )
+
+
+@given(st.lists(st.integers(0, 5), min_size=3, max_size=3), st.integers(1, 4), st.integers(0, 3))
+@settings(max_examples=25)
+def test_neither_chunks_nor_neighbours_change_a_bit(seeds, at, extra):
+    """Each token of each request comes out the same: whole or in two pieces, alone or with others, in any order of the rows."""
+    state, shapes = SteeringState(lambda site: (16,), dtype=torch.float32), {MID: (16,), LATE: (16,)}
+    small = Model.__new__(Model)
+    small.shapes = shapes
+    for request, seed in enumerate(seeds):
+        state.admit(request, rich(small, seed))
+    state.set_tier([Steer(LATE, small.vector(LATE, 7)), Steer(MID, small.vector(MID, 8))])
+    if extra:
+        state.set_monitor(Monitor(MID, small.vector(MID, 9), gate_rows=extra > 1))
+    h = {site: torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(extra)) for site in (MID, LATE)}
+
+    def run(pieces: tuple[Piece, ...]) -> dict[tuple[Site, int, int], Tensor]:
+        layout, found = Layout.of(pieces), {}
+        state.begin(layout)
+        for site in (MID, LATE):
+            given = torch.zeros(*layout.positions.shape, 16)
+            for row, piece in enumerate(pieces):
+                given[row, : piece.count] = h[site][piece.request, piece.start : piece.start + piece.count]
+            out = state.at(site, given)
+            for row, piece in enumerate(pieces):
+                for column in range(piece.count):
+                    found[site, piece.request, piece.start + column] = out[row, column]
+        state.end()
+        return found
+
+    whole = run(PIECES)
+    for ways in (cut(PIECES, at), [PIECES[::-1]], [(piece,) for piece in PIECES]):
+        found = {}
+        for pieces in ways:
+            found |= run(pieces)
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(found[key], whole[key]) for key in whole)
+
+
+SCALES = st.sampled_from([0.0, 0.5, 1.0])
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=2), SCALES, SCALES, st.booleans())
+@settings(max_examples=40)
+def test_equal_content_is_equal_action(seeds, first, second, watched):
+    small = Model.__new__(Model)
+    small.shapes = {MID: (16,), LATE: (16,)}
+    state = SteeringState(lambda site: (16,))
+    for request, (seed, scale) in enumerate(zip(seeds, (first, second), strict=True)):
+        state.admit(request, rich(small, seed))
+        state.set_scale(scale, request=request)
+    if watched:
+        state.set_monitor(Monitor(MID, small.vector(MID, 9)), request=1)
+    h = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(0)).expand(2, 1, 16)
+    for decode in (False, True):
+        state.begin(Layout.of([Piece(request, 3 if decode else 0, 1, 3) for request in range(2)]))
+        outs = [state.at(site, h) for site in (MID, LATE)]
+        state.end()
+        equal = state.content(0, decode=decode) == state.content(1, decode=decode)
+        same = all(torch.equal(out[0], out[1]) for out in outs)
+        assert same if equal else True
+        if seeds[0] == seeds[1] and first == second and not watched:
+            assert equal
+
+
+def test_content_is_empty_where_nothing_acts_and_follows_all_that_does(model):
+    state, v = model.state(), model.vector(MID, 1)
+    state.admit(0, Steering(monitors=(Monitor(MID, v, gates=()),)))
+    assert state.content(0, decode=False) == state.content(0, decode=True) == b""
+    seen = {b""}
+    for act in (
+        lambda: state.set_global("decode", [Steer(MID, v)]),
+        lambda: state.set_scale(0.5, request=0),
+        lambda: state.set_tier([Steer(LATE, v)]),
+        lambda: state.set_scale(0.5),
+        lambda: state.set_monitor(Monitor(MID, v, name="gate"), request=0),
+        lambda: state.set_monitor(Monitor(MID, v, 1.0, name="gate"), request=0),
+        lambda: state.set_monitor(Monitor(EARLY, v, quarantine="open")),
+        lambda: (state.hold("other", Steering(base=(Steer(EARLY, v),))), state.override(0, "other")),
+    ):
+        act()
+        content = state.content(0, decode=True)
+        assert content not in seen
+        seen.add(content)
+        assert state.content(0, decode=False) == b""
+    assert len(seen) == 9
+
+
+def test_content_does_not_know_rows_names_or_tiers(model):
+    v, w = model.vector(MID, 1), model.vector(LATE, 2)
+    state = model.state()
+    state.register("v", v)
+    state.admit(5, Steering(decode=(Steer(LATE, w),)))
+    state.admit(0, Steering(base=(Steer(MID, v),), decode=(Steer(LATE, w),)))
+    state.admit(1, Steering(prefill=(Steer(MID, "v"),), decode=(Steer(LATE, w), Steer(MID, "v"))))
+    for decode in (False, True):
+        assert state.content(0, decode=decode) == state.content(1, decode=decode) != b""
+    assert state.content(0, decode=False) != state.content(0, decode=True)
+    state.set_scale(0.0, request=0)
+    state.set_scale(0.0, request=5)
+    assert state.content(0, decode=True) == state.content(5, decode=True) == b""
+
+
+def test_rows_are_shared_waited_for_and_given_back(model):
+    one, two, three = (Steering(base=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2, 3))
+    state = model.state(rows=2)
+    state.admit(0, one)
+    state.admit(1, one, configs={"b": two})
+    assert state.rows.used == 2
+    assert state.fits(two)
+    assert not state.fits(three)
+    sites, before = state.sites(), state.snapshot()
+    with pytest.raises(Full, match="0 of 2 are free"):
+        state.admit(2, three)
+    with pytest.raises(ValueError, match="3 steering rows are needed and there are 2"):
+        state.admit(2, one, configs={"b": two, "c": three})
+    assert (state.sites(), state.snapshot()) == (sites, before)
+    state.override(1, "b")
+    state.preempted(1)
+    assert state.rows.used == 1
+    state.admit(2, three)
+    assert not state.fits(one, request=1)
+    with pytest.raises(Full):
+        state.admit(1, one, configs={"b": two})
+    state.release(2)
+    with pytest.raises(ValueError, match="another steering"):
+        state.admit(1, two)
+    state.admit(1, one, configs={"b": two})
+    assert state.routing(1) == ("b", two)
+    for request in (0, 1, 7):
+        state.release(request)
+    assert state.rows.used == 0
+    assert state.sites() == frozenset()
+    assert not state.rows.tables
+
+
+def test_what_an_owner_held_goes_with_its_last_request(model):
+    spec, state = Steering(base=(Steer(MID, model.vector(MID, 1)),)), model.state()
+    state.hold("theirs", spec, owner="a")
+    state.hold("ours", spec)
+    state.set_monitor(Monitor(MID, model.vector(MID, 2)), owner="a")
+    state.admit(0, None, owner="a")
+    state.admit(1, None, owner="a")
+    state.admit(2, None, owner="b")
+    state.override(2, "theirs")
+    state.release(0)
+    assert set(state.snapshot()["configs"]) == {"theirs", "ours"}
+    state.release(1)
+    assert set(state.snapshot()["configs"]) == {"ours"}
+    assert not state.snapshot()["monitors"]
+    assert state.routing(2) == ("theirs", spec)  # it was routed there, and stays
+    state.drop("ours")
+    assert state.rows.used == 1
+    state.release(2)
+    assert state.rows.used == 0
+
+
+def test_an_override_a_scale_and_a_monitor_outlive_preemption(model):
+    state, own = model.state(), Steering(base=(Steer(MID, model.vector(MID, 1)),))
+    state.hold("other", Steering(base=(Steer(LATE, model.vector(LATE, 2)),)))
+    for request in range(3):
+        state.admit(request, own)
+    state.override(0, "other")
+    state.set_scale(0.5, request=0)
+    state.set_monitor(Monitor(MID, model.vector(MID, 3), gate_rows=True), request=0)
+    before, content = model.run(state)[0], state.content(0, decode=True)
+    state.preempted(0)
+    with pytest.raises(RuntimeError, match="would run unsteered"):
+        state.begin(Layout.of(PIECES))
+    state.admit(0, own)
+    assert state.content(0, decode=True) == content
+    assert torch.equal(model.run(state)[0], before)
+
+
+def test_a_name_means_what_it_meant_when_the_request_came(model):
+    state = model.state()
+    state.register("v", model.vector(MID, 1))
+    for request in range(3):
+        state.admit(request, Steering(base=(Steer(MID, "v"),)))
+    before = model.run(state)[0]
+    state.register("v", model.vector(MID, 2))
+    assert torch.equal(model.run(state)[0], before)
+    state.admit(3, Steering(base=(Steer(MID, "v"),)))
+    assert state.content(3, decode=True) != state.content(0, decode=True)
+
+
+def test_sites_and_their_version_follow_what_acts(model):
+    state, v = model.state(), model.vector(MID, 1)
+    assert (state.sites(), state.version) == (frozenset(), 0)
+    state.admit(0, None)
+    assert state.version == 0
+    state.admit(1, Steering(base=(Steer(MID, v),)))
+    assert (state.sites(), state.version) == ({MID}, 1)
+    state.admit(2, Steering(base=(Steer(MID, 2 * v),)))
+    assert state.version == 1
+    state.set_monitor(Monitor(EARLY, v, quarantine="close"), request=0)
+    assert (state.sites(), state.version) == ({EARLY, MID, QUARANTINES[1]}, 2)
+    state.clear_monitor(str(EARLY), request=0)
+    state.set_tier([Steer(LATE, v), Steer(EARLY, 0 * v)])
+    assert (state.sites(), state.version) == ({MID, LATE}, 4)
+
+
+def test_what_was_left_out_is_an_error(model):
+    state, h, v = model.state(), torch.randn(3, 6, 16, dtype=torch.float64), model.vector(MID, 1)
+    with pytest.raises(RuntimeError, match="call begin"):
+        state.at(MID, h)
+    with pytest.raises(RuntimeError, match="request 0 is in the batch but was not admitted"):
+        state.begin(Layout.of(PIECES))
+    for request in range(3):
+        state.admit(request, Steering(base=(Steer(LATE, v),), monitors=(Monitor(MID, v, gate_rows=True),)))
+    state.begin(Layout.of(PIECES))
+    with pytest.raises(RuntimeError, match="fired before its monitor"):
+        state.at(LATE, h)
+    with pytest.raises(RuntimeError, match=r"blocks.1.resid_mid, which did not fire"):
+        state.end()
+    state.begin(Layout.of(PIECES))
+    with pytest.raises(ValueError, match=r"a value of shape \[3, 1, 16\]"):
+        state.at(MID, h[:, :1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (Steering(base=(Steer(MID, [1.0]),)), "has 1 numbers, but the site has 16"),
+        (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
+        (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond what torch.float32 holds"),
+        (Steering(clamps=(Clamp(MID, [1.0], value=1),)), "the clamp's direction at"),
+        (Steering(monitors=(Monitor(MID, [1.0]),)), "the probe at"),
+        (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0]),)),)), "the vector at"),
+        (Steering(monitors=(Monitor(LATE, [1.0] * 16, quarantine="close"),)), "behind it there are: none"),
+    ],
+)
+def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spec, says):
+    state = model.state(dtype=torch.float32)
+    before = state.snapshot()
+    with pytest.raises(ValueError, match=says):
+        state.admit(0, spec)
+    with pytest.raises(ValueError, match=says):
+        state.admit(0, replace(spec, decode=(*spec.decode, Steer(LATE, model.vector(LATE, 1)))))
+    assert state.snapshot() == before
+    assert state.requests == ()

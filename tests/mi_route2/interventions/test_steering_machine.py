@@ -1,0 +1,350 @@
+"""Whatever is done in whatever order: rows are counted right, what acts is the sum written out, refusals leave no trace."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch import Tensor
+
+from mi_route2.engine.actions import (
+    Action,
+    Applied,
+    ClearMonitor,
+    ClearOverride,
+    ClearTier,
+    Override,
+    Rejected,
+    SetMonitor,
+    SetScale,
+    SetTier,
+    apply,
+)
+from mi_route2.interventions.layout import Layout, Piece
+from mi_route2.interventions.rows import row_key
+from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.interventions.steering import Full, SteeringState
+from mi_route2.sites import Site
+
+FIRST, SECOND = Site(0, "resid_post"), Site(1, "resid_post")
+D, ROWS = 3, 3
+
+
+def v(seed: int) -> Tensor:
+    return torch.randn(D, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+OWN = Monitor(FIRST, v(20), 0.1, gate_rows=True, adds=(Steer(SECOND, v(21)),), name="own")
+SPECS = (
+    None,
+    Steering(base=(Steer(FIRST, v(1)),)),
+    Steering(prefill=(Steer(FIRST, v(2)),), decode=(Steer(SECOND, v(3), 2.0), Steer(SECOND, v(4)))),
+    Steering(base=(Steer(SECOND, v(5)),), clamps=(Clamp(SECOND, v(6), low=-0.2, high=0.2, phase="decode"),)),
+    Steering(base=(Steer(FIRST, v(1)),), monitors=(OWN,)),
+    Steering(monitors=(OWN,)),
+)
+CONFIGS = SPECS[1:4]
+TIERS = ((), (Steer(FIRST, v(10)),), (Steer(SECOND, v(11)), Steer(SECOND, v(12), 0.5)))
+MONITORS = (
+    Monitor(FIRST, v(30), 0.2, 2.0, name="m"),
+    Monitor(FIRST, v(31), -0.1, mode="attenuate", depth=0.5, gates=(SECOND,), gate_rows=True, name="m"),
+    Monitor(SECOND, v(32), gates=(), name="n"),
+)
+BAD: tuple[Any, ...] = (
+    SetTier((Steer(FIRST, [1.0]),)),
+    SetTier((Steer(FIRST, v(1)), Steer(SECOND, "unknown"))),
+    Override(999, None),
+    ClearOverride(999),
+    SetScale(math.nan),
+    SetScale(math.inf),
+    SetScale(-1.0),
+    SetScale(1.0, request=999),
+    SetScale(1.0, config="unknown"),
+    SetScale(1.0, request=0, config="a"),
+    SetMonitor(Monitor(FIRST, [1.0])),
+    SetMonitor(Monitor(FIRST, v(1), quarantine="close")),
+    SetMonitor(MONITORS[0], request=999),
+    ClearMonitor("m", request=999),
+    "no action",
+)
+scales, requests = st.sampled_from([0.0, 0.25, 1.0, 2.0]), st.integers(0, 4)
+
+
+@dataclass
+class Known:
+    """What the oracle remembers of a request."""
+
+    spec: Steering
+    configs: dict[str, Steering]
+    resident: bool = True
+    override: tuple[str, Steering] | None = None
+    scale: float = 1.0
+    monitors: dict[str, Monitor] = field(default_factory=dict)
+
+    @property
+    def needs(self) -> list[Steering]:
+        routed = [self.override[1]] if self.override else []
+        return [self.spec, *self.configs.values(), *routed]
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = SteeringState(lambda site: (D,), rows=ROWS, dtype=torch.float64)
+        self.known: dict[int, Known] = {}
+        self.ended: dict[int, int] = {}
+        self.held: dict[str, Steering] = {}
+        self.row_scales: dict[bytes, float] = {}
+        self.tiers: dict[str, tuple[Steer, ...]] = {"base": (), "prefill": (), "decode": ()}
+        self.tier: tuple[Steer, ...] = ()
+        self.gain = 1.0
+        self.monitors: dict[str, Monitor] = {}
+
+    # What the oracle says
+
+    def keys(self) -> Counter[bytes]:
+        """Every reference to a row, by its content."""
+        found = Counter(row_key(spec) for spec in self.held.values())
+        for known in self.known.values():
+            found.update(row_key(spec) for spec in known.needs if known.resident)
+        found.pop(b"", None)
+        return found
+
+    def number(self, slot: int) -> int:
+        """Numbers are never used again: a slot that has ended comes back under another."""
+        return slot + 5 * self.ended.get(slot, 0)
+
+    def expected(self, known: Known, h: dict[Site, Tensor], generated: bool) -> dict[Site, Tensor]:
+        routed = known.override[1] if generated and known.override else known.spec
+        scale = known.scale * self.row_scales.get(row_key(routed), 1.0) if generated else 1.0
+        phase = "decode" if generated else "prefill"
+        monitors = [*known.spec.monitors, *known.monitors.values(), *self.monitors.values()] if generated else []
+        out = {}
+        for site in (FIRST, SECOND):
+            static = sum(
+                (e.values() for t in ("base", phase) for e in (*self.tiers[t], *routed.vectors(t)) if e.site == site), v(0) * 0
+            )
+            dynamic = sum((e.values() for e in self.tier if generated and e.site == site), v(0) * 0)
+            row_gate, token_gate, own = 1.0, 1.0, v(0) * 0
+            for monitor in monitors:
+                score = h[monitor.site] @ Vector(monitor.probe).data
+                g = torch.sigmoid(monitor.sharpness * (score - monitor.threshold))
+                factor = g if monitor.mode == "add" else 1 - monitor.depth * g
+                later = site >= monitor.site
+                if later and (monitor.gates is None or site in monitor.gates):
+                    token_gate *= factor
+                    row_gate *= factor if monitor.gate_rows else 1.0
+                own = own + sum((e.values() * factor for e in monitor.adds if e.site == site), v(0) * 0)
+            token = h[site] + static * scale * row_gate + dynamic * self.gain * token_gate + own
+            for clamp in routed.clamps:
+                if clamp.site == site and clamp.phase in ("both", phase):
+                    unit = Vector(clamp.vector).data / Vector(clamp.vector).data.norm()
+                    p = token @ unit
+                    token = token + clamp.strength * (p.clamp(clamp.low, clamp.high) - p) * unit
+            out[site] = token
+        return out
+
+    def trace(self) -> tuple[object, ...]:
+        """All that can be seen of the state, and every bit of its tables."""
+        tables = {site: (table.values.clone(), set(table.acts)) for site, table in self.state.rows.tables.items()}
+        contents = [self.state.content(n, decode=d) for n, k in self.known.items() if k.resident for d in (False, True)]
+        rows = {index: (row.refs, row.scale, row.key) for index, row in self.state.rows.rows.items()}
+        return tables, contents, rows, self.state.snapshot(), self.state.sites(), self.state.version
+
+    # What is done
+
+    @rule(slot=requests, spec=st.sampled_from(SPECS), configs=st.lists(st.sampled_from(CONFIGS), max_size=2))
+    def admit(self, slot: int, spec: Steering | None, configs: list[Steering]) -> None:
+        number = self.number(slot)
+        if number in self.known:
+            return
+        known = Known(spec or Steering(), {f"own {i}": config for i, config in enumerate(configs)})
+        self.try_admit(number, known)
+
+    @rule(slot=requests)
+    def resume(self, slot: int) -> None:
+        known = self.known.get(self.number(slot))
+        if known is not None and not known.resident:
+            self.try_admit(self.number(slot), known)
+
+    def try_admit(self, number: int, known: Known) -> None:
+        needed = {key for spec in known.needs if (key := row_key(spec))}
+        free = ROWS - len(self.keys())
+        there = number in self.known
+        before = self.trace()
+        assert (
+            self.state.fits(known.spec, configs=known.configs, request=number if there else None)
+            == (len(needed - self.keys().keys()) <= free)
+            or len(needed) > ROWS
+        )
+        try:
+            self.state.admit(number, known.spec, configs=known.configs)
+        except Full:
+            assert len(needed - self.keys().keys()) > free
+            assert equal(self.trace(), before)
+        else:
+            known.resident = True
+            self.known[number] = known
+
+    @rule(slot=requests)
+    def release(self, slot: int) -> None:
+        number = self.number(slot)
+        self.state.release(number)
+        if self.known.pop(number, None) is not None:
+            self.ended[slot] = self.ended.get(slot, 0) + 1
+        self.forget_scales()
+
+    @rule(slot=requests)
+    def preempt(self, slot: int) -> None:
+        known = self.known.get(self.number(slot))
+        if known is not None and known.resident:
+            self.state.preempted(self.number(slot))
+            known.resident = False
+            self.forget_scales()
+
+    @rule(name=st.sampled_from("ab"), spec=st.sampled_from(CONFIGS))
+    def hold(self, name: str, spec: Steering) -> None:
+        try:
+            self.state.hold(name, spec)
+        except Full:
+            assert row_key(spec) not in self.keys()
+            assert len(self.keys()) == ROWS
+        except ValueError:
+            assert name in self.held
+        else:
+            self.held[name] = spec
+
+    @rule(name=st.sampled_from("ab"))
+    def drop(self, name: str) -> None:
+        if name in self.held:
+            self.state.drop(name)
+            del self.held[name]
+            self.forget_scales()
+
+    def forget_scales(self) -> None:
+        self.row_scales = {key: scale for key, scale in self.row_scales.items() if key in self.keys()}
+
+    @rule(tier=st.sampled_from(["base", "prefill", "decode"]), entries=st.sampled_from(TIERS))
+    def set_global(self, tier: str, entries: tuple[Steer, ...]) -> None:
+        self.state.set_global(tier, entries)
+        self.tiers[tier] = entries
+
+    def do(self, action: Action) -> bool:
+        before = self.trace()
+        outcome = apply(self.state, action, "test")
+        if isinstance(outcome, Rejected):
+            assert outcome.reason
+            assert equal(self.trace(), before)
+        return isinstance(outcome, Applied)
+
+    @rule(slot=requests, config=st.sampled_from(["a", "b", "own 0", "own 1", None]))
+    def override(self, slot: int, config: str | None) -> None:
+        number = self.number(slot)
+        known = self.known.get(number)
+        there = dict(self.held) | (known.configs if known else {})
+        done = self.do(ClearOverride(number) if config is None else Override(number, config))
+        assert done == (known is not None and (config is None or config in there))
+        if done and known is not None:
+            known.override = None if config is None else (config, there[config])
+            self.forget_scales()
+
+    @rule(slot=requests, scale=scales)
+    def scale_request(self, slot: int, scale: float) -> None:
+        if self.do(SetScale(scale, request=self.number(slot))):
+            self.known[self.number(slot)].scale = scale
+
+    @rule(name=st.sampled_from("ab"), scale=scales)
+    def scale_config(self, name: str, scale: float) -> None:
+        assert self.do(SetScale(scale, config=name)) == (name in self.held)
+        if name in self.held:
+            self.row_scales[row_key(self.held[name])] = scale
+
+    @rule(scale=scales)
+    def scale_tier(self, scale: float) -> None:
+        assert self.do(SetScale(scale))
+        self.gain = scale
+
+    @rule(entries=st.sampled_from(TIERS))
+    def set_tier(self, entries: tuple[Steer, ...]) -> None:
+        assert self.do(SetTier(entries))
+        self.tier = entries
+
+    @rule()
+    def clear_tier(self) -> None:
+        assert self.do(ClearTier())
+        self.tier, self.gain = (), 1.0
+
+    @rule(slot=st.none() | requests, monitor=st.sampled_from((*MONITORS, OWN)))
+    def set_monitor(self, slot: int | None, monitor: Monitor) -> None:
+        number = None if slot is None else self.number(slot)
+        known = None if number is None else self.known.get(number)
+        fits = number is None or (known is not None and monitor.name not in [one.name for one in known.spec.monitors])
+        assert self.do(SetMonitor(monitor, number)) == fits
+        if fits:
+            (self.monitors if known is None else known.monitors)[monitor.name] = monitor
+
+    @rule(slot=st.none() | requests, name=st.sampled_from("mn"))
+    def clear_monitor(self, slot: int | None, name: str) -> None:
+        number = None if slot is None else self.number(slot)
+        if self.do(ClearMonitor(name, number)):
+            (self.monitors if number is None else self.known[number].monitors).pop(name, None)
+
+    @rule(action=st.sampled_from(BAD))
+    def wrong(self, action: Action) -> None:
+        assert not self.do(action)
+
+    # What must hold
+
+    @invariant()
+    def rows_are_counted(self) -> None:
+        keys = self.keys()
+        assert self.state.rows.used == len(keys)
+        assert {row.key: row.refs for index, row in self.state.rows.rows.items() if index} == keys
+        assert set(self.state.requests) == set(self.known)
+
+    @invariant()
+    def what_acts_is_the_formula(self) -> None:
+        running = [number for number, known in self.known.items() if known.resident]
+        if not running:
+            return
+        h = {FIRST: torch.stack([v(50 + i) for i in range(2)]), SECOND: torch.stack([v(60 + i) for i in range(2)])}
+        layout = Layout.of([Piece(number, 4, 2, 5) for number in running])  # one token of the prompt, one generated
+        acts = self.state.begin(layout)
+        out = {site: self.state.at(site, h[site].expand(len(running), 2, D).clone()) for site in (FIRST, SECOND)}
+        self.state.end()
+        for row, number in enumerate(running):
+            for column, generated in enumerate((False, True)):
+                token = {site: h[site][column] for site in h}
+                wanted = self.expected(self.known[number], token, generated)
+                for site in h:
+                    assert (out[site][row, column] - wanted[site]).abs().max() < 1e-12
+                    if not self.state.content(number, decode=generated):
+                        assert torch.equal(out[site][row, column], token[site])
+        if not acts:
+            assert not any(self.state.content(number, decode=True) for number in running)
+
+    @precondition(lambda self: not self.known and not self.held)
+    @invariant()
+    def nothing_is_left(self) -> None:
+        assert self.state.rows.used == 0
+        globals_ = {entry.site for entries in self.tiers.values() for entry in entries}
+        assert self.state.sites() == globals_ | {entry.site for entry in self.tier}
+
+
+def equal(a: object, b: object) -> bool:
+    """Equality that looks into tensors."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=30, stateful_step_count=30)
