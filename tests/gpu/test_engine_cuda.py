@@ -1,0 +1,115 @@
+"""The engine's theorems on a CUDA device, in float32 and bfloat16.
+
+``ROUTE2_TEST_DEVICE=cpu pytest tests/gpu/test_engine_cuda.py`` runs all of it on another device.
+"""
+
+import os
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.sampling import Sampling
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.decoder import DECODERS
+from mi_route2.interventions.patches import Patch
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.sites import Site
+from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
+
+DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CLOSE = {torch.float32: 2e-4, torch.bfloat16: 0.3}
+"""Largest difference of a log-probability between a request in company and whole forwards of it alone."""
+DTYPES = [torch.float32, torch.bfloat16]
+SITE = Site(1, "resid_pre")
+VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(1))
+
+
+def on_device(family: str, dtype: torch.dtype, host: str = "torch") -> Host:
+    made = open_host(host, make_family(family, dtype).to(DEVICE))
+    move(made.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.2)
+    return made
+
+
+def prompts(n: int = 5) -> list[tuple[int, ...]]:
+    tokens, attention = make_tokens(n, longest=20)
+    return [tuple(row[real].tolist()) for row, real in zip(tokens, attention, strict=True)]
+
+
+def asked(n: int = 5) -> Sampling:
+    return Sampling(max_new=n, logprob_token_ids=tuple(range(VOCAB)))
+
+
+def table(result: Result) -> Tensor:
+    assert result.finish == "length", result.error
+    return torch.tensor([token.asked for token in result.tokens])
+
+
+@torch.no_grad()
+def forced(host: Host, request: Request, result: Result) -> Tensor:
+    """Log-probabilities at the generated tokens in one whole forward over the tokens that the engine chose."""
+    tokens = torch.tensor([[*request.prompt, *result.ids[:-1]]], device=DEVICE)
+    return host.logits(tokens)[0, len(request.prompt) - 1 :].float().log_softmax(-1).cpu()
+
+
+@pytest.mark.parametrize(("family", "host", "dtype"), list(product(DECODERS, ("torch", "transformer_lens"), DTYPES)))
+def test_a_request_in_company_is_what_it_is_alone(family: str, host: str, dtype: torch.dtype) -> None:
+    made = on_device(family, dtype, host)
+    requests = [Request(prompt, asked()) for prompt in prompts()]
+    results = Engine(made, rows=3, budget=8, chunk=5, room=50, block=4).generate(requests, progress=False)
+    for request, result in zip(requests, results, strict=True):
+        torch.testing.assert_close(table(result), forced(made, request, result), rtol=0, atol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("family", "dtype"), list(product(DECODERS, DTYPES)))
+def test_exact_has_the_same_bits_in_any_company_any_cut_and_with_a_prefix(family: str, dtype: torch.dtype) -> None:
+    made = on_device(family, dtype)
+    mine = [Request(prompt, asked()) for prompt in prompts()]
+    truth = [table(Engine(made, rows=1, block=8, exact=True).generate([one], progress=False)[0]) for one in mine]
+    loud = Steering(decode=(Steer(SITE, VECTOR, 5.0),), monitors=(Monitor(SITE, VECTOR, quarantine="close"),))
+    others = [Request(mine[0].prompt, asked(), steering=loud), Request(mine[0].prompt, asked(), patch=(Patch(SITE, 1, VECTOR),))]
+    engine = Engine(made, rows=8, chunk=8, budget=16, block=8, exact=True)
+    for _ in range(2):  # the second time over prefixes that were found
+        found = engine.generate([*others, *mine], progress=False)
+        assert all(torch.equal(table(one), two) for one, two in zip(found[2:], truth, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_captures_are_the_hosts_and_a_patch_with_itself_changes_nothing(dtype: torch.dtype) -> None:
+    made = on_device("Qwen3", dtype)
+    sites = [Site(0, "z"), SITE, Site(1, "kept_a", "mlp.down")]
+    prompt = prompts(1)[0]
+    engine = Engine(made, exact=True)
+    keep = tuple(Capture(site) for site in sites)
+    (plain,) = engine.generate([Request(prompt, asked(3), capture=keep)], progress=False)
+    whole = made.capture(sites, torch.tensor([[*prompt, *plain.ids[:-1]]], device=DEVICE))
+    patches = []
+    for site in sites:
+        rows = plain.captured[site].rows
+        torch.testing.assert_close(rows.float(), whole[site][0].float(), rtol=0.1, atol=CLOSE[dtype])
+        patches += [Patch(site, i, rows[i]) for i in range(len(rows))]
+    (same,) = engine.generate([Request(prompt, asked(3), patch=tuple(patches))], progress=False)
+    assert torch.equal(table(same), table(plain))
+
+
+def test_saturated_gates_are_the_deleted_quarantine_and_the_whole_model() -> None:
+    made = open_host("torch", make_family("Qwen3", torch.float32).to(DEVICE))
+    adapters = move(made.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.3)
+    prompt = prompts(1)[0]
+    gates = [Monitor(Site(0, "resid_pre"), VECTOR, t, quarantine="close", prompt=True, gates=()) for t in (-1e6, 1e6)]
+    requests = [Request(prompt, asked(), steering=Steering(monitors=(gate,))) for gate in gates]
+    shut, whole = Engine(made).generate(requests, progress=False)
+    (plain,) = Engine(made).generate([Request(prompt, asked())], progress=False)
+    with adapters.deployed():
+        (deleted,) = Engine(made).generate([Request(prompt, asked())], progress=False)
+    torch.testing.assert_close(table(shut), table(deleted), rtol=0, atol=CLOSE[torch.float32])
+    torch.testing.assert_close(table(whole), table(plain), rtol=0, atol=CLOSE[torch.float32])
+    assert float((table(plain) - table(deleted)).abs().max()) > 0.05
