@@ -111,6 +111,24 @@ def boot(model: nn.Module) -> TransformerBridge:
     return build_bridge_from_module(Inner(model), kind, tl_config=_micro_config(model.config))
 
 
+BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+"""transformers' continuous batching: it calls for an attention of its own, and the bridge's is another."""
+
+
+def refuse_batching(bridge: TransformerBridge) -> None:
+    """From now on transformers' continuous batching of the bridged model is an error: it gives wrong numbers in silence."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(
+            "transformers' continuous batching gives wrong numbers on a bridged model: use mi_route2.engine.Engine, or generate()"
+        )
+
+    for model in (bridge, bridge.original_model):
+        for name in BATCHED:
+            if hasattr(model, name):
+                object.__setattr__(model, name, refuse)
+
+
 def _micro_config(config: Any) -> TransformerBridgeConfig:
     return TransformerBridgeConfig(
         d_model=config.d,

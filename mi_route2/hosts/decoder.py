@@ -87,7 +87,7 @@ class Decoder:
         *,
         keep: Int[Tensor, " n"] | None = None,
         entry: tuple[int, Float[Tensor, "b t d"]] | None = None,
-    ) -> Float[Tensor, "rows n v"]:
+    ) -> Float[Tensor, "b n v"]:
         """Logits at the columns ``keep`` (all ``t`` where it is ``None``).
 
         Every query must be allowed some key, padding too: it may read itself. ``entry = (layer, stream)`` leaves out the blocks

@@ -26,6 +26,7 @@ from mi_route2.hosts.bridge import (
     boot,
     linears,
     list_points,
+    refuse_batching,
     refuse_bypassed,
     refuse_config,
     refuse_foreign,
@@ -56,6 +57,7 @@ class BridgeHost(Host):
         self.model = self.bridge
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
+        refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
 
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:

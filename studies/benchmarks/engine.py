@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import process_time
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,7 @@ class Sides:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.model = Qwen3ForCausalLM(config).eval()
+            self.model: Any = Qwen3ForCausalLM(config).eval()
         self.host = open_host("torch", self.model)
         self.requests, self.new = (4, 8) if quick else (REQUESTS, NEW)
         longest = 16 if quick else LONGEST
@@ -122,7 +123,7 @@ class Sides:
         """transformers' own loop."""
         mask = torch.ones_like(prompts)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
-        found = self.model.generate(prompts, attention_mask=mask, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        found = self.model.generate(prompts, attention_mask=mask, **options)
         assert found.shape[1] == prompts.shape[1] + new
 
     def all(self) -> dict[str, tuple[Callable[[], None], float]]:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ class Record:
     logits: Float[Tensor, " v"]
 
 
+@runtime_checkable
 class Forwards(Protocol):
     """How a sweep runs the model."""
 

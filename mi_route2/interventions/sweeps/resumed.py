@@ -136,19 +136,17 @@ class Resumed:
         what it makes of positions and of the mask is then made once."""
         columns, first = len(self._tokens) - group.start, rows[0].place[0]
         tokens = self._tokens[None, group.start :]
-        entering = self._streams[first][None, group.start :] if first else None
+        found: list[Tensor] = []
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
                 stack.enter_context(self._joining(rows, entry, group.start))
-            if columns > 1 and all(self._seen(row) for row in rows):
-                stack.enter_context(self._scored_column())
+            stack.enter_context(self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)))
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
-            given = None if entering is None else (first, entering)
-            logits = self.decoder(
-                tokens, *_causal(group.start, columns, tokens.device), _Prefixed(self._kept, group.start), entry=given
-            )
-        return logits[:, -1]
+            entering = (first, self._streams[first][None, group.start :]) if first else None
+            cache = _Prefixed(self._kept, group.start)
+            self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
+        return found[0]
 
     def _in_stream(self, row: Row) -> bool:
         """Whether a row's value is put into the stream with which it enters."""
@@ -186,17 +184,23 @@ class Resumed:
         return not behind or row.positions == (len(self._tokens) - 1,)
 
     @contextmanager
-    def _scored_column(self) -> Iterator[None]:
-        """The last block's MLP and the unembedding see the last column alone.
+    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> Iterator[None]:
+        """Finds the rows' logits behind the last column, and tells the model of one sequence, as it was called.
 
-        The block adds what that MLP says to every column of the stream: those before the last come out wrong, and nothing reads
-        them.
+        ``alone``: the last block's MLP and the unembedding see that column only. The block adds what its MLP says to every column
+        of the stream: those before the last come out wrong, and nothing reads them.
         """
 
         def only(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return (args[0][:, -1:], *args[1:])
 
-        handles = [module.register_forward_pre_hook(only) for module in (self._mlp(), self.decoder.unembed)]
+        def find(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+            found.append(output[:, -1])
+            return output[:1, -1:].expand(1, columns, -1)
+
+        handles = [self.decoder.unembed.register_forward_hook(find)]
+        if alone and columns > 1:
+            handles += [module.register_forward_pre_hook(only) for module in (self._mlp(), self.decoder.unembed)]
         try:
             yield
         finally:

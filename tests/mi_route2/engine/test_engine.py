@@ -348,3 +348,11 @@ def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
         Engine(open_host("nnsight", make_family("Qwen3")))
     with pytest.raises(ValueError, match="not Gemma2"):
         Engine(open_host("torch", make_family("Gemma2")))
+
+
+def test_transformers_own_continuous_batching_of_a_bridged_model_is_refused() -> None:
+    made, _ = make("Qwen3", "transformer_lens")
+    for model in (made.model, made.model.original_model):
+        for name in ("generate_batch", "init_continuous_batching"):
+            with pytest.raises(RuntimeError, match=r"wrong numbers on a bridged model: use mi_route2\.engine"):
+                getattr(model, name)([[3, 4]])

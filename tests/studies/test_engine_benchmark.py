@@ -1,0 +1,48 @@
+"""The benchmark of the engine compares equal work, and the page prints what was measured."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from mi_route2.engine import Engine, Request, Sampling
+from studies.benchmarks.engine import ROWS, Options, Result, Sides, table
+from studies.benchmarks.paired import Ratio
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def read(row: dict) -> Result:
+    return Result(**(row | {"time": Ratio(**row["time"])}))
+
+
+def test_both_sides_generate_the_same_tokens() -> None:
+    sides = Sides(0, quick=True)
+    requests = [Request(tuple(prompt), Sampling(max_new=sides.new)) for prompt in sides.prompts.tolist()]
+    found = [result.ids for result in Engine(sides.host).generate(requests, progress=False)]
+    with torch.no_grad():
+        options = {"max_new_tokens": sides.new, "min_new_tokens": sides.new, "do_sample": False}
+        whole = sides.model.generate(sides.prompts, attention_mask=torch.ones_like(sides.prompts), **options)
+    assert found == whole[:, sides.prompts.shape[1] :].tolist()
+
+
+def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Options(quick=True, out=tmp_path / "out.json").run()
+    printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    results = [read(row) for row in document["rows"]]
+    assert [(r.over, r.under) for r in results if r.under != "vLLM"] == [(row.over, row.under) for row in ROWS]
+    assert all(r.time.lo <= r.time.value <= r.time.hi for r in results)
+    assert table(results, document["seconds"], document["tokens"]) in printed
+    assert all(len(seconds) == 3 for seconds in document["seconds"].values())
+
+
+def test_the_page_prints_what_was_measured() -> None:
+    document = json.loads((DOCS / "results/benchmarks/engine.json").read_text(encoding="utf-8"))
+    expected = table([read(row) for row in document["rows"]], document["seconds"], document["tokens"]) + "\n"
+    found = re.search(r"<!-- table: engine -->\n\n((?:\|.*\n)+)", (DOCS / "engine.md").read_text(encoding="utf-8"))
+    assert found
+    assert found[1] == expected, f"docs/engine.md must have, below <!-- table: engine -->:\n\n{expected}"
+    assert document["rounds"] >= 9
+    assert document["requests"] == 64
