@@ -43,7 +43,8 @@ from mi_route2.interventions.steering import SteeringState
 
 
 class Engine:
-    """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses.
+    """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and
+    ``tokens`` count what was run and generated so far.
 
     Args:
         host: the model, on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; adapters are attached before.
@@ -94,7 +95,7 @@ class Engine:
         for name, vector in (vectors or {}).items():
             self.steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
-        self.steps = 0
+        self.steps = self.tokens = 0
         self._state = ModelState(host.model)
         slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
         self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
@@ -154,10 +155,11 @@ class Engine:
         found: dict[int, Result] = {}
         with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
             while len(found) < len(wanted):
-                before = self._generated
+                before = self.tokens
                 ended = {one.request: one for one in self.step() if one.request in most}
                 found |= ended
-                bar.update(self._generated - before + sum(most[number] for number in ended))
+                # whoever stopped early generates no more: the rest of its share is done too
+                bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
         return [found[number] for number in wanted]
 
     @torch.no_grad()
@@ -198,10 +200,6 @@ class Engine:
             self._end(one, "cancelled")
         self._runner.close()
 
-    @property
-    def _generated(self) -> int:
-        return sum(one.generated for one in self._sequences.values())
-
     def _find(self, request: int) -> Sequence:
         if request not in self._sequences:
             raise KeyError(f"request {request} is not here: it has ended, or was never submitted")
@@ -241,6 +239,7 @@ class Engine:
                 continue
             one.result.tokens.append(_detailed(token, logits[i], sampling) if sampling.detailed else Token(token))
             one.tokens.append(token)
+            self.tokens += 1
             if token in sampling.stop_tokens or (sampling.stop and self._stopped(one)):
                 ended.append((one, "stop", None))
             elif one.generated == sampling.max_new:

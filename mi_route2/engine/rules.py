@@ -19,12 +19,12 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
-from mi_route2.interventions.specs import Monitor, Steer, Vector, VectorLike
+from mi_route2.interventions.specs import Monitor, Number, Steer, Vector, VectorLike
 from mi_route2.sites import Site
 
-Scope = Literal["this_token", "next_step", "rest_of_request", "rest_of_conversation"]
+SCOPES = ("this_token", "next_step", "rest_of_request", "rest_of_conversation")
 RULES, SWITCHED = 16, 3
 """Rules that a request may bring, and how many of them may add vectors after a step: each subset of those needs a row."""
 _FIELDS = {
@@ -40,8 +40,8 @@ class Probe:
 
     site: Site
     vector: VectorLike
-    threshold: float = 0.0
-    sharpness: float = 1.0
+    threshold: Number = 0.0
+    sharpness: Number = 1.0
 
     def __post_init__(self) -> None:
         seen = Monitor(self.site, self.vector, self.threshold, self.sharpness)  # one place knows what a probe may be
@@ -54,14 +54,14 @@ class Probe:
 class Rule:
     """One rule. ``ValueError`` for what no rule can do, in one sentence that says what to write instead."""
 
-    scope: Scope
+    scope: str
     when: Probe | None = None
     add: tuple[Steer, ...] = ()
-    attenuate: float | None = None
+    attenuate: Number | None = None
 
     def __post_init__(self) -> None:
-        if self.scope not in get_args(Scope):
-            raise ValueError(f"scope={self.scope!r} is not one of {', '.join(get_args(Scope))}")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope={self.scope!r} is not one of {', '.join(SCOPES)}")
         if bool(self.add) == (self.attenuate is not None):
             raise ValueError("a rule adds vectors or attenuates, one of the two: split it into two rules")
         if self.attenuate is not None and not 0 <= self.attenuate <= 1:
@@ -144,7 +144,7 @@ def _rule(data: object) -> Rule:
     if not isinstance(apply, Mapping) or set(apply) not in ({"add"}, {"attenuate"}):
         raise ValueError('apply is {"add": [...]} or {"attenuate": factor}')
     if "scope" not in fields:
-        raise ValueError(f"scope is missing: choose among {', '.join(get_args(Scope))}")
+        raise ValueError(f"scope is missing: choose among {', '.join(SCOPES)}")
     if "attenuate" in apply:
         return Rule(fields["scope"], probe, attenuate=_number("attenuate", apply["attenuate"]))
     if not isinstance(apply["add"], Sequence) or isinstance(apply["add"], str) or not apply["add"]:

@@ -84,16 +84,16 @@ class Slots:
     def view(self, layout: Layout, rows: Sequence[int], *, aligned: bool = False) -> "View":
         """The cache of one forward over ``layout``, whose pieces stand in ``rows``. ``aligned`` copies what is read, so that the
         bits of a product cannot depend on where in memory a row happens to be."""
-        self.reserve(max(piece.start for piece in layout.pieces) + layout.positions.shape[1])
-        return View(self._data, layout, rows, aligned)
+        starts = [piece.start for piece in layout.pieces]
+        self.reserve(max(starts) + layout.positions.shape[1])
+        return View(self._data, layout, rows, starts, aligned)
 
 
 class View:
     """``KeyValues`` of one forward, and what its queries are allowed to read."""
 
-    def __init__(self, data: Tensor, layout: Layout, rows: Sequence[int], aligned: bool):
-        self._data, self._aligned, self._rows = data, aligned, list(rows)
-        self._starts = [piece.start for piece in layout.pieces]
+    def __init__(self, data: Tensor, layout: Layout, rows: Sequence[int], starts: list[int], aligned: bool):
+        self._data, self._aligned, self._rows, self._starts = data, aligned, list(rows), starts
         first, count, columns = self._rows[0], len(self._rows), layout.positions.shape[1]
         self._span = slice(first, first + count) if self._rows == list(range(first, first + count)) else None
         self._start = self._starts[0] if self._starts.count(self._starts[0]) == count else None

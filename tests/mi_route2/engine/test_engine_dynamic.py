@@ -332,3 +332,34 @@ def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
     from mi_route2.engine.rules import parse_rules
 
     return parse_rules(data)
+
+
+def test_a_run_that_a_waiting_request_will_read_outlives_eviction() -> None:
+    """A store with room for about two runs: others are written while the reader waits for its row, and its source is still there."""
+    host = host_of()
+    keep = (Capture(SITE), Capture(Site(0, "resid_pre")))
+    with RunStore(budget=6_000) as store:
+        engine = Engine(host, rows=1, store=store)
+        engine.generate([Request(PROMPT, greedy(2), capture=keep, run="source")], progress=False)
+        writers = [Request(PROMPT, greedy(2), capture=keep, run=f"other {i}") for i in range(5)]
+        reader = Request(OTHER, greedy(3), patch=(Patch(SITE, 1, FromRun("source", 1)),))
+        *_, read = engine.generate([*writers, reader], progress=False)
+        assert read.finish == "length", read.error
+        assert "source" in store.runs()
+        assert len(store.runs()) < 6  # or nothing had to go, and this has shown nothing
+        more = [Request(PROMPT, greedy(2), capture=keep, run=f"more {i}") for i in range(5)]
+        engine.generate(more, progress=False)
+        assert "source" not in store.runs()  # nobody waits for it any more
+
+
+def test_a_patch_with_itself_or_of_no_share_changes_no_bit() -> None:
+    host, _ = with_quarantine(torch.float32)
+    sites = [SITE, Site(0, "z"), Site(1, "kept_a", "mlp.down"), Site(0, "quarantine_out", "attn.q")]
+    engine = Engine(host, exact=True)
+    (plain,) = engine.generate([Request(PROMPT, greedy(4), capture=tuple(map(Capture, sites)))], progress=False)
+    rows = {site: plain.captured[site].rows for site in sites}
+    itself = tuple(Patch(site, i, rows[site][i]) for site in sites for i in range(len(rows[site])))
+    nothing = tuple(Patch(site, i, 7 * rows[site][i] + 1, 0.0) for site in sites for i in range(len(rows[site])))
+    for patches in (itself, nothing):
+        (found,) = engine.generate([Request(PROMPT, greedy(4), patch=patches)], progress=False)
+        assert torch.equal(table(found), table(plain))

@@ -1,0 +1,230 @@
+"""Controllers act one step late, in order, each for itself; what is wrong with one is nobody else's matter."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from stepper import PROMPTS, Stepper, direction, new_host, new_state
+from torch import Tensor
+
+from mi_route2.engine.actions import (
+    Action,
+    Applied,
+    ClearOverride,
+    Override,
+    Rejected,
+    SetMonitor,
+    SetScale,
+    SetTier,
+    apply_all,
+)
+from mi_route2.engine.controllers import QUEUE, AsyncController, Controllers, StepView, SyncController
+from mi_route2.hosts.huggingface import TorchHost
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.sites import Site
+
+SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
+V, W = direction(1), direction(2)
+
+
+@dataclass
+class Script:
+    """Does what its script says after the step of that number."""
+
+    actions: dict[int, Sequence[Action]]
+    name: str = "script"
+    wants: frozenset[Site] = frozenset()
+    seen: list[StepView] = field(default_factory=list)
+
+    def on_step(self, view: StepView) -> Sequence[Action]:
+        self.seen.append(view)
+        return self.actions.get(view.step, ())
+
+
+@pytest.fixture(scope="module")
+def host() -> TorchHost:
+    return new_host()
+
+
+def stepper(
+    host: TorchHost, *sync: SyncController, queues: Sequence[AsyncController] = (), spec: Steering | None = None
+) -> Stepper:
+    state = new_state()
+    for request in range(3):
+        state.admit(request, spec)
+    return Stepper(host, state, Controllers(sync, queues))
+
+
+def without_cache(host: TorchHost, tokens: Tensor, add: Callable[[int], Tensor | None]) -> Tensor:
+    """Logits at the last position by plain hooks, ``add(position)`` being what every row gets there."""
+
+    def hook(_module: object, _args: object, out: Tensor) -> Tensor:
+        rows = [torch.zeros(16).double() if (v := add(position)) is None else v for position in range(out.shape[1])]
+        return out + torch.stack(rows)
+
+    handle = host.model.get_submodule("model.layers.0").register_forward_hook(hook)
+    try:
+        with torch.no_grad():
+            return host.logits(tokens)[:, -1]
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_action_after_token_n_acts_on_token_n_plus_1_and_on_no_token_before(host, step):
+    plain = stepper(host).run(5)
+    acted = stepper(host, Script({step: [SetTier((Steer(SITE, V),))]})).run(5)
+    for n in range(5):
+        assert torch.equal(plain.logits[n], acted.logits[n]) == (n <= step)
+    prompt = PROMPTS.shape[1]
+    for n in range(5):  # the token after step n was predicted at position prompt + n - 1
+        wanted = without_cache(host, acted.tokens[:, : prompt + n], lambda place: V if place >= prompt + step else None)
+        assert (acted.logits[n] - wanted).abs().max() < 1e-10
+
+
+def test_what_waits_in_a_queue_acts_from_the_next_step_on_and_never_on_token_0(host):
+    plain, queue = stepper(host).run(3), AsyncController()
+    queued = stepper(host, queues=[queue])
+    assert queue.submit(SetTier((Steer(SITE, V),)))  # before the first step
+    queued.run(3)
+    assert torch.equal(plain.logits[0], queued.logits[0])
+    assert not torch.equal(plain.logits[1], queued.logits[1])
+
+
+def test_a_monitor_acts_on_the_very_token_that_it_reads(host):
+    plain = stepper(host).run(3)
+    watched = stepper(host, spec=Steering(monitors=(Monitor(SITE, V, -1e6, gates=(), adds=(Steer(LATE, W),)),))).run(3)
+    assert torch.equal(plain.logits[0], watched.logits[0])  # a prompt's token
+    assert not torch.equal(plain.logits[1], watched.logits[1])
+
+
+def test_actions_of_one_step_apply_in_order(host):
+    """An override, then its scale: the request goes on with the other row at that scale, from the same token on."""
+    own, other = Steering(decode=(Steer(SITE, V),)), Steering(decode=(Steer(SITE, W),))
+
+    def run(*actions: Action) -> Stepper:
+        found = stepper(host, Script({1: actions}), spec=own)
+        found.state.hold("other", other)
+        return found.run(4)
+
+    both = run(Override(0, "other"), SetScale(0.5, request=0), SetScale(0.25, request=0), Override(1, "other"), ClearOverride(1))
+    prompt = PROMPTS.shape[1]
+    for n in range(4):
+        wanted = without_cache(host, both.tokens[:, : prompt + n], lambda p: None if p < prompt else V if p <= prompt else 0.25 * W)
+        assert (both.logits[n][0] - wanted[0]).abs().max() < 1e-10
+        assert torch.equal(both.logits[n][1:], plain.logits[n][1:])
+    assert next(entry["action"] for entry in both.controllers.ledger.recent) == "Override(request=0, config='other')"
+
+
+def test_a_bad_action_is_counted_with_its_reason_and_the_others_apply(host):
+    script = Script({0: [SetScale(float("nan")), Override(0, "nowhere"), SetTier((Steer(SITE, V),)), Override(99, None)]})
+    found = stepper(host, script).run(1)
+    ledger = found.controllers.snapshot()
+    assert ledger["sources"] == {"script": {"rejected": 3, "applied": 1}}
+    reasons = [entry.get("rejected", "") for entry in ledger["recent"]]
+    assert [bool(reason) for reason in reasons] == [True, True, False, True]
+    assert "finite" in reasons[0]
+    assert "cannot be routed to 'nowhere'" in reasons[1]
+    assert "request 99 is not running" in reasons[3]
+    assert set(found.state.tier) == {SITE}
+
+
+def test_a_controller_that_raises_is_explained_and_the_rest_goes_on(host):
+    class Broken:
+        name = "broken"
+
+        def on_step(self, view: StepView) -> Sequence[Action]:
+            raise KeyError("no such thing")
+
+    class Half(Broken):
+        name = "half"
+
+        def on_step(self, view: StepView) -> Sequence[Action]:
+            def actions():
+                yield SetScale(0.5)
+                raise ValueError("half way")
+
+            return actions()  # pyright: ignore[reportReturnType]
+
+    found = stepper(host, Broken(), Half(), Script({0: [SetTier((Steer(SITE, V),))]})).run(2)
+    sources = found.controllers.snapshot()["sources"]
+    assert sources == {"broken": {"failed": 2}, "half": {"failed": 2}, "script": {"applied": 1}}
+    assert found.state.gain == 1.0  # of a controller that failed, nothing is done
+    assert any("KeyError: 'no such thing'" in entry.get("failed", "") for entry in found.controllers.ledger.recent)
+    assert len(found.logits) == 2
+
+
+def test_a_controller_sees_what_it_wants_at_the_last_token(host):
+    script = Script({}, wants=frozenset({LATE}))
+    found = stepper(host, script, spec=Steering(monitors=(Monitor(SITE, V, gates=()),))).run(3)
+    prompt = PROMPTS.shape[1]
+    for n, view in enumerate(script.seen):
+        seen = host.capture([SITE, LATE], found.tokens[:, : prompt + n])
+        assert [request.position for request in view.requests] == [prompt + n - 1] * 3
+        for row, request in enumerate(view.requests):
+            assert request.token == int(found.tokens[row, prompt + n])
+            assert (request.captured[LATE] - seen[LATE][row, -1]).abs().max() < 1e-10
+            assert abs(request.readings[str(SITE)].score - float(seen[SITE][row, -1] @ V)) < 1e-10
+
+
+def test_a_full_queue_drops_what_is_new_and_says_so():
+    queue, state = AsyncController("outside"), new_state()
+    controllers = Controllers(queues=[queue])
+    for i in range(QUEUE - 1):
+        assert queue.submit(SetScale(float(i)))
+    assert not queue.submit(SetScale(5000.0), SetScale(5001.0))  # both or none
+    assert queue.submit(SetScale(7.0))
+    assert not queue.submit(SetScale(8.0))
+    assert queue.snapshot() == {"waiting": QUEUE, "capacity": QUEUE, "dropped": 3}
+    assert len(controllers.before_step(state)) == QUEUE
+    assert state.gain == 7.0
+    assert controllers.snapshot()["sources"] == {"outside": {"dropped": 3, "applied": QUEUE}}
+    assert len(controllers.ledger.recent) == 256  # bounded
+    controllers.before_step(state)
+    assert controllers.snapshot()["sources"]["outside"]["dropped"] == 3
+
+
+def test_submitting_is_safe_from_many_threads():
+    queue, state = AsyncController(capacity=300), new_state()
+    taken: list[bool] = []
+    threads = [threading.Thread(target=lambda: taken.extend(queue.submit(SetScale(1.0)) for _ in range(100))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (taken.count(True), taken.count(False)) == (300, 500)
+    assert len(Controllers(queues=[queue]).before_step(state)) == 300
+
+
+def test_names_tell_sources_apart():
+    with pytest.raises(ValueError, match="two controllers are called 'script'"):
+        Controllers([Script({}), Script({})])
+
+
+def test_an_override_fails_closed_with_its_monitor():
+    """Row and scale are put back to what they were, in whichever order the three came; other requests are not touched."""
+    v = V[:16]
+    bad = Monitor(SITE, [1.0])
+    good = Monitor(SITE, v)
+    for batch in (
+        [Override(0, "b"), SetScale(0.5, request=0), SetMonitor(bad, 0)],
+        [Override(0, "b"), SetMonitor(bad, 0), SetScale(0.5, request=0)],
+        [SetMonitor(bad, 0), Override(0, "b"), SetScale(0.5, request=0)],
+        [ClearOverride(0), Override(0, "b"), SetMonitor(bad, 0)],
+    ):
+        state = new_state()
+        for request in range(2):
+            state.admit(request, Steering(base=(Steer(SITE, v),)))
+        state.hold("a", Steering(base=(Steer(SITE, 2 * v),)))
+        state.hold("b", Steering(base=(Steer(SITE, 3 * v),)))
+        apply_all(state, [Override(0, "a"), SetScale(2.0, request=0)])
+        state.drop("a")  # it can be put back though its name is gone
+        before = state.content(0, decode=True)
+        outcomes = apply_all(state, [*batch, Override(1, "b"), SetMonitor(good, 1)], "test")
+        assert state.content(0, decode=True) == before
+        assert (state.routing(0), state.scale_of(0)) == (("a", Steering(base=(Steer(SITE, 2 * v),))), 2.0)
+        assert state.routing(1) is not None
+        assert all(isinstance(outcome, Applied) for outcome in outcomes[-2:])
+        assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)

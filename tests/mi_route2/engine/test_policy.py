@@ -1,0 +1,147 @@
+"""The ready-made policy is its equations, speaks only when something changes, and as a shadow changes nothing."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stepper import Stepper, direction, new_host, new_state
+
+from mi_route2.engine.actions import Action, ClearOverride, Override, SetScale
+from mi_route2.engine.controllers import Controllers, RequestView, StepView
+from mi_route2.engine.policy import STEP, UNSEEN, ProbePolicy
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.steering import Reading
+from mi_route2.sites import Site
+
+SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
+
+
+def seen(step: int, score: float, request: int = 0, **given) -> StepView:
+    readings = {"m": Reading(score, 0.5)}
+    return StepView(step, (RequestView(request, step, **({"token": 1, "logprob": -1.0, "readings": readings} | given)),))
+
+
+def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
+    return [policy.on_step(seen(step, score)) for step, score in enumerate(scores)]
+
+
+@given(
+    st.lists(st.floats(-2, 4), min_size=1, max_size=30),
+    st.floats(0.1, 1.5),
+    st.sampled_from([0.5, 2.0]),
+    st.booleans(),
+    st.sampled_from([0.25, 1.0]),
+)
+@settings(max_examples=80)
+def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
+    policy = ProbePolicy("c", 1.0, hysteresis, monitor="m", gain=gain, proportional=proportional, smoothing=smoothing)
+    answers = fed(policy, scores)
+    e, engaged, said = scores[0], False, 0.0
+    for n, score in enumerate(scores):
+        e = e if n == 0 else (1 - smoothing) * e + smoothing * score
+        was, engaged = engaged, e >= (1.0 - hysteresis if engaged else 1.0)
+        share = min(max((e - (1.0 - hysteresis)) / hysteresis, 0.0), 1.0) if proportional else 1.0
+        wanted = gain * share if engaged else 0.0
+        scales = [action.scale for action in answers[n] if isinstance(action, SetScale)]
+        others = [action for action in answers[n] if not isinstance(action, SetScale)]
+        if engaged and not was:
+            assert (others, scales) == ([Override(0, "c")], [pytest.approx(wanted)])
+        elif was and not engaged:
+            assert answers[n] == [ClearOverride(0), SetScale(1.0, 0)]
+        elif abs(wanted - said) >= STEP + 1e-9:
+            assert (others, scales) == ([], [pytest.approx(wanted)])
+        elif abs(wanted - said) < STEP - 1e-9:
+            assert answers[n] == []
+        said = next(iter(scales), said) if engaged else 0.0
+
+
+def test_hysteresis_keeps_it_from_flapping():
+    scores = [0.0, 1.1, 0.9, 1.1, 0.9, 1.1, 0.3]
+    flips = [sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor="m", smoothing=1.0), scores)) for h in (0.0, 0.5)]
+    assert flips == [6, 2]
+
+
+def test_a_shadow_decides_alike_and_says_nothing():
+    scores = [0.0, 2.0, 2.0, 0.0, 0.0, 5.0]
+    shadow, acting = (ProbePolicy("c", 1.0, 0.2, monitor="m", gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
+    assert not any(fed(shadow, scores))
+    assert any(fed(acting, scores))
+    assert [one[:4] for one in shadow.decisions] == [one[:4] for one in acting.decisions]
+    assert {one.gain for one in shadow.decisions} == {0.0}
+
+
+def test_prompts_do_not_count_however_they_are_cut():
+    policy = ProbePolicy("c", 1.0, monitor="m")
+    for step in range(5):
+        assert not policy.on_step(seen(step, 100.0, token=None))
+    assert not policy.follows
+    assert policy.on_step(seen(5, 2.0))
+
+
+def test_what_is_not_seen_is_forgotten_and_put_back():
+    policy = ProbePolicy("c", 1.0, monitor="m")
+    assert policy.on_step(seen(0, 2.0, request=7))
+    assert not policy.on_step(seen(UNSEEN, 0.0))
+    assert policy.on_step(seen(UNSEEN + 1, 0.0)) == [ClearOverride(7), SetScale(1.0, 7)]
+    assert set(policy.follows) == {0}
+    policy.on_step(seen(UNSEEN + 2, 0.0, finished=True))
+    assert not policy.follows
+
+
+def test_a_score_that_is_no_number_or_not_there_is_passed_over():
+    policy = ProbePolicy("c", 1.0, monitor="m")
+    for score in (float("nan"), float("inf")):
+        assert not policy.on_step(seen(0, score))
+    assert not policy.on_step(seen(0, 5.0, readings={}))
+    assert not policy.follows
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "give monitor, or site and probe"),
+        ({"monitor": "m", "site": SITE, "probe": [1.0]}, "give monitor, or site and probe"),
+        ({"site": SITE}, "give monitor, or site and probe"),
+        ({"monitor": "m", "gain": -1.0}, "neither hysteresis nor gain is negative"),
+        ({"monitor": "m", "hysteresis": float("nan")}, "finite"),
+        ({"monitor": "m", "proportional": True}, "give one above 0"),
+        ({"monitor": "m", "smoothing": 0.0}, "between 0 and 1"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused(given, says):
+    with pytest.raises(ValueError, match=says):
+        ProbePolicy("c", 1.0, **given)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_on_a_model_it_steers_from_the_token_after_its_decision(captured):
+    host, probe, config = new_host(), direction(1), Steering(decode=(Steer(LATE, direction(2)),))
+    monitor = Monitor(SITE, probe, gates=(), name="m")
+
+    def run(gain: float, threshold: float) -> tuple[Stepper, ProbePolicy]:
+        source = {"site": SITE, "probe": probe} if captured else {"monitor": "m"}
+        policy, state = ProbePolicy("c", threshold, gain=gain, smoothing=1.0, **source), new_state()
+        state.hold("c", config)
+        for request in range(3):
+            state.admit(request, Steering(monitors=() if captured else (monitor,)))
+        return Stepper(host, state, Controllers([policy])).run(6), policy
+
+    shadow, watched = run(0.0, 0.0)
+    scores = torch.tensor(
+        [[float(r.captured[SITE] @ probe) if captured else r.readings["m"].score for r in view.requests] for view in shadow.views]
+    )
+    threshold = float(scores.max(0).values.min()) - 1e-6  # each request engages at some step, and not all at the first
+    steered, policy = run(1.0, threshold)
+    plain = run(0.0, threshold)[0]
+    for request in range(3):
+        flips = [one for one in policy.decisions if one.request == request]
+        first = int((scores[:, request] >= threshold).nonzero()[0])
+        assert flips[0].step == first
+        for n in range(6):
+            if n <= first:
+                assert torch.equal(steered.logits[n][request], plain.logits[n][request])
+        if first < 5:
+            assert not torch.equal(steered.logits[first + 1][request], plain.logits[first + 1][request])
+    assert watched.decisions
