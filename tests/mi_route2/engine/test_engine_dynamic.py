@@ -335,7 +335,7 @@ def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:
 
 
 def test_a_run_that_a_waiting_request_will_read_outlives_eviction() -> None:
-    """A store with room for about two runs: others are written while the reader waits for its row, and its source is still there."""
+    """A store with room for about two runs: others are written while the reader waits for its row, its source is still there."""
     host = host_of()
     keep = (Capture(SITE), Capture(Site(0, "resid_pre")))
     with RunStore(budget=6_000) as store:
