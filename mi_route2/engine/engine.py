@@ -59,7 +59,7 @@ class Engine:
         exact: see the module.
 
     Raises:
-        ValueError: a host or architecture that has no decoder, a model in training mode with dropout, sizes that cannot work.
+        ValueError: a host or architecture that has no decoder, sizes that cannot work, controllers of another engine.
     """
 
     def __init__(

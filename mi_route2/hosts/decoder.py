@@ -55,7 +55,7 @@ class Decoder:
             raise ValueError(f"a decoder runs {', '.join(DECODERS)}, not {row.name}: its layers are not masked alike")
         self.host = host
         self._own = DECODERS[row.name] == "own"
-        model = _plain(host)
+        model = self._model = _plain(host)
         self._blocks, self._config = _block_list(model, row), config_of(model)
         config = self._config
         _refuse_windows(config)
@@ -65,6 +65,9 @@ class Decoder:
         self.vocabulary = int(_first(config, "vocab_size", "vocab"))
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
+        self._drops = bool(getattr(config, "attention_dropout", 0.0)) or any(
+            isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
+        )
         self._shapes: dict[Site, tuple[int, ...]] = {}
         self._bool_mask = self._own or getattr(config, "_attn_implementation", "") == "exact"
 
@@ -92,7 +95,10 @@ class Decoder:
 
         Every query must be allowed some key, padding too: it may read itself. ``entry = (layer, stream)`` leaves out the blocks
         before ``layer`` and goes on with ``stream``, which stands for what they would have given; hooks there do not fire.
+        ``RuntimeError`` for a model that drops activations in training mode.
         """
+        if self._drops and self._model.training:
+            raise RuntimeError("the model is in training mode and drops activations at random: call eval() on it")
         if entry is None:
             return self._run(tokens, positions, allowed, cache, keep)
         with self._entering(*entry):

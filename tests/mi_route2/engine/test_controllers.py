@@ -110,7 +110,7 @@ def test_actions_of_one_step_apply_in_order(host):
         return found.run(4)
 
     both = run(Override(0, "other"), SetScale(0.5, request=0), SetScale(0.25, request=0), Override(1, "other"), ClearOverride(1))
-    prompt = PROMPTS.shape[1]
+    plain, prompt = run(), PROMPTS.shape[1]
     for n in range(4):
         wanted = without_cache(host, both.tokens[:, : prompt + n], lambda p: None if p < prompt else V if p <= prompt else 0.25 * W)
         assert (both.logits[n][0] - wanted[0]).abs().max() < 1e-10

@@ -356,3 +356,13 @@ def test_transformers_own_continuous_batching_of_a_bridged_model_is_refused() ->
         for name in ("generate_batch", "init_continuous_batching"):
             with pytest.raises(RuntimeError, match=r"wrong numbers on a bridged model: use mi_route2\.engine"):
                 getattr(model, name)([[3, 4]])
+
+
+def test_a_model_that_drops_at_random_is_not_run() -> None:
+    made, _ = make("GPT2")
+    drops = next(module for module in made.model.modules() if isinstance(module, torch.nn.Dropout))
+    made.model.train()
+    Engine(made).generate([Request((3, 4), greedy(1))], progress=False)  # its dropout is 0
+    drops.p = 0.1
+    with pytest.raises(RuntimeError, match=r"call eval\(\) on it"):
+        Engine(made).generate([Request((3, 4), greedy(1))], progress=False)

@@ -34,7 +34,7 @@ def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
     st.booleans(),
     st.sampled_from([0.25, 1.0]),
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
     policy = ProbePolicy("c", 1.0, hysteresis, monitor="m", gain=gain, proportional=proportional, smoothing=smoothing)
     answers = fed(policy, scores)
