@@ -6,6 +6,7 @@ override lives as long as the request) and its patches; its keys and values wait
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -49,10 +50,9 @@ class Residents:
         """Keep the runs that a request reads from being evicted until it is through."""
         if self.store is None:
             return
-        known = set(self.store.runs())
-        for patch in one.request.patch:
-            if isinstance(patch.source, FromRun) and patch.source.run in known:
-                self.store.lease(patch.source.run, self._owner(one))
+        for run in {patch.source.run for patch in one.request.patch if isinstance(patch.source, FromRun)}:
+            with suppress(KeyError):  # it may be there by the time that the request is admitted, and else fails then
+                self.store.lease(run, self._owner(one))
 
     def admit(self, one: Sequence) -> Answer:
         """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""

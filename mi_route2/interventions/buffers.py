@@ -77,24 +77,60 @@ class Cells:
         spread = chain.from_iterable([value] * len(cells) for value, cells in zip(values, ranges, strict=True))
         return torch.tensor(list(spread), dtype=dtype, device=self.device)
 
+    def which(self, ranges: Sequence[range], places: Sequence[int]) -> Tensor | None:
+        """One number a range as one number a cell; ``None`` where they are all the same, or count the cells."""
+        if len(set(places)) == 1 or (list(places) == list(range(len(ranges))) and all(len(cells) == 1 for cells in ranges)):
+            return None
+        return self.each(ranges, places, torch.long)
+
+
+KEPT = 256
+"""Up to so many cells each has its vector at hand. Pieces of prompts look theirs up, or a plan would hold as much as activations."""
+
+
+class Spread:
+    """Vectors over cells: ``which`` of ``vectors [m d]`` each cell has; ``None``: one a cell in order, or one for all."""
+
+    def __init__(self, vectors: Tensor, which: Tensor | None):
+        small = which is not None and len(which) <= KEPT
+        self.vectors = vectors.index_select(0, which) if which is not None and small else vectors
+        self.which = None if small else which
+
+    @staticmethod
+    def of(cells: Cells, ranges: Sequence[range], vectors: Sequence[Tensor]) -> "Spread":
+        """One vector a range; the same object is stored once."""
+        distinct = {id(vector): vector for vector in vectors}
+        places = {key: i for i, key in enumerate(distinct)}
+        return Spread(torch.stack(list(distinct.values())), cells.which(ranges, [places[id(vector)] for vector in vectors]))
+
+    def to(self, dtype: torch.dtype) -> "Spread":
+        """Rounded to ``dtype``."""
+        made = Spread(term(self.vectors, dtype=dtype), None)
+        made.which = self.which
+        return made
+
+    def rows(self) -> Tensor:
+        """A row a cell, or one for all."""
+        return self.vectors if self.which is None else self.vectors.index_select(0, self.which)
+
 
 class Term:
-    """Vectors to be added in some cells; ``values`` has a row for each of them, or one for all."""
+    """Vectors to be added in some cells."""
 
-    def __init__(self, cells: Tensor | None, values: Tensor, gates: tuple[int, ...] = ()):
+    def __init__(self, cells: Tensor | None, values: Spread, gates: tuple[int, ...] = ()):
         self.cells, self.values, self.gates = cells, values, gates
-        self._ready: Tensor | None = None
+        self._ready: Spread | None = None
 
     def add(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
         """``x [cells width]`` with the vectors added; a new tensor."""
         if self.gates:
             return self._gated(x, gates)
         ready = self._ready
-        if ready is None or ready.dtype != x.dtype:
-            ready = self._ready = term(self.values, dtype=x.dtype)
+        if ready is None or ready.vectors.dtype != x.dtype:
+            ready = self._ready = self.values.to(x.dtype)
         if self.cells is None:
-            return x + ready
-        return x.index_copy(0, self.cells, x.index_select(0, self.cells) + ready)
+            return x + ready.rows()
+        return x.index_copy(0, self.cells, x.index_select(0, self.cells) + ready.rows())
 
     def _gated(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
         factor = None
@@ -105,7 +141,7 @@ class Term:
         assert factor is not None
         old = x if self.cells is None else x.index_select(0, self.cells)
         # A closed gate leaves the bits: -0.0 + 0.0 would be 0.0.
-        new = torch.where((factor == 0)[:, None], old, old + term(self.values, factor, dtype=x.dtype))
+        new = torch.where((factor == 0)[:, None], old, old + term(self.values.rows(), factor, dtype=x.dtype))
         return new if self.cells is None else x.index_copy(0, self.cells, new)
 
 
@@ -114,15 +150,15 @@ class Bound:
     """The k-th clamp of some cells."""
 
     cells: Tensor | None
-    unit: Tensor
+    unit: Spread
     low: Tensor
     high: Tensor
     strength: Tensor
 
     def apply(self, x: Tensor) -> Tensor:
         if self.cells is None:
-            return clamp(x, self.unit, self.low, self.high, self.strength)
-        new = clamp(x.index_select(0, self.cells), self.unit, self.low, self.high, self.strength)
+            return clamp(x, self.unit.rows(), self.low, self.high, self.strength)
+        new = clamp(x.index_select(0, self.cells), self.unit.rows(), self.low, self.high, self.strength)
         return x.index_copy(0, self.cells, new)
 
 
@@ -155,13 +191,13 @@ class Watched:
     site: Site
     entries: tuple[tuple[int, Watch, range], ...]
     cells: Tensor | None
-    probes: Tensor
+    probes: Spread
     threshold: Tensor
     sharpness: Tensor
     gates: tuple[Gate, ...]
 
     def scores(self, x: Tensor) -> Tensor:
-        return score(x if self.cells is None else x.index_select(0, self.cells), self.probes)
+        return score(x if self.cells is None else x.index_select(0, self.cells), self.probes.rows())
 
     def gate(self, scores: Tensor) -> Tensor:
         return squash(scores, self.threshold, self.sharpness)

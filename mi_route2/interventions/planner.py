@@ -11,11 +11,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from mi_route2.interventions.buffers import Bound, Cells, Gate, SiteStep, Term, Watch, Watched
+from mi_route2.interventions.buffers import Bound, Cells, Gate, SiteStep, Spread, Term, Watch, Watched
 from mi_route2.interventions.layout import Layout
 from mi_route2.interventions.rows import Band, Table
 from mi_route2.sites import Site
 
+Lines = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
+"""Of a static term: its cells, different lines and their scales (``None``: all 1), and which of these each cell has."""
 QUARANTINE = {"close": (1.0, -1.0), "open": (0.0, 1.0)}
 """``(a, b)`` of the quarantine's factor ``a + b * g``."""
 
@@ -53,7 +55,7 @@ class Planner:
         self.steps: dict[Site, SiteStep] = {}
         self.gating: list[Slot] = []
         self.quarantining: list[Slot] = []
-        self._shared: dict[tuple[tuple[int, int, int, float], ...], tuple[Tensor | None, Tensor, Tensor | None]] = {}
+        self._shared: dict[tuple[tuple[int, int, int, float], ...], Lines] = {}
 
     def run(self) -> dict[Site, SiteStep]:
         """Every site at which something acts or is watched in this forward."""
@@ -128,23 +130,24 @@ class Planner:
                 if line in table.acts and scale != 0 and self.cells.phases[i][decode]:
                     picked.append((i, decode, line, scale))
         if picked:
-            cells, lines, scales = self._lines(tuple(picked), table.values.dtype)
+            cells, lines, scales, which = self._lines(tuple(picked), table.values.dtype)
             values = table.values.index_select(0, lines)
             values = values if scales is None else values * scales[:, None]
             gates = self._gates(site, (i for i, decode, _, _ in picked if decode), rows=True)
-            self._step(site).terms.append(Term(cells, values, gates))
+            self._step(site).terms.append(Term(cells, Spread(values, which), gates))
 
-    def _lines(
-        self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype
-    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """Cells, lines and scales (``None``: all 1) of a term. Most sites have the same."""
+    def _lines(self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype) -> Lines:
+        """Most sites have the same."""
         if picked not in self._shared:
             ranges = tuple(self.cells.phases[i][decode] for i, decode, _, _ in picked)
-            scales = [scale for *_, scale in picked]
+            places: dict[tuple[int, float], int] = {}
+            which = [places.setdefault((line, scale), len(places)) for _, _, line, scale in picked]
+            scales = [scale for _, scale in places]
             self._shared[picked] = (
                 self.cells.index(ranges),
-                self.cells.each(ranges, [line for _, _, line, _ in picked], torch.long),
-                None if set(scales) == {1.0} else self.cells.each(ranges, scales, kind),
+                torch.tensor([line for line, _ in places], device=self.cells.device),
+                None if set(scales) == {1.0} else torch.tensor(scales, dtype=kind, device=self.cells.device),
+                self.cells.which(ranges, which),
             )
         return self._shared[picked]
 
@@ -152,15 +155,16 @@ class Planner:
         pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated]
         if pieces:
             cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
-            self._step(site).terms.append(Term(cells, values[None], self._gates(site, pieces, rows=False)))
+            self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
     def _own(self, slot: Slot) -> None:
         """The vectors that the monitors of a slot bring."""
         for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
             here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
-            values = torch.cat([vector.expand(len(cells), -1) for cells, vector in here])
+            ranges = tuple(cells for cells, _ in here)
             slot.used = True
-            self._step(site).terms.append(Term(self.cells.index(tuple(cells for cells, _ in here)), values, (slot.number,)))
+            values = Spread.of(self.cells, ranges, [vector for _, vector in here])
+            self._step(site).terms.append(Term(self.cells.index(ranges), values, (slot.number,)))
 
     def _clamps(self) -> None:
         found: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
@@ -171,10 +175,9 @@ class Planner:
                         found.setdefault((site, k), []).append((cells, band))
         for (site, _), here in sorted(found.items(), key=lambda item: item[0]):
             ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
-            one = all(band is bands[0] for band in bands)
-            unit = bands[0].unit[None] if one else torch.cat([band.unit.expand(len(cells), -1) for cells, band in here])
+            unit, kind = Spread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
             low, high, strength = (
-                self.cells.each(ranges, [getattr(band, name) for band in bands], unit.dtype) for name in ("low", "high", "strength")
+                self.cells.each(ranges, [getattr(band, name) for band in bands], kind) for name in ("low", "high", "strength")
             )
             self._step(site).bounds.append(Bound(self.cells.index(ranges), unit, low, high, strength))
 
@@ -192,8 +195,8 @@ class Planner:
     def _watched(self, site: Site, entries: tuple[tuple[int, Watch, range], ...]) -> Watched:
         ranges = tuple(cells for *_, cells in entries)
         watches = [watch for _, watch, _ in entries]
-        kind, one = watches[0].probe.dtype, all(watch.monitor.probe == watches[0].monitor.probe for watch in watches)
-        probes = watches[0].probe[None] if one else torch.cat([w.probe.expand(len(cells), -1) for _, w, cells in entries])
+        kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
+        probes = Spread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
         threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
         sharpness = self.cells.each(ranges, [watch.monitor.sharpness for watch in watches], kind)
         start, total = {}, 0

@@ -50,13 +50,14 @@ class Vector:
                 raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
             return
         try:
-            values = torch.as_tensor(given).detach()
+            # Numbers without a type are as exact as they were written.
+            listed = isinstance(given, list | tuple)
+            values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {given!r:.60}") from error
         if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        # A list is read as float32 numbers; bfloat16 and integers are exact in float32 as far as vectors go.
         self.values = values.to("cpu", wide, copy=True).flatten()
         if not torch.isfinite(self.values).all():
             raise ValueError("a vector holds NaN or infinity: give finite numbers")
@@ -90,10 +91,8 @@ VectorLike = Vector | Tensor | Sequence[float] | str
 
 
 def tensor_digest(values: Tensor) -> bytes:
-    """SHA-256 of a CPU tensor's type, length and bytes."""
-    found = hashlib.sha256(f"{values.dtype} {values.numel()} ".encode())
-    found.update(values.contiguous().view(torch.uint8).numpy().data)
-    return found.digest()
+    """SHA-256 of a CPU tensor's numbers, in whatever type they are."""
+    return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
 def _finite(name: str, value: Number, low: float = -math.inf, high: float = math.inf) -> float:

@@ -49,7 +49,18 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/start.md", "docs/transformer_lens.md", "docs/nnsight.md", "docs/export.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        "docs/start.md",
+        "docs/transformer_lens.md",
+        "docs/nnsight.md",
+        "docs/export.md",
+        "docs/runs.md",
+        "docs/engine.md",
+    ],
+)
 def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workplace)
     namespace: dict[str, object] = {"__name__": "docs"}

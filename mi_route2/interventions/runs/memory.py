@@ -3,6 +3,7 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,9 +87,13 @@ def automatic(free: int) -> int:
 
 
 def available() -> int:
-    """Bytes of memory that could be taken now; all of the machine's where the system does not say."""
+    """Bytes of memory that could be taken now, or all that a container may have, if less; of the machine where it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
     except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))
+    return free

@@ -12,7 +12,7 @@ for it says so. Whatever cannot be found is a ``KeyError`` with its reason: neve
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -250,16 +250,23 @@ class RunStore:
             self._demand_written(writer)
             if self._disk:
                 self._disk.commit(writer.run, writer.about, stored)
-            self._forget(writer)
+            self._through(writer)
             if held and (self._disk is None or held.nbytes <= self._memory.budget):
                 self._memory.put(writer.run, held)
             self._evict()
 
-    def _forget(self, writer: Writer) -> None:
+    def _forget(self, writer: Writer, shards: Iterable[int]) -> None:
         with self._lock:
             if self._writing.get(writer.run) is writer:
-                del self._writing[writer.run]
-            self._memory.take(writer, 0)
+                self._leases.forget(writer.run)
+            self._through(writer)
+            if self._disk:
+                self._disk.discard([shard for shard in shards if not self._disk.has(shard)])
+
+    def _through(self, writer: Writer) -> None:
+        if self._writing.get(writer.run) is writer:
+            del self._writing[writer.run]
+        self._memory.take(writer, 0)
 
     def _demand_written(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is not writer:

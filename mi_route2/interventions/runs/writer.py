@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -23,14 +23,14 @@ class Home:
     """What a writer needs of its store. The first two calls raise ``RuntimeError`` where the store has ended the run.
 
     ``grown(writer, nbytes)`` says how much memory the writer takes. The answer: how many bytes may wait for the disk, and whether
-    rows that are on the disk may stay in memory too. ``finish(writer, held, stored)`` makes the run known, ``forget(writer)``
-    gives it up.
+    rows that are on the disk may stay in memory too. ``finish(writer, held, stored)`` makes the run known,
+    ``forget(writer, shards)`` gives it up, with the files that no run is in by now.
     """
 
     disk: Disk | None
     grown: Callable[["Writer", int], tuple[int, bool]]
     finish: Callable[["Writer", Held | None, Sequence[Stored]], None]
-    forget: Callable[["Writer"], None]
+    forget: Callable[["Writer", Iterable[int]], None]
 
 
 class Writer:
@@ -94,9 +94,7 @@ class Writer:
         """Give the run up: nothing of it is kept. Without effect once it is closed or aborted."""
         with self._lock:
             if self._over is None:
-                self._home.forget(self)
-                if self._disk is not None:
-                    self._disk.discard({stored.shard for stored in self._stored})
+                self._home.forget(self, {stored.shard for stored in self._stored})
                 self._end(why)
 
     def __enter__(self) -> "Writer":

@@ -7,15 +7,15 @@ It is good where the model is nearly linear over the step, and poor for the whol
 with some exact cells, ``attribute(...).rank_correlation(sweep(...))``.
 """
 
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
-from mi_route2.interventions.sweeps.grading import Metric
 from mi_route2.interventions.sweeps.grid import Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.prompts import Given, Positions
@@ -34,7 +34,7 @@ def attribute(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: Metric = "logit_diff",
+    metric: str = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     at: int | None = None,
@@ -70,18 +70,10 @@ def attribute(
 
 def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
     """``d score / d value`` of the corrupt run at every site, ``[p ...]`` at the positions that can be patched."""
-    question, exposed = pair.question, {}
-
-    def expose(site: Site) -> Edit:
-        def edit(value: Tensor) -> Tensor:
-            exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph yet
-            return exposed[site]
-
-        return edit
-
+    question, exposed = pair.question, dict[Site, Tensor]()
     device = pair.corrupt.logits.device
     tokens = torch.tensor([question.corrupt.tokens[: question.at + 1]], device=device)
-    with torch.enable_grad(), host.hooks({site: expose(site) for site in sites}):
+    with torch.enable_grad(), host.hooks({site: partial(_expose, exposed, site) for site in sites}):
         logits = host.logits(tokens)[:, -1]
         score = question.grader(logits, pair.clean.logits).sum()
         found = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
@@ -90,3 +82,8 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
         site: (torch.zeros_like(exposed[site]) if slope is None else slope)[0].index_select(0, index)
         for site, slope in zip(sites, found)
     }
+
+
+def _expose(exposed: dict[Site, Tensor], site: Site, value: Tensor) -> Tensor:
+    exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph yet
+    return exposed[site]

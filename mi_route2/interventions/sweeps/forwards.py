@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -71,11 +72,11 @@ class Forwards(Protocol):
 
 def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
     """An edit that keeps the first sequence's values at the positions ``index``."""
+    return partial(_keep, into, site, index)
 
-    def keep(value: Tensor) -> None:
-        into[site] = value.detach()[0].index_select(0, index)
 
-    return keep
+def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) -> None:
+    into[site] = value.detach()[0].index_select(0, index)
 
 
 def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
@@ -85,21 +86,17 @@ def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row]
     for i, row in enumerate(rows):
         if row.target is not None and not apart(row):
             by_site[row.target.site].append(i)
-    return {site: _writer(rows, numbers, start, columns) for site, numbers in by_site.items()}
+    return {site: partial(_write, rows, numbers, start, columns) for site, numbers in by_site.items()}
 
 
-def _writer(rows: Sequence[Row], numbers: list[int], start: int, columns: int) -> Edit:
-    whole = [i for i in numbers if rows[i].head is None]
-    by_head = [i for i in numbers if rows[i].head is not None]
-
-    def write(value: Tensor) -> Tensor:
-        new = value.clone()
-        lacking = columns - value.shape[1]  # behind the last block's attention there may be the last column alone
-        for part in filter(None, (whole, by_head)):
-            put(new, rows, part, start + lacking)
-        return new
-
-    return write
+def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
+    new = value.clone()
+    lacking = columns - value.shape[1]  # behind the last block's attention there may be the last column alone
+    for by_head in (False, True):
+        some = [i for i in numbers if (rows[i].head is not None) == by_head]
+        if some:
+            put(new, rows, some, start + lacking)
+    return new
 
 
 def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
@@ -115,7 +112,7 @@ def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[R
     """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
     if not rows:
         return [Row(otherwise)] * count
-    found = sorted(rows, key=lambda row: row.place)
+    found = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
     for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
         found.insert(int(i), Row(found[i].place))
     return found

@@ -15,6 +15,7 @@ receiver is the last block's ``resid_post``. MLPs are frozen as attentions are; 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -26,7 +27,6 @@ from mi_route2.hosts.base import Edit, Host
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.order import precedes
 from mi_route2.interventions.sweeps.forwards import Row, with_idle, writing
-from mi_route2.interventions.sweeps.grading import Metric
 from mi_route2.interventions.sweeps.grid import Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.plan import plan
@@ -51,7 +51,7 @@ def paths(
     received: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: Metric = "logit_diff",
+    metric: str = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     together: bool = False,
@@ -131,29 +131,18 @@ class _Base:
     def _receive(self, running: Whole, rows: Sequence[Row]) -> dict[Site, Tensor]:
         """What the receivers' sites hold in run 1, ``[n s ...]``."""
         taken: dict[Site, Tensor] = {}
-        edits: dict[Site, list[Edit]] = {target.site: [_taking(taken, target.site)] for target in self.into}
+        edits: dict[Site, list[Edit]] = {target.site: [partial(_take, taken, target.site)] for target in self.into}
         for output, value in self.held.items():
             which = [row.target is not None and frozen(row.target.site, output) for row in rows]
             if any(which):
-                edits.setdefault(output, []).append(_holding(which, value))
+                edits.setdefault(output, []).append(partial(_hold, which, value))
         for site, write in writing(rows, 0, len(next(iter(self.held.values())))).items():
             edits.setdefault(site, []).append(write)
-        running.under({site: _one_after_another(some) for site, some in edits.items()}, len(rows))
+        running.under({site: partial(_one_after_another, some) for site, some in edits.items()}, len(rows))
         return taken
 
     def _setting(self, site: Site, value: Tensor, columns: Sequence[int]) -> Edit:
-        heads = [target.head for target in self.into if target.site == site]
-
-        def put(now: Tensor) -> Tensor:
-            new, at = now.clone(), torch.tensor(columns, device=now.device)
-            for head in heads:
-                if head is None:
-                    new[:, at] = value[:, at]
-                else:
-                    new[:, at, head] = value[:, at, head]
-            return new
-
-        return put
+        return partial(_set, [target.head for target in self.into if target.site == site], value, columns)
 
 
 def own_output(site: Site) -> Site | None:
@@ -169,29 +158,30 @@ def frozen(sender: Site, output: Site) -> bool:
     return precedes(sender, output) and output != own_output(sender)
 
 
-def _taking(taken: dict[Site, Tensor], site: Site) -> Edit:
-    def take(value: Tensor) -> None:
-        taken[site] = value.detach().clone()
-
-    return take
+def _take(taken: dict[Site, Tensor], site: Site, value: Tensor) -> None:
+    taken[site] = value.detach().clone()
 
 
-def _holding(which: Sequence[bool], value: Tensor) -> Edit:
-    def hold(now: Tensor) -> Tensor:
-        rows = torch.tensor(which, device=now.device).view(-1, *[1] * (now.ndim - 1))
-        return torch.where(rows, value.to(now), now)
-
-    return hold
+def _hold(which: Sequence[bool], held: Tensor, value: Tensor) -> Tensor:
+    rows = torch.tensor(which, device=value.device).view(-1, *[1] * (value.ndim - 1))
+    return torch.where(rows, held.to(value), value)
 
 
-def _one_after_another(edits: Sequence[Edit]) -> Edit:
-    def edit(value: Tensor) -> Tensor:
-        for one in edits:
-            new = one(value)
-            value = value if new is None else new
-        return value
+def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], value: Tensor) -> Tensor:
+    new, at = value.clone(), torch.tensor(columns, device=value.device)
+    for head in heads:
+        if head is None:
+            new[:, at] = taken[:, at]
+        else:
+            new[:, at, head] = taken[:, at, head]
+    return new
 
-    return edit
+
+def _one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor:
+    for edit in edits:
+        new = edit(value)
+        value = value if new is None else new
+    return value
 
 
 def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) -> None:

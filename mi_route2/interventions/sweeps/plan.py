@@ -94,9 +94,9 @@ def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> l
 
 def spent(groups: Sequence[Group], places: Sequence[tuple[int, int]], costs: Costs) -> float:
     """FLOPs of the groups' forwards."""
-    return sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells)
+    return float(sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells))
 
 
 def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
     """FLOPs of the cells one by one, each from its own position: the floor of ``spent``."""
-    return sum(costs.flops(costs.length - position, entry) for entry, position in places)
+    return float(sum(costs.flops(costs.length - position, entry) for entry, position in places))

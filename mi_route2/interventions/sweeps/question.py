@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.sweeps.alignment import Alignment, align
-from mi_route2.interventions.sweeps.grading import Grader, Metric, one_token
+from mi_route2.interventions.sweeps.grading import Grader, one_token
 from mi_route2.interventions.sweeps.prompts import Given, Positions, Prompt, inside, places, read
 from mi_route2.sites import Site
 
@@ -79,7 +79,7 @@ def ask(
     corrupt: Given,
     *,
     positions: Positions = None,
-    metric: Metric = "logit_diff",
+    metric: str = "logit_diff",
     answer: int | str | None = None,
     foil: int | str | None = None,
     at: int | None = None,

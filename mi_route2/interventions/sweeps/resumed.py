@@ -6,14 +6,16 @@ inside a block. In the last block only the scored column matters behind attentio
 cell.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mi_route2.hosts.base import Edit
 from mi_route2.hosts.decoder import Decoder
@@ -65,6 +67,7 @@ class Resumed:
         self._tokens = torch.zeros(0, dtype=torch.long)
         self._kept: Mapping[int, tuple[Tensor, Tensor]] = {}
         self._streams: dict[int, Tensor] = {}
+        self._costs: Costs | None = None
 
     def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
         return self._record(tokens, sites, places, ())[0]
@@ -73,6 +76,7 @@ class Resumed:
         entries = sorted({self.place(Target(site), 0)[0] for site in sites} - {0})
         found, self._kept, self._streams = self._record(tokens, sites, places, entries)
         self._tokens = torch.tensor(tokens, device=self.decoder.device)
+        self._costs = self._count()
         return found
 
     def _record(
@@ -85,27 +89,15 @@ class Resumed:
         streams: dict[int, Tensor] = {}
         index = torch.tensor(places, device=self.decoder.device)
         edits = {site: selecting(values, site, index) for site in sites}
-        edits |= {Site(layer, "resid_pre"): self._keeping(streams, values, layer, index, sites) for layer in entries}
+        for site in (Site(layer, "resid_pre") for layer in entries):
+            edits[site] = partial(_keep_stream, streams, site, edits.get(site))
         given = torch.tensor([list(tokens)], device=self.decoder.device)
         cache = _Recording()
         with torch.no_grad(), self.host.hooks(edits):
-            keep = (
-                None if any(site.layer is None for site in sites) else _last(given)
-            )  # what is asked of the unembedding must be there
+            # The unembedding works at every column where its adapters' values are asked for.
+            keep = None if any(site.layer is None for site in sites) else _last(given)
             logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
         return Record(values, logits[0, -1]), cache.kept, streams
-
-    @staticmethod
-    def _keeping(streams: dict[int, Tensor], values: dict[Site, Tensor], layer: int, index: Tensor, sites: Sequence[Site]) -> Edit:
-        """Keeps a stream, and its values at the places where they were asked for as well."""
-        site = Site(layer, "resid_pre")
-
-        def keep(value: Tensor) -> None:
-            streams[layer] = value.detach()[0].clone()
-            if site in sites:
-                values[site] = streams[layer].index_select(0, index)
-
-        return keep
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
         """A block's own, or the next where the stream behind it is meant; the first block is entered with its tokens."""
@@ -115,8 +107,11 @@ class Resumed:
         return min(layer + (target.site.point == "resid_post"), last), position
 
     def costs(self) -> Costs:
+        assert self._costs is not None, "start() comes first"
+        return self._costs
+
+    def _count(self) -> Costs:
         block, device = self.decoder.blocks[-1], self.decoder.device.type
-        mlp = self._mlp()
         overhead, most = (table.get(device, other) for table, other in zip((_OVERHEAD, _MOST), _ACCELERATED))
         z, stream = Site(0, "z"), Site(0, "resid_pre")
         seen = self.host.capture([z, stream], self._tokens[None, :1])
@@ -124,7 +119,7 @@ class Resumed:
             layers=self.decoder.layers,
             length=len(self._tokens),
             column=2.0 * _weights(block),
-            mlp=2.0 * _weights(mlp),
+            mlp=2.0 * _weights(self._mlp()),
             pair=4.0 * seen[z].numel(),
             unembed=2.0 * self.decoder.vocabulary * seen[stream].numel(),
             overhead=overhead,
@@ -140,8 +135,9 @@ class Resumed:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for entry in sorted({row.place[0] for row in rows}):
-                stack.enter_context(self._joining(rows, entry, group.start))
-            stack.enter_context(self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)))
+                stack.callback(self._joining(rows, entry, group.start).remove)
+            for handle in self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)):
+                stack.callback(handle.remove)
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
             entering = (first, self._streams[first][None, group.start :]) if first else None
             cache = _Prefixed(self._kept, group.start)
@@ -155,57 +151,30 @@ class Resumed:
         (entry, _), site = row.place, row.target.site
         return site == Site(entry, "resid_pre") or (site.layer == entry - 1 and site.point == "resid_post")
 
-    @contextmanager
-    def _joining(self, rows: Sequence[Row], entry: int, start: int) -> Iterator[None]:
-        """Block ``entry`` goes on with the rows that enter there as well."""
+    def _joining(self, rows: Sequence[Row], entry: int, start: int) -> RemovableHandle:
+        """Lets block ``entry`` go on with the rows that enter there as well."""
         joining = [row for row in rows if row.place[0] == entry]
         among = [i for i, row in enumerate(joining) if self._in_stream(row)]
-        leading = entry == rows[0].place[0]
-
-        def join(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            by_place = bool(args)
-            before = args[0] if by_place else kwargs["hidden_states"]
-            stream = before if leading else self._streams[entry][None, start:]
-            stream = stream.repeat(len(joining), 1, 1)
-            if among:
-                put(stream, joining, among, start)
-            new = stream if leading else torch.cat((before, stream))
-            return ((new, *args[1:]), kwargs) if by_place else (args, {**kwargs, "hidden_states": new})
-
-        handle = self.decoder.blocks[entry].register_forward_pre_hook(join, with_kwargs=True, prepend=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        # The first to enter take the sequence's place that the model was called with.
+        stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
+        hook = partial(_join, joining, among, start, stream)
+        return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def _seen(self, row: Row) -> bool:
         """Whether a row writes nothing behind the last block's attention, but at the scored column."""
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
         return not behind or row.positions == (len(self._tokens) - 1,)
 
-    @contextmanager
-    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> Iterator[None]:
+    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> list[RemovableHandle]:
         """Finds the rows' logits behind the last column, and tells the model of one sequence, as it was called.
 
         ``alone``: the last block's MLP and the unembedding see that column only. The block adds what its MLP says to every column
         of the stream: those before the last come out wrong, and nothing reads them.
         """
-
-        def only(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (args[0][:, -1:], *args[1:])
-
-        def find(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-            found.append(output[:, -1])
-            return output[:1, -1:].expand(1, columns, -1)
-
-        handles = [self.decoder.unembed.register_forward_hook(find)]
+        handles = [self.decoder.unembed.register_forward_hook(partial(_find, found, columns))]
         if alone and columns > 1:
-            handles += [module.register_forward_pre_hook(only) for module in (self._mlp(), self.decoder.unembed)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            handles += [module.register_forward_pre_hook(_last_column) for module in (self._mlp(), self.decoder.unembed)]
+        return handles
 
     def _mlp(self) -> nn.Module:
         """The last block's MLP."""
@@ -213,9 +182,47 @@ class Resumed:
         return self.decoder.blocks[-1].get_submodule(at.path)
 
 
+def _keep_stream(streams: dict[int, Tensor], site: Site, also: Edit | None, value: Tensor) -> None:
+    assert site.layer is not None
+    streams[site.layer] = value.detach()[0].clone()
+    if also is not None:
+        also(value)
+
+
+Called = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _join(
+    joining: Sequence[Row],
+    among: Sequence[int],
+    start: int,
+    stream: Tensor | None,
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Called:
+    """A block's arguments with the stream of more rows; ``None`` for ``stream``: with that of these rows alone."""
+    before: Tensor = args[0] if args else kwargs["hidden_states"]
+    new = (before if stream is None else stream).repeat(len(joining), 1, 1)
+    if among:
+        put(new, joining, among, start)
+    if stream is not None:
+        new = torch.cat((before, new))
+    return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+
+def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0][:, -1:], *args[1:])
+
+
+def _find(found: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    found.append(output[:, -1])
+    return output[:1, -1:].expand(1, columns, -1)
+
+
 def _weights(module: nn.Module) -> int:
     """Numbers that a token is multiplied with."""
-    return sum(p.numel() for p in module.parameters() if p.ndim >= 2)
+    return sum(p.numel() for p in (*module.parameters(), *module.buffers()) if p.ndim >= 2)
 
 
 def _last(tokens: Tensor) -> Tensor:

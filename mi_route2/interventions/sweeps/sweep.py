@@ -19,7 +19,6 @@ from tqdm import tqdm
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.sweeps.forwards import Forwards, Row, with_idle
-from mi_route2.interventions.sweeps.grading import Metric
 from mi_route2.interventions.sweeps.grid import Cell, Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.plan import Group, needed, plan, spent
@@ -114,7 +113,7 @@ def prepare(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: Metric = "logit_diff",
+    metric: str = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     together: bool = False,
@@ -172,7 +171,7 @@ def sweep(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: Metric = "logit_diff",
+    metric: str = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     together: bool = False,

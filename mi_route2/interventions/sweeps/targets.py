@@ -90,16 +90,18 @@ def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
 
 def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Target]:
     if isinstance(one, str):
-        return _named(one, known)
+        return _named(host, one, known)
     target = Target(one) if isinstance(one, Site) else one
     host.address(target.site)  # raises its own sentence where there is no such site
     return [target]
 
 
-def _named(name: str, known: list[Site]) -> list[Target]:
+def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
     plain, head = (name, None) if not (found := _TARGET.fullmatch(name)) else (found[1], found[2])
     chosen = [site for site in known if name == site.point or fnmatchcase(str(site), plain)]
     if not chosen:
+        if name in POINTS:
+            host.address(Site(0, name))  # says why this architecture has none
         names = [*dict.fromkeys(site.point for site in known), *map(str, known)]
         raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, names)}")
     return [Target(site, None if head is None else int(head)) for site in chosen]

@@ -101,6 +101,7 @@ class Stores(RuleBasedStateMachine):
     def abort_run(self, data: st.DataObject) -> None:
         run = data.draw(st.sampled_from(sorted(self.writing)))
         self.writing.pop(run)[0].abort()
+        self.forget(run)
 
     # ---- reading
 

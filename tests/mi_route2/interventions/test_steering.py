@@ -403,7 +403,7 @@ def rich(model: Model, seed: int) -> Steering:
 
 
 @given(st.lists(st.integers(0, 5), min_size=3, max_size=3), st.integers(1, 4), st.integers(0, 3))
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_neither_chunks_nor_neighbours_change_a_bit(seeds, at, extra):
     """Each token of each request comes out the same: whole or in two pieces, alone or with others, in any order of the rows."""
     state, shapes = SteeringState(lambda site: (16,), dtype=torch.float32), {MID: (16,), LATE: (16,)}
@@ -443,7 +443,7 @@ SCALES = st.sampled_from([0.0, 0.5, 1.0])
 
 
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=2), SCALES, SCALES, st.booleans())
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_equal_content_is_equal_action(seeds, first, second, watched):
     small = Model.__new__(Model)
     small.shapes = {MID: (16,), LATE: (16,)}

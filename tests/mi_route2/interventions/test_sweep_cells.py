@@ -1,0 +1,277 @@
+"""Every cell of a sweep is the score of a forward under one plain hook, however cells are grouped, resumed or left out."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, HEADS, SPECS, VOCAB, make_family, move
+from patched_by_hand import ByHand
+from torch import Tensor
+
+from mi_route2.hosts import Host, open_host
+from mi_route2.hosts.decoder import DECODERS
+from mi_route2.interventions.sweeps import CleanRun, Grid, Target, cells, prepare, sweep
+from mi_route2.sites import Site
+
+ANSWER, FOIL, LENGTH = 4, 9, 6
+ADAPTED = {"Qwen3": "lora", "Llama": "svd", "GPT2": "svd-low", "MicroGPT": "lora-shared"}
+OTHERS = sorted(FAMILIES.keys() - DECODERS.keys())
+
+
+def prompt(seed: int, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+CLEAN, CORRUPT = prompt(1), prompt(2)
+
+
+class Bench:
+    """A model with moved adapters (where it takes a decoder), on the torch host and by hand."""
+
+    def __init__(self, family: str):
+        self.model = make_family(family)
+        self.host: Host = open_host("torch", self.model)
+        adapters = None
+        if family in ADAPTED:
+            given: Any = {"spec": SPECS[ADAPTED[family]], "generator": torch.Generator().manual_seed(7)}
+            adapters = move(self.host.attach("blocks.*", "unembed", **given))
+        self.hand = ByHand(self.model, family, adapters)
+
+    def sweep(self, **given: Any) -> Grid:
+        asked = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "*", "answer": ANSWER, "foil": FOIL, "progress": False}
+        return sweep(self.host, **{**asked, **given})
+
+    def by_hand(self, grid: Grid, clean: Tensor = CLEAN, corrupt: Tensor = CORRUPT) -> np.ndarray:
+        """The logit difference of every cell, one forward each."""
+        here, source = self.hand.read(corrupt), self.hand.read(clean)
+        values = np.full(grid.values.shape, np.nan)
+        columns = [(j, p) for j, p in enumerate(grid.positions) if grid.alignment.source(p) is not None]
+        where, partners = [p for _, p in columns], [grid.alignment.source(p) for _, p in columns]
+        for i, target in enumerate(grid.sites):
+            part = slice(None) if target.head is None else target.head
+            new = (1 - grid.alpha) * here[target.site][where, part] + grid.alpha * source[target.site][partners, part]
+            logits = self.hand.each(corrupt, target.site, [[p] for p in where], new[:, None], target.head)
+            values[i, [j for j, _ in columns]] = (logits[:, ANSWER] - logits[:, FOIL]).numpy()
+        return values
+
+
+@cache
+def bench(family: str) -> Bench:
+    return Bench(family)
+
+
+def assert_equal(found: np.ndarray, expected: np.ndarray, tolerance: float = 1e-10) -> None:
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.nanmax(np.abs(expected)))
+
+
+decoders = pytest.mark.parametrize("family", DECODERS)
+
+
+@decoders
+def test_every_point_of_every_decoder_is_patched_as_by_plain_hooks(family: str) -> None:
+    grid = bench(family).sweep()
+    expected = bench(family).by_hand(grid)
+    assert {target.site for target in grid.sites} == set(bench(family).hand.sites)
+    assert grid.forwards == "resumed"
+    assert_equal(grid.values, expected)
+    for row, target in zip(grid.values, grid.sites):  # no site is a blank: each has an effect somewhere
+        assert np.abs(row - grid.corrupt).max() > 1e-6, target
+    assert_equal(bench(family).sweep(shortcuts=False).values, expected)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_architectures_are_patched_by_whole_forwards(family: str) -> None:
+    grid = bench(family).sweep()
+    assert grid.forwards == "whole"
+    assert {target.site for target in grid.sites} == set(bench(family).hand.sites)
+    assert_equal(grid.values, bench(family).by_hand(grid))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2", "GPTNeoX"])
+def test_heads_are_patched_one_by_one(family: str) -> None:
+    grid = bench(family).sweep(sites=["q", "k", "v", "z"], heads=True)
+    grouped = getattr(FAMILIES[family], "num_key_value_heads", None) or HEADS
+    assert len(grid.sites) == 2 * (2 * HEADS + 2 * grouped)
+    assert str(grid.sites[HEADS + 1]) == "blocks.1.q[1]"
+    assert_equal(grid.values, bench(family).by_hand(grid))
+    two = bench(family).sweep(sites=["blocks.*.z[1]", Target(Site(1, "q"), 3)])
+    assert_equal(two.values, bench(family).by_hand(two))
+
+
+@pytest.mark.parametrize(("family", "alpha"), [("Qwen3", 0.3), ("GPT2", -1.0), ("MicroGPT", 0.3)])
+def test_alpha_is_the_share_of_the_source(family: str, alpha: float) -> None:
+    grid = bench(family).sweep(alpha=alpha, sites=["resid_pre", "z", "resid_mid", "kept_a", "quarantine_out"])
+    assert_equal(grid.values, bench(family).by_hand(grid))
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "MicroGPT"])
+@pytest.mark.parametrize("batch", [1, 2, 7, None])
+def test_any_grouping_gives_the_same_grid(family: str, batch: int | None) -> None:
+    some = ["resid_pre", "z", "resid_post", "blocks.*.attn.k.kept_a"]
+    planned = prepare(bench(family).host, clean=CLEAN, corrupt=CORRUPT, sites=some, answer=ANSWER, foil=FOIL, batch=batch)
+    most = max(len(group.cells) for group in planned.groups)
+    assert most == batch if batch else most > 7
+    assert_equal(planned.grid().values, bench(family).sweep(how="whole", sites=some, shortcuts=False).values, 1e-12)
+
+
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+@pytest.mark.parametrize("clean", [prompt(3, 9), torch.cat([CORRUPT[:2], prompt(4, 5), CORRUPT[4:]]), CORRUPT[[0, 1, 4, 5]]])
+def test_prompts_of_other_lengths_are_aligned(how: str, clean: Tensor) -> None:
+    clean = torch.cat([CORRUPT[:1], clean[1:]])
+    grid = bench("Qwen3").sweep(clean=clean, sites=["resid_pre", "k", "mlp_out", "kept_a"], how=how)
+    assert_equal(grid.values, bench("Qwen3").by_hand(grid, clean=clean))
+    skipped = [skip.position for skip in grid.skipped]
+    assert skipped == list(grid.alignment.skipped)
+    assert skipped
+    assert np.isnan(grid.values[:, skipped]).all()
+    logits = bench("Qwen3").hand.run(clean)
+    assert grid.clean == pytest.approx(float(logits[ANSWER] - logits[FOIL]), abs=1e-10)
+
+
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+def test_another_position_can_be_scored(how: str) -> None:
+    grid = bench("Llama").sweep(at=3, how=how, positions=[1, 3, 5], sites=["resid_pre", "v", "mlp_out", "quarantine_out"])
+    short = bench("Llama").sweep(corrupt=CORRUPT[:4], clean=CLEAN[:4], how="whole", sites=[*grid.sites])
+    assert_equal(grid.values[:, :2], short.values[:, [1, 3]], 1e-12)
+    (skip,) = grid.skipped
+    assert (skip.position, grid.at) == (5, 3)
+    assert "behind position 3" in skip.why
+
+
+@decoders
+def test_all_positions_together_are_patched_in_one_cell(family: str) -> None:
+    """With all of the stream in front of the first block, the corrupt run is the clean one."""
+    one = bench(family)
+    grid = one.sweep(together=True, sites=["resid_pre", "z", "kept_a", "mlp_out"])
+    assert grid.values.shape == (len(grid.sites), 1)
+    assert grid.recovered[0, 0] == pytest.approx(1, abs=1e-10)
+    clean = one.hand.read(CLEAN)
+    for target, value in zip(grid.sites, grid.values[:, 0]):
+        logits = one.hand.logits(CORRUPT, target.site, range(LENGTH), clean[target.site])
+        assert value == pytest.approx(float(logits[ANSWER] - logits[FOIL]), abs=1e-10)
+    some = one.sweep(together=True, sites="blocks.1.z", positions=[1, 4])
+    logits = one.hand.logits(CORRUPT, Site(1, "z"), [1, 4], clean[Site(1, "z")][[1, 4]])
+    assert some.values[0, 0] == pytest.approx(float(logits[ANSWER] - logits[FOIL]), abs=1e-10)
+    assert one.sweep(together=True, sites="mlp_out", shortcuts=False).values == pytest.approx(
+        one.sweep(together=True, sites="mlp_out", how="whole").values, abs=1e-12
+    )
+
+
+@pytest.mark.parametrize("metric", ["logprob", "kl"])
+def test_metrics_are_over_the_whole_vocabulary(metric: Any) -> None:
+    one = bench("Qwen3")
+    grid = one.sweep(metric=metric, answer=ANSWER if metric == "logprob" else None, foil=None, sites=["resid_pre", "z"])
+    clean, source = one.hand.run(CLEAN).log_softmax(-1), one.hand.read(CLEAN)
+
+    def score(logits: Tensor) -> float:
+        chances = logits.log_softmax(-1)
+        return float(chances[ANSWER]) if metric == "logprob" else float(sum(p.exp() * (p - q) for p, q in zip(clean, chances)))
+
+    assert grid.corrupt == pytest.approx(score(one.hand.run(CORRUPT)), abs=1e-12)
+    assert grid.clean == pytest.approx(score(one.hand.run(CLEAN)), abs=1e-12)
+    for target, row in zip(grid.sites, grid.values):
+        for position, value in enumerate(row):
+            logits = one.hand.logits(CORRUPT, target.site, [position], source[target.site][[position]])
+            assert value == pytest.approx(score(logits), abs=1e-10)
+
+
+@decoders
+@pytest.mark.parametrize("given", [{"alpha": 0.0}, {"clean": CORRUPT}], ids=["alpha 0", "the run itself"])
+def test_what_changes_nothing_gives_the_corrupt_score(family: str, given: dict[str, Any]) -> None:
+    """Bit for bit where it is known, within rounding where it is run; and between equal runs there is nothing to recover."""
+    given = {**given, "sites": ["resid_pre", "blocks.1.z", "blocks.0.mlp.down.kept_a"]}
+    grid = bench(family).sweep(**given)
+    assert (grid.values == grid.corrupt).all()
+    run = bench(family).sweep(**given, shortcuts=False)
+    assert np.abs(run.effect).max() < 1e-13
+    if "clean" in given:
+        assert not grid.defined
+        with pytest.raises(ValueError, match="equal within the noise floor"):
+            _ = grid.recovered
+
+
+def test_positions_before_the_first_difference_need_no_run() -> None:
+    clean = torch.cat([CORRUPT[:4], CLEAN[4:]])
+    given: Any = {"clean": clean, "corrupt": CORRUPT, "sites": ["resid_pre", "v"], "answer": ANSWER, "foil": FOIL}
+    planned = prepare(bench("Qwen3").host, **given)
+    assert {cell.position for cell in planned.known} >= {0, 1, 2, 3}
+    assert not {position for row in planned.rows for position in row.positions} & {0, 1, 2, 3}
+    grid = planned.grid()
+    assert (grid.values[:, :4] == grid.corrupt).all()
+    assert_equal(grid.values, bench("Qwen3").sweep(**given, how="whole", shortcuts=False).values, 1e-12)
+
+
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+def test_replicas_run_among_the_cells(how: Any) -> None:
+    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": ["resid_pre", "z"], "answer": ANSWER, "foil": FOIL}
+    planned = prepare(bench("GPT2").host, **asked, replicas=5, how=how, batch=6)
+    with_cells = [finished for finished in planned.run() if finished.replicas]
+    assert sum(len(finished.replicas) for finished in with_cells) == 5
+    assert len(with_cells) >= 3  # in forwards here and there
+    assert all(finished.cells for finished in with_cells)
+    grid = planned.grid()
+    assert 0 < grid.noise_floor < 1e-13
+    assert len(grid.replicas) == 5
+    assert max(grid.replicas) - min(grid.replicas) <= grid.noise_floor
+
+
+def test_float32_noise_is_seen_and_is_small() -> None:
+    host = open_host("torch", make_family("Qwen3").float())
+    some = ["resid_pre", "z", "mlp_out"]
+    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites=some, answer=ANSWER, foil=FOIL, shortcuts=False, alpha=0.0)
+    assert 1e-8 < grid.noise_floor < 1e-5
+    assert np.abs(grid.effect).max() < 1e-5
+    exact = sweep(open_host("torch", make_family("Qwen3")), clean=CLEAN, corrupt=CORRUPT, sites="*", answer=ANSWER, foil=FOIL)
+    found = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="*", answer=ANSWER, foil=FOIL)
+    assert_equal(found.values, exact.values, 1e-5)
+
+
+def test_bfloat16_is_scored_in_a_wider_type() -> None:
+    host = open_host("torch", make_family("Qwen3").bfloat16())
+    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric="logprob", answer=ANSWER)
+    assert grid.noise_floor >= torch.finfo(torch.bfloat16).eps
+    exact = open_host("torch", make_family("Qwen3"))
+    expected = sweep(exact, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric="logprob", answer=ANSWER)
+    assert_equal(grid.values, expected.values, 0.1)
+    assert (grid.values != torch.from_numpy(grid.values).bfloat16().double().numpy()).any()
+
+
+def test_cells_come_forward_by_forward_and_can_be_left() -> None:
+    one = bench("MicroGPT")
+    given: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": ["resid_pre", "z"], "answer": ANSWER, "foil": FOIL, "batch": 4}
+    grid = one.sweep(**given)
+    batches = list(cells(one.host, **given))
+    assert all(0 < len(batch) <= 6 for batch in batches)
+    found = {(cell.target, cell.position): cell.value for batch in batches for cell in batch}
+    assert len(found) == grid.values.size == sum(map(len, batches))
+    for i, target in enumerate(grid.sites):
+        assert [found[target, position] for position in grid.positions] == grid.values[i].tolist()
+    forwards = []
+    with one.model.register_forward_pre_hook(lambda *_: forwards.append(1)):
+        coming = cells(one.host, **given)
+        for _ in range(2):
+            next(coming)
+        seen = len(forwards)
+        coming.close()
+    assert len(forwards) == seen < len(batches)
+    left = {name for name, m in one.model.named_modules() if m._forward_hooks or m._forward_pre_hooks}
+    assert not left  # nothing of a cancelled sweep stays on the model
+
+
+def test_a_clean_run_can_be_one_that_was_captured() -> None:
+    one = bench("GPT2")
+    sites = [Site(0, "resid_pre"), Site(1, "k"), Site(1, "kept_a", "mlp.down")]
+    captured = CleanRun({site: one.hand.read(CLEAN)[site] for site in sites}, one.hand.run(CLEAN))
+    assert_equal(one.sweep(clean=captured, sites=sites).values, one.sweep(sites=sites).values, 1e-12)
+    with pytest.raises(KeyError, match=r"no values of blocks\.0\.q"):
+        one.sweep(clean=captured, sites="q")
+    longer = CORRUPT.repeat(2)[:-2]
+    with pytest.raises(ValueError, match="give the clean prompt's tokens"):
+        one.sweep(clean=captured, corrupt=longer, sites=sites)
+    told = CleanRun(captured.values, captured.logits, tuple(CLEAN.tolist()))
+    with pytest.raises(ValueError, match="neither their beginning nor their end"):
+        one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
+    with pytest.raises(ValueError, match="one number of positions"):
+        CleanRun(captured.values, captured.logits, (1, 2))

@@ -1,0 +1,166 @@
+"""A grid's reading: extremes, the top, windows, noise; files that are whole or refused; figures."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from mi_route2.interventions.sweeps import Alignment, Cell, Grid, Target
+from mi_route2.interventions.sweeps.grading import Grader
+from mi_route2.interventions.sweeps.question import Skip
+from mi_route2.sites import Site
+
+SITES = (Target(Site(2, "resid_pre")), Target(Site(5, "z"), 1), Target(Site(None, "kept_a", "unembed")))
+
+
+def make(values: Any = None, **changes: Any) -> Grid:
+    """Three sites of an 8-layer model, positions 1, 3, 4 (skipped) and 9 of a corrupt prompt of 12 tokens, scored at 10."""
+    table = np.array([[0.5, 1.0, np.nan, 3.0], [0.0, -4.0, np.nan, 2.0], [1.0, 1.25, np.nan, 0.75]]) if values is None else values
+    given: dict[str, Any] = {
+        "sites": SITES,
+        "positions": (1, 3, 4, 9),
+        "labels": ("a", " b", "$\n", "d"),
+        "grader": Grader("logit_diff", 7, 8),
+        "at": 10,
+        "alpha": 1.0,
+        "values": table,
+        "clean": 5.0,
+        "corrupt": 1.0,
+        "replicas": (1.0, 1.25, 0.875),
+        "resolution": 1e-6,
+        "skipped": (Skip(4, "it has no partner in the clean prompt"),),
+        "alignment": Alignment(13, 12, 4, 7),
+        "layers": 8,
+        "seconds": {"prepare": 0.5, "cells": 1.5},
+        "flops": {"whole": 9.0, "needed": 2.0, "run": 3.0},
+    }
+    return Grid(**{**given, **changes})
+
+
+def test_extremes_are_cells() -> None:
+    grid = make()
+    assert grid.argmax == Cell(SITES[0], 9, 3.0)
+    assert grid.argmin == Cell(SITES[1], 3, -4.0)
+    assert grid.argabs == grid.argmin  # 5 from the corrupt score
+    assert [cell.value for cell in grid.top(3)] == [-4.0, 3.0, 0.0]  # 5, 2, then the first of those that are 1 off
+    assert len(grid.top(99)) == 9
+    assert grid.top(0) == []
+
+
+def test_numbers_are_the_grids_own() -> None:
+    grid = make()
+    copy = grid.to_numpy()
+    copy[:] = 0
+    assert grid.values[0, 3] == 3.0
+    np.testing.assert_array_equal(grid.recovered, (grid.values - 1) / 4)
+    np.testing.assert_array_equal(grid.effect, grid.values - 1)
+
+
+@given(st.lists(st.floats(-5, 5), min_size=3, max_size=6), st.floats(-5, 5), st.floats(-5, 5), st.floats(1e-9, 1e-3))
+def test_recovery_is_defined_beyond_the_noise_alone(replicas: list[float], corrupt: float, clean: float, resolution: float) -> None:
+    grid = make(replicas=tuple(replicas), corrupt=corrupt, clean=clean, resolution=resolution)
+    scores = [corrupt, *replicas]
+    assert grid.noise_floor == max(max(scores) - min(scores), resolution)
+    if abs(clean - corrupt) <= grid.noise_floor:
+        with pytest.raises(ValueError, match="equal within the noise floor"):
+            _ = grid.recovered
+    else:
+        assert np.nanmax(np.abs(grid.recovered * (clean - corrupt) + corrupt - grid.values)) < 1e-9
+
+
+def test_a_window_is_clamped_to_the_model_and_to_what_can_be_patched() -> None:
+    grid = make()
+    window = grid.zoom()
+    assert (list(window.layers), window.positions) == ([2, 3, 4, 5, 6, 7], (0, 1, 2, 3, 5, 6))  # 4 has no partner
+    low = grid.zoom(Cell(SITES[0], 1, 0.0))
+    assert (list(low.layers), low.positions) == ([0, 1, 2, 3, 4, 5], (0, 1, 2, 3))
+    high = grid.zoom(Cell(SITES[2], 9, 0.0), radius=1)
+    assert (list(high.layers), high.positions) == ([6, 7], (8, 9, 10))  # 11 stands behind what is scored
+    assert high.sites("z", "mlp_in") == [Site(6, "z"), Site(6, "mlp_in"), Site(7, "z"), Site(7, "mlp_in")]
+    assert grid.zoom(Cell(SITES[1], 3, 0.0), 0).positions == (3,)
+    with pytest.raises(ValueError, match="radius of -1"):
+        grid.zoom(radius=-1)
+
+
+def together() -> Grid:
+    return make(np.array([[2.0], [1.0], [0.5]]), together=True)
+
+
+def test_a_grid_of_all_positions_at_once_has_one_column() -> None:
+    grid = together()
+    assert grid.argmax == Cell(SITES[0], None, 2.0)
+    assert grid.zoom().positions == (1, 3, 9)
+    assert make().columns == (1, 3, 4, 9)
+
+
+def test_a_grid_says_what_does_not_fit() -> None:
+    for changes, said in (
+        ({"values": np.zeros((3, 3))}, "3 sites x 4 columns"),
+        ({"labels": ("a",)}, "3 sites x 4 columns"),
+        ({"values": np.zeros((3, 4))}, "exactly where a position was skipped"),
+        ({"skipped": ()}, "exactly where a position was skipped"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make(changes.pop("values", None), **changes)
+
+
+def assert_same(one: Grid, other: Grid) -> None:
+    for f in dataclasses.fields(Grid):
+        if f.name == "values":
+            np.testing.assert_array_equal(one.values, other.values)
+        else:
+            assert getattr(one, f.name) == getattr(other, f.name), f.name
+
+
+@pytest.mark.parametrize("grid", [make(), together(), make(grader=Grader("kl"), kind="path", forwards="whole")])
+def test_a_file_gives_the_grid_back(grid: Grid, tmp_path: Path) -> None:
+    grid.save(tmp_path / "g.safetensors")
+    assert_same(Grid.load(tmp_path / "g.safetensors"), grid)
+    assert [path.name for path in tmp_path.iterdir()] == ["g.safetensors"]
+    with safe_open(tmp_path / "g.safetensors", framework="pt") as handle:
+        inside = json.loads(json.loads(handle.metadata()["mi-route2"])["grid"])
+    assert inside["sites"] == ["blocks.2.resid_pre", "blocks.5.z[1]", "unembed.kept_a"]
+
+
+def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "g.safetensors"
+    with pytest.raises(FileNotFoundError, match=r"Grid\.save"):
+        Grid.load(path)
+    make().save(path)
+    whole = path.read_bytes()
+    for damaged in (whole[:-3], whole.replace(b"blocks.5.z[1]", b"blocks.4.z[1]"), whole[:-8] + b"\0" * 8, b"no"):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="write it again"):
+            Grid.load(path)
+    save_file({"values": torch.zeros(1)}, path, metadata={"mi-route2": json.dumps({"format": "other"})})
+    with pytest.raises(ValueError, match="format 'other'"):
+        Grid.load(path)
+    for said in ("{}", "[]", "nothing"):
+        header = {"format": "mi-route2 patch sweep 1", "grid": said}
+        save_file({"values": torch.zeros(1)}, path, metadata={"mi-route2": json.dumps(header)})
+        with pytest.raises(ValueError, match="no whole grid"):
+            Grid.load(path)
+
+
+@pytest.mark.parametrize("grid", [make(), together(), make(clean=1.0)], ids=["recovered", "together", "undefined"])
+def test_a_heatmap_is_drawn(grid: Grid, tmp_path: Path) -> None:
+    found = grid.heatmap(tmp_path / "map.png")
+    first = found.read_bytes()
+    image = np.asarray(Image.open(found).convert("RGB")).reshape(-1, 3).astype(int)
+    spread = image.max(1) - image.min(1)
+    assert spread.max() > 60  # there is colour
+    grid.heatmap(found)
+    assert found.read_bytes() == first
+    svg = grid.heatmap(tmp_path / "map.svg").read_text(encoding="utf-8")
+    assert "recovered" in svg if grid.defined else "change of logit_diff" in svg
+    with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf"):
+        grid.heatmap(tmp_path / "map.gif")

@@ -1,0 +1,117 @@
+"""A sweep's grid is TransformerLens's own, and that of nnsight traces, on the same model."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import HEADS, LAYERS, SPECS, VOCAB, make_family, move
+from torch import Tensor
+from transformer_lens import patching
+
+from mi_route2.hosts import HOSTS, Host, open_host
+from mi_route2.hosts.decoder import DECODERS
+from mi_route2.interventions.sweeps import Grid, sweep
+from mi_route2.sites import Site
+
+ANSWER, FOIL, LENGTH = 4, 9, 4
+CLEAN, CORRUPT = (torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+OF_LENS = {
+    "resid_pre": patching.get_act_patch_resid_pre,
+    "resid_mid": patching.get_act_patch_resid_mid,
+    "attn_out": patching.get_act_patch_attn_out,
+    "mlp_out": patching.get_act_patch_mlp_out,
+    "z": patching.get_act_patch_attn_head_out_by_pos,
+    "q": patching.get_act_patch_attn_head_q_by_pos,
+    "k": patching.get_act_patch_attn_head_k_by_pos,
+    "v": patching.get_act_patch_attn_head_v_by_pos,
+}
+
+
+def adapted(name: str, family: str, dtype: torch.dtype = torch.float32) -> Host:
+    host = open_host(name, make_family(family).to(dtype))
+    given: Any = {"spec": SPECS["lora"], "generator": torch.Generator().manual_seed(7)}
+    move(host.attach("blocks.*", **given))
+    return host
+
+
+def swept(host: Host, **given: Any) -> Grid:
+    return sweep(host, clean=CLEAN, corrupt=CORRUPT, answer=ANSWER, foil=FOIL, progress=False, **given)
+
+
+def difference(logits: Tensor) -> Tensor:
+    return logits[0, -1, ANSWER] - logits[0, -1, FOIL]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_transformer_lens_patches_the_same(family: str) -> None:
+    """Its own functions over every layer and position, and every head; ``run_with_hooks`` at the points that they lack."""
+    host: Any = adapted("transformer_lens", family)
+    bridge = host.bridge.eval()
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(CLEAN[None])
+        for point, patch in OF_LENS.items():
+            heads = point in "qkvz"
+            expected = patch(bridge, CORRUPT[None], cache, difference).double().numpy()
+            grid = swept(host, sites=point, heads=heads)
+            found = grid.values.reshape(LAYERS, -1, LENGTH).transpose(0, 2, 1) if heads else grid.values
+            assert grid.forwards == "resumed"
+            assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max(), point
+        for site in (Site(1, "attn_in"), Site(0, "mlp_in"), Site(0, "resid_post"), *adapter_points(family)):
+            grid, name = swept(host, sites=site), host.address(site)
+            for position, value in enumerate(grid.values[0]):
+
+                def put(x: Tensor, hook: Any, name: str = name, position: int = position) -> Tensor:
+                    x = x.clone()
+                    x[:, position] = cache[name][:, position]
+                    return x
+
+                logits = bridge.run_with_hooks(CORRUPT[None], fwd_hooks=[(name, put)])
+                assert value == pytest.approx(float(difference(logits)), abs=1e-5), (site, position)
+
+
+def adapter_points(family: str) -> list[Site]:
+    last = "mlp.gate" if family in ("Qwen3", "Llama") else "mlp.up"
+    return [Site(0, "kept_a", "attn.v"), Site(1, "kept_out", "attn.o"), Site(0, "quarantine_out", last)]
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+def test_nnsight_traces_patch_the_same(family: str) -> None:
+    host: Any = adapted("torch", family, torch.float64)
+    other: Any = adapted("nnsight", family, torch.float64)
+    model = other.envoy
+    blocks = model.model.layers if family == "Qwen3" else model.transformer.h
+    where = {Site(1, "mlp_out"): lambda: blocks[1].mlp, Site(0, "resid_post"): lambda: blocks[0]}
+    if family == "Qwen3":
+        where[Site(1, "kept_a", "attn.q")] = lambda: blocks[1].self_attn.q_proj.route.hook_kept_a
+    for site, envoy in where.items():
+        grid = swept(host, sites=site)
+        with torch.no_grad(), model.trace(CLEAN[None]):
+            source = envoy().output.save()
+        for position, value in enumerate(grid.values[0]):
+            with torch.no_grad(), model.trace(CORRUPT[None]):
+                new = envoy().output.clone()
+                new[:, position] = source[:, position]
+                envoy().output = new
+                logits = model.lm_head.output.save()
+            assert value == pytest.approx(float(difference(logits)), abs=1e-10), (site, position)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2", "Gemma3", "MicroGPT"])
+def test_every_host_gives_the_same_grid(family: str) -> None:
+    sites = ["resid_pre", "resid_mid", "q", "z", "mlp_out", "kept_a", "quarantine_out"]
+    expected = swept(adapted("torch", family, torch.float64), sites=sites)
+    scale = np.abs(expected.values).max()
+    for name in HOSTS:
+        dtype = torch.float32 if name == "transformer_lens" else torch.float64
+        grid = swept(adapted(name, family, dtype), sites=sites)
+        assert grid.sites == expected.sites
+        assert grid.forwards == ("resumed" if name != "nnsight" and family != "Gemma3" else "whole")
+        tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+        assert np.abs(grid.values - expected.values).max() < tolerance * scale, name
+
+
+def test_heads_are_counted_on_every_host() -> None:
+    for name in HOSTS:
+        grid = swept(adapted(name, "Qwen3"), sites=["z", "k"], heads=True)
+        assert [target.head for target in grid.sites] == [*range(HEADS)] * LAYERS + [*range(2)] * LAYERS

@@ -1,0 +1,283 @@
+"""What a sweep is asked: prompts, their alignment, positions, answers, sites; what cannot be asked; how cells are grouped."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from families import SPECS, VOCAB, make_family
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from mi_route2.hosts import Host, open_host
+from mi_route2.interventions.sweeps import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
+from mi_route2.interventions.sweeps.plan import Costs, needed, plan, spent
+from mi_route2.interventions.sweeps.prompts import places, read
+from mi_route2.interventions.sweeps.targets import choose
+from mi_route2.sites import Site
+from studies.loopholes.vocabulary import Vocabulary
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=9)
+
+
+@given(prompts, prompts)
+def test_partners_are_the_longest_common_ends(clean: list[int], corrupt: list[int]) -> None:
+    if len(clean) == len(corrupt):
+        found = align(clean, corrupt)
+        assert [found.source(i) for i in range(len(corrupt))] == list(range(len(corrupt)))
+        assert not found.skipped
+        return
+    if clean[0] != corrupt[0] and clean[-1] != corrupt[-1]:
+        with pytest.raises(ValueError, match="neither their beginning nor their end"):
+            align(clean, corrupt)
+        return
+    found = align(clean, corrupt)
+    pairs = [(found.source(i), i) for i in range(len(corrupt)) if found.source(i) is not None]
+    assert all(clean[source] == corrupt[i] for source, i in pairs)
+    assert all(one[0] < other[0] for one, other in combinations(pairs, 2))  # no token has two partners, and order stays
+    assert [i for i in range(len(corrupt)) if found.source(i) is None] == list(found.skipped)
+    # Neither end could go on: they meet, or the next tokens differ.
+    room = min(len(clean), len(corrupt)) - found.prefix - found.suffix
+    if room:
+        assert clean[found.prefix] != corrupt[found.prefix]
+        assert clean[-1 - found.suffix] != corrupt[-1 - found.suffix]
+    assert str(len(found.skipped)) in found.summary
+
+
+@given(prompts)
+def test_one_more_token_in_the_middle_leaves_the_rest_as_partners(tokens: list[int]) -> None:
+    found = align([*tokens, 7, *tokens], [*tokens, *tokens])
+    assert (found.prefix, found.suffix) == (len(tokens), len(tokens))
+    back = align([*tokens, *tokens], [*tokens, 7, *tokens])
+    assert list(back.skipped) == [len(tokens)]
+    assert back.source(len(tokens) + 1) == len(tokens)
+
+
+def test_lengths_alone_align_only_where_they_are_equal() -> None:
+    assert align(None, [1, 2], clean_length=2) == Alignment(2, 2, 2, 0)
+    for arguments, words in (
+        (({"clean_length": 3}), "give the clean prompt's tokens to align them"),
+        (({}), "or at least their number"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            align(None, [1, 2], **arguments)
+    with pytest.raises(ValueError, match="is empty"):
+        align([], [1])
+    with pytest.raises(ValueError, match="cannot be"):
+        Alignment(3, 2, 2, 1)
+    with pytest.raises(ValueError, match=r"outside the corrupt prompt, which has 0\.\.1"):
+        Alignment(2, 2, 2, 0).source(2)
+
+
+@given(st.text("ab ", min_size=1, max_size=14), st.text("ab ", min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3))
+def test_a_span_is_every_token_that_shares_a_character_with_it(text: str, part: str, width: int, occurrence: int) -> None:
+    offsets = [(0, 0), *((i, min(i + width, len(text))) for i in range(0, len(text), width))]
+    where = [i for i in range(len(text)) if text[i : i + len(part)] == part]
+    if occurrence >= len(where):
+        with pytest.raises(ValueError, match=f"{len(where)} times"):
+            tokens_of(text, part, offsets, occurrence)
+        return
+    characters = set(range(where[occurrence], where[occurrence] + len(part)))
+    expected = tuple(i for i, (a, b) in enumerate(offsets) if characters & set(range(a, b)))
+    assert tokens_of(text, part, offsets, occurrence) == expected
+
+
+def words() -> PreTrainedTokenizerFast:
+    ids = {word: i for i, word in enumerate(["?", "the", "cat", "sat", "on", "mat", "dog"])}
+    inner = Tokenizer(WordLevel(ids, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+
+
+def test_positions_can_be_named_by_what_stands_there() -> None:
+    prompt = read("the cat sat on the mat", words(), "corrupt")
+    assert prompt.tokens == (1, 2, 3, 4, 1, 5)
+    assert prompt.labels == ("the", "cat", "sat", "on", "the", "mat")
+    assert places("the", prompt) == (0,)
+    assert places(Span("the", occurrence=1), prompt) == (4,)
+    assert places(["at on", 5], prompt) == (2, 3, 5)
+    assert places(range(2, 4), prompt) == (2, 3)
+    assert places(None, prompt) == tuple(range(6))
+    with pytest.raises(ValueError, match=r"outside the corrupt prompt, which has 0\.\.5"):
+        places([1, 6], prompt)
+    with pytest.raises(ValueError, match="positions count from 0"):
+        places(-1, prompt)
+    with pytest.raises(ValueError, match="no positions"):
+        places([], prompt)
+    with pytest.raises(ValueError, match="no occurrence 2"):
+        places(Span("the", occurrence=2), prompt)
+    with pytest.raises(ValueError, match="give the prompt as text"):
+        places("the", read([1, 2], words(), "corrupt"))
+    own = read(
+        "ab", type("Own", (), {"encode": lambda _, text: [ord(c) for c in text], "decode": lambda _, ids: chr(ids[0])})(), "x"
+    )
+    with pytest.raises(ValueError, match="does not say which characters"):
+        places("a", own)
+    with pytest.raises(ValueError, match="overlaps 'x' at character 0"):
+        tokens_of("x y", "x", [(2, 3)])
+    with pytest.raises(ValueError, match="part is empty"):
+        tokens_of("x y", "", [(2, 3)])
+
+
+def test_prompts_are_rows_of_ids_or_texts() -> None:
+    assert read(torch.tensor([[3, 4]]), None, "clean").tokens == (3, 4)
+    assert read([3, 4], None, "clean").labels == ("3", "4")
+    vocabulary = Vocabulary()
+    text = vocabulary.tokens[7] + vocabulary.tokens[9]
+    assert read(text, vocabulary, "clean").tokens == tuple(vocabulary.encode(text))
+    for prompt, tokenizer, said in (
+        ("the cat", None, "there is no tokenizer"),
+        ("", words(), "no tokens"),
+        ([], None, "no tokens"),
+        (torch.zeros(2, 3, dtype=torch.long), None, "one row of token ids"),
+        (torch.zeros(3), None, "one row of token ids"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read(prompt, tokenizer, "clean")
+
+
+def host() -> Host:
+    return open_host("torch", make_family("Qwen3"))
+
+
+ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "resid_pre", "answer": 3, "foil": 4}
+
+
+@pytest.mark.parametrize(
+    "asking", [sweep, attribute, lambda host, sites, **given: paths(host, senders=sites, receivers=Site(1, "resid_post"), **given)]
+)
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"sites": "resid_prf"}, KeyError, "nearest are resid_pre"),
+        ({"sites": "blocks.*.attn.q.kept_a"}, KeyError, "no site matches"),
+        ({"sites": Site(7, "q")}, KeyError, r"layers are 0\.\.1"),
+        ({"sites": []}, ValueError, "no sites"),
+        ({"sites": Target(Site(0, "z"), 4)}, ValueError, r"heads 0\.\.3"),
+        ({"sites": "blocks.0.k[2]"}, ValueError, r"heads 0\.\.1"),
+        ({"heads": True}, ValueError, "none of the sites is by head"),
+        ({"positions": 3}, ValueError, r"0\.\.2"),
+        ({"answer": "cat sat", "tokenizer": words()}, ValueError, "is 2 tokens"),
+        ({"answer": ""}, ValueError, "there is no tokenizer"),
+        ({"answer": VOCAB}, ValueError, rf"the vocabulary has 0\.\.{VOCAB - 1}"),
+        ({"foil": -1}, ValueError, "is no token"),
+        ({"foil": None}, ValueError, "logit_diff needs foil"),
+        ({"metric": "logprob"}, ValueError, "logprob takes no foil"),
+        ({"metric": "kl", "foil": None}, ValueError, "kl takes no answer"),
+        ({"metric": "loss"}, ValueError, "logit_diff, logprob, kl"),
+        ({"foil": 3}, ValueError, "always 0"),
+        ({"clean": [1, 8, 7, 7]}, ValueError, "neither their beginning nor their end"),
+        ({"at": 3}, ValueError, r"0\.\.2"),
+        ({"clean": [5, 6, 6, 9], "at": 1}, ValueError, "cannot be scored"),
+        ({"positions": [2], "at": 1}, ValueError, "behind position 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(asking: Any, changes: dict[str, Any], error: type, said: str) -> None:
+    with pytest.raises(error, match=said):
+        asking(HOST, **{**ASKED, **changes})
+
+
+HOST = host()
+
+
+def test_what_cannot_be_run_is_said() -> None:
+    for changes, said in (
+        ({"replicas": 2}, "at least 3"),
+        ({"batch": 0}, "at least 1"),
+        ({"how": "fast"}, "auto, resumed, whole"),
+        ({"clean": [5] * 65, "corrupt": [6] * 65}, "the model takes 64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            prepare(HOST, **{**ASKED, **changes})
+    gemma = open_host("torch", make_family("Gemma3"))
+    with pytest.raises(ValueError, match="a decoder runs"):
+        sweep(gemma, **ASKED, how="resumed")
+    dropping = make_family("GPT2")
+    dropping.transformer.h[0].resid_dropout = dropping.transformer.h[0].mlp.dropout = torch.nn.Dropout(0.1)
+    with pytest.raises(ValueError, match=r"call host\.model\.eval"):
+        sweep(open_host("torch", dropping.train()), **ASKED)
+    sweep(open_host("torch", dropping.eval()), **ASKED)
+    with pytest.raises(ValueError, match="no path leads from"):
+        paths(HOST, senders="mlp_out", receivers=Site(0, "q"), **{k: v for k, v in ASKED.items() if k != "sites"})
+    with pytest.raises(ValueError, match=r"blocks\.1\.q\[9\] is outside"):
+        paths(HOST, senders=Site(0, "z"), receivers="blocks.1.q[9]", **{k: v for k, v in ASKED.items() if k != "sites"})
+
+
+def test_a_point_that_does_not_fire_is_an_error() -> None:
+    folded = open_host("torch", make_family("Qwen3"))
+    folded.attach("blocks.*.attn.q", spec=SPECS["svd"].__class__(kept="svd", fold=True), generator=torch.Generator().manual_seed(0))
+    assert [target.site.point for target in choose(folded, "blocks.*.attn.q.*")][:2] == ["kept_a", "quarantine_out"]
+    with pytest.raises(RuntimeError, match="did not fire"):
+        sweep(folded, **{**ASKED, "sites": Site(0, "kept_out", "attn.q")})
+
+
+def test_sites_are_chosen_by_point_by_glob_or_by_themselves() -> None:
+    def names(*sites: Any) -> list[str]:
+        return [str(target) for target in choose(HOST, list(sites))]
+
+    assert names("z") == ["blocks.0.z", "blocks.1.z"]
+    assert names("blocks.1.mlp_*", Site(1, "mlp_in"), "blocks.0.q[1]") == ["blocks.1.mlp_in", "blocks.1.mlp_out", "blocks.0.q[1]"]
+    assert len(names("*")) == 22
+    for text in ("blocks.3.z[2]", "blocks.0.resid_pre", "unembed.kept_a", "blocks.1.mlp.down.quarantine_out"):
+        assert str(Target.parse(text)) == text
+    with pytest.raises(ValueError, match="read the same stream in parallel"):
+        choose(open_host("torch", make_family("GPTNeoX")), "resid_mid")
+    with pytest.raises(ValueError, match="is not a site"):
+        Target.parse("z[2]")
+    with pytest.raises(ValueError, match="has no head"):
+        Target(Site(0, "mlp_out"), 1)
+
+
+costs = st.builds(
+    Costs,
+    layers=st.integers(2, 4),
+    length=st.just(6),
+    column=st.floats(5, 50),
+    mlp=st.floats(0, 5),
+    pair=st.floats(0, 2),
+    unembed=st.floats(0, 5),
+    overhead=st.floats(0, 500),
+    most=st.integers(6, 40),
+)
+cells = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 5)), min_size=1, max_size=7)
+
+
+@given(cells, costs, st.one_of(st.none(), st.integers(1, 5)))
+def test_groups_cost_the_least_of_all_cuts_in_order_of_position(
+    places: list[tuple[int, int]], cost: Costs, batch: int | None
+) -> None:
+    groups = plan(places, cost, batch)
+    assert sorted(cell for group in groups for cell in group.cells) == list(range(len(places)))
+    for group in groups:
+        assert group.start == min(places[cell][1] for cell in group.cells)
+        assert len(group.cells) <= min(cost.rows(cost.length - group.start), batch or 99)
+        entries = [places[cell][0] for cell in group.cells]
+        assert entries == sorted(entries)
+
+    def total(parts: list[list[tuple[int, int]]]) -> float:
+        each = sum(cost.flops(cost.length - part[0][1], entry) for part in parts for entry, _ in part)
+        return each + sum(cost.overhead * (cost.layers - min(entry for entry, _ in part)) for part in parts)
+
+    ordered = sorted(places, key=lambda place: place[::-1])
+    least = float("inf")
+    for count in range(len(ordered)):
+        for inner in combinations(range(1, len(ordered)), count):
+            parts = [ordered[a:b] for a, b in zip([0, *inner], [*inner, len(ordered)])]
+            if all(len(part) <= min(cost.rows(cost.length - part[0][1]), batch or 99) for part in parts):
+                least = min(least, total(parts))
+    found = spent(groups, places, cost) + sum(
+        cost.overhead * (cost.layers - min(places[cell][0] for cell in group.cells)) for group in groups
+    )
+    assert found == pytest.approx(least)
+    assert needed(places, cost) <= spent(groups, places, cost) * (1 + 1e-12)
+
+
+def test_the_bound_is_what_a_hand_counts() -> None:
+    """One block of 10 a column, 4 of it MLP; a pair 1; 3 tokens: at the last block's entry, column 1, two columns go in."""
+    cost = Costs(layers=2, length=3, column=10.0, mlp=4.0, pair=1.0, unembed=7.0, overhead=0.0, most=99)
+    assert cost.whole == 3 * (2 * (10 + 3) + 7)
+    assert needed([(1, 1)], cost) == 2 * (10 - 4) + 2 * 3 + 4 + 7
+    assert needed([(0, 1)], cost) == needed([(1, 1)], cost) + 2 * (10 + 3)
