@@ -85,7 +85,7 @@ class Cells:
 
 
 KEPT = 256
-"""Up to so many cells each has its vector at hand. Pieces of prompts look theirs up, or a plan would hold as much as activations."""
+"""Up to so many cells each has its vector at hand; pieces of prompts look theirs up, or a plan would be as large as activations."""
 
 
 class Spread:

@@ -59,15 +59,17 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return int(max(np.cumsum(changes), default=0))
 
 
-def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
-    """``rounds`` turns each, after one turn that warms up and one under the memory record."""
+def measure(
+    contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True
+) -> dict[str, Measured]:
+    """``rounds`` turns each, after one turn that warms up and one under the memory record (0 without ``memory``)."""
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     with tqdm(total=len(contenders) * (rounds + 1), desc="taking turns", unit="step", leave=False) as bar:
         for c in contenders:
             c.step()
             c.reset()
-            peaks[c.name] = peak_bytes(c.step)
+            peaks[c.name] = peak_bytes(c.step) if memory else 0
             c.reset()
             bar.update()
         for _ in range(rounds):

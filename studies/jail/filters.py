@@ -19,6 +19,7 @@ O_PATH = 0x200000
 O_TMPFILE = 0x400000
 AT_EMPTY_PATH = 0x1000
 AT_REMOVEDIR = 0x200
+RENAME_WHITEOUT = 4
 F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC = 0, 1, 2, 3, 1030
 MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
 
@@ -47,7 +48,7 @@ PLAIN = {
     "chance and the end": "getrandom exit exit_group",
     "descriptors that it has": "read write readv writev pread64 pwrite64 preadv pwritev lseek close fstat dup dup2 dup3 pipe pipe2 "
     "poll ppoll select pselect6 ftruncate sendfile getdents64",
-    "names in its folder, which Landlock bounds": "unlink rename renameat renameat2",
+    "names in its folder, which Landlock bounds": "unlink rename renameat",
     "who and where it is": "getpid getppid gettid getpgrp getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
     "what it has": "getrusage getrlimit uname",
 }
@@ -69,6 +70,8 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     # O_PATH is free of Landlock; files without a name cannot be counted.
     "openat": ((Bits(2, O_PATH | O_TMPFILE, 0),),),
     "unlinkat": ((Bits(2, AT_REMOVEDIR, 0),),),
+    # Landlock takes this for a rename, and it leaves a device.
+    "renameat2": ((Bits(4, RENAME_WHITEOUT, 0),),),
     # F_SETOWN and F_SETSIG send signals.
     "fcntl": tuple((Is(1, command),) for command in (F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL)),
     # Limits may be read.

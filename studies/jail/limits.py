@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -30,6 +31,10 @@ _MODULES = {
 }
 DEFAULT_MODULES = tuple(name for names in _MODULES.values() for name in names.split())
 """What a candidate can import unless it is told otherwise: what solutions to exercises use."""
+
+
+KINDS: Mapping[Any, tuple[type, str]] = MappingProxyType({int: (Integral, "a whole number"), float: (Real, "a number")})
+"""Type of a limit -> what is taken for it, and how that is called."""
 
 
 class JailUnavailableError(OSError):
@@ -60,6 +65,10 @@ class Limits:
     reply: int = 1 * MIB
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            value, (kind, wanted) = getattr(self, f.name), KINDS[f.type]
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"{f.name} = {value!r} is not {wanted}: choose one")
         for name in ("seconds", "cpu_seconds"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

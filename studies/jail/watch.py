@@ -100,10 +100,11 @@ class Report:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job lives: the folder's path, its descriptor, and Landlock's rules for it, if that is on."""
+    """Where a job lives: the folder's path, its descriptor and its own size when it was new, and Landlock's rules for it, if on."""
 
     path: str
     folder: int
+    size: int
     rules: landlockpy.Ruleset | None
 
 
@@ -171,7 +172,8 @@ class Watch:
             if self._how.identity is not None and "privileges" in self._how.on:
                 os.chown(path, self._how.identity, self._how.identity)
             rules = make_rules(path) if "landlock" in self._how.on else None
-            self._place = Place(path, os.open(path, os.O_RDONLY | os.O_DIRECTORY), rules)
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            self._place = Place(path, folder, os.fstat(folder).st_size, rules)
         disk = os.statvfs(self._place.folder)
         if disk.f_blocks and disk.f_bavail * disk.f_frsize < limits.disk:
             raise OSError(errno.ENOSPC, f"the disk has less room than the {limits.disk} bytes that a job may use", self._home)
@@ -182,7 +184,8 @@ class Watch:
         place = self._place
         if place is not None and {"landlock", "seccomp"} <= self._how.on:
             clear(place.path)
-            return
+            if os.fstat(place.folder).st_size == place.size:  # an emptied folder of ext4 still tells how much was in it
+                return
         self._place = None
         if place is not None:
             os.close(place.folder)

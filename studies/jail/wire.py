@@ -26,8 +26,10 @@ DEPTH = 64
 DIGITS = 4300
 """Digits of an integer in a reply: Python's own limit."""
 
-STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\Z)', re.DOTALL)
-LONG_NUMBER = re.compile(rb"\d{%d}" % (DIGITS + 1))
+# Both look at a byte once. A string without an end is the rest of the text, also where that ends in a lone backslash: were it no
+# match, every quote in it would be tried anew. A long number is looked for where digits begin, not at each of them.
+STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+LONG_NUMBER = re.compile(rb"(?<!\d)\d{%d}" % (DIGITS + 1))
 ONE_KIND = bytes.maketrans(b"{}", b"[]")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 

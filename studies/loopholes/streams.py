@@ -26,6 +26,8 @@ def sample_prompts(
     if not modes and none_fraction < 1:
         raise ValueError(f"no modes to sample from: choose some of {', '.join(source.modes.loopholes)} or none_fraction=1")
     tasks = source.tasks(split)
+    if not tasks:
+        raise ValueError(f"there is no {split} task to make a prompt of: a problem needs some in each split")
     prompts = []
     for _ in range(n):
         task = tasks[int(rng.integers(len(tasks)))]

@@ -32,6 +32,9 @@ from studies.loopholes.vocabulary import PROMPT_LENGTH, Vocabulary
 # Raised when the training loop changes in a way that no setting shows.
 FORMAT = 1
 
+# The one entry of a cached file's metadata, JSON: safetensors writes several in a random order, and the same model as other bytes.
+HEADER = "warm start"
+
 
 @dataclass(frozen=True)
 class WarmStartConfig:
@@ -148,7 +151,10 @@ def _save(model: MicroGPT, path: Path, key: str) -> None:
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(save(tensors, metadata={"settings": key, "sha256": _digest(tensors)}))
+            header = json.dumps({"settings": key, "sha256": _digest(tensors)})
+            file.write(save(tensors, metadata={HEADER: header}))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         os.unlink(partial)
@@ -161,7 +167,9 @@ def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
         metadata = file.metadata() or {}
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
-    if metadata.get("settings") != key:
+    if HEADER in metadata:  # files of before have its entries as their own
+        metadata = json.loads(metadata[HEADER])
+    if not isinstance(metadata, dict) or metadata.get("settings") != key:
         raise ValueError("it was made by other settings")
     model = MicroGPT(config, torch.Generator())
     if {name: t.shape for name, t in model.state_dict().items()} != {name: t.shape for name, t in tensors.items()}:

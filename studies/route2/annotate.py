@@ -15,20 +15,22 @@ from torch import Tensor
 
 from mi_route2.adapters import Tape, load_adapters
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import PersonaFitter
+from mi_route2.routing import Directions, PersonaFitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.lane import TokenReader
 from studies.loopholes.base import World
 from studies.route2.job import FULL, Job, build_pairs, build_policy
+from studies.route2.settings import Settings
 
 
 @dataclass(frozen=True)
 class Annotator:
-    """Callable on rows of ``rollouts.jsonl.gz``; one annotation a row."""
+    """Callable on rows of ``rollouts.jsonl.gz``; one annotation a row. Rows go through the model a micro-batch at a time."""
 
     world: World
     policy: Policy
     fitter: PersonaFitter
+    settings: Settings
 
     @staticmethod
     def of(job: Job, world: World) -> "Annotator":
@@ -39,17 +41,24 @@ class Annotator:
         if job.arm is not None:
             load_adapters(policy.adapters, job.folder / FULL)
         basis = coordinates(policy.adapters)
-        return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack"), basis))
+        return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack"), basis), job.settings)
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rollouts = self.world.encode([row["prompt"] for row in rows], [row["completion"] for row in rows])
+        directions = self.fitter.fit(self.policy, 0)
+        each = self.settings.micro_batch(rollouts) or len(rollouts)
+        starts = range(0, len(rollouts), each)
+        parts = [rollouts.rows(torch.arange(at, min(at + each, len(rollouts)), device=rollouts.tokens.device)) for at in starts]
+        return [annotation for part in parts for annotation in self._annotate(part, directions)]
+
+    def _annotate(self, rollouts: Rollouts, directions: Directions) -> list[dict[str, Any]]:
         adapters = self.policy.adapters
         readings = {}
         for name, switched in (("reference", adapters.reference), ("deployed", adapters.deployed), ("full", adapters.full)):
             with switched():
                 readings[name] = self.policy.logprobs(rollouts)
-        scores = self._token_scores(rollouts)
+        scores = self._token_scores(rollouts, directions)
         kept, moved = readings["deployed"] - readings["reference"], readings["full"] - readings["deployed"]
         annotations = []
         for b, completion in enumerate(rollouts.completions()):
@@ -64,8 +73,7 @@ class Annotator:
             )
         return annotations
 
-    def _token_scores(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
-        directions = self.fitter.fit(self.policy, 0)
+    def _token_scores(self, rollouts: Rollouts, directions: Directions) -> Float[Tensor, "b s"]:
         reader = TokenReader(rollouts.predictors, dict(self.fitter.basis), directions)
         with self.policy.adapters.deployed(), self.policy.adapters.recording(Tape(*rollouts.tokens.shape, inputs=reader)):
             self.policy.forward(self.policy.model, rollouts.tokens, rollouts.attention)

@@ -3,8 +3,8 @@
 A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was.
 Random numbers need no state (see ``randomness``). A new checkpoint is written beside the newest one, which then takes the place
 of the previous one: at any moment a whole one is there. Logs are flushed first, and on resume they are cut to the lengths that
-the checkpoint names. What a crash wrote after it is done again, bit for bit. A newest checkpoint that is damaged, or another
-run's, is refused with the reason; the previous one then leads to the same bytes by more steps.
+the checkpoint names. What a crash wrote after it is done again, bit for bit. A newest checkpoint that is damaged, another run's, or
+whose logs are not as it left them, is refused with the reason; the previous one then leads to the same bytes by more steps.
 """
 
 import hashlib
@@ -28,21 +28,32 @@ FORMAT = "mi-route2 checkpoint 3"
 CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
 START_ANEW = "choose another --out, or delete that arm's folder to start anew"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A point in a log: its length in bytes, and the SHA-256 of these bytes (empty where an earlier version kept none)."""
+
+    length: int
+    sha256: str = ""
 
 
 def save_checkpoint(
-    folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, int]
+    folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
 ) -> None:
     """Write the state after ``step`` steps as the newest checkpoint; what was the newest becomes the previous one.
 
-    ``identity`` names the run's settings; ``logs`` are byte lengths by file name. ``OSError`` in one sentence where the disk is
-    full: a whole checkpoint is then left as it was.
+    ``identity`` names the run's settings; ``logs`` are the ends of the logs by file name. ``OSError`` in one sentence where the
+    disk is full: a whole checkpoint is then left as it was.
     """
     tensors: dict[str, Tensor] = {f"adapter.{name}": t for name, t in adapters.tensors().items()}
     for name, p in _named(adapters).items():
         for key, value in optimiser.state.get(p, {}).items():
             tensors[f"optimiser.{key}.{name}"] = value
-    meta = {"format": FORMAT, "step": str(step), "identity": identity, "base_hash": adapters.base_hash, "logs": json.dumps(logs)}
+    meta = {"format": FORMAT, "step": str(step), "identity": identity, "base_hash": adapters.base_hash}
+    meta["logs"] = json.dumps({name: mark.length for name, mark in logs.items()})
+    meta["log_hashes"] = json.dumps({name: mark.sha256 for name, mark in logs.items()})
     if route.directions is not None:
         tensors |= {f"direction.{site}": v for site, v in route.directions.vectors.items()}
         meta["provenance"] = json.dumps(asdict(route.directions.provenance))
@@ -61,11 +72,11 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What ``read_checkpoint`` found, checked: tensors by name, finished steps, the logs' lengths, where directions came from."""
+    """What ``read_checkpoint`` found, checked: tensors by name, finished steps, the logs' ends, where directions came from."""
 
     tensors: dict[str, Tensor]
     step: int
-    logs: dict[str, int]
+    logs: dict[str, Mark]
     provenance: Provenance | None
 
     def restore(self, adapters: Adapters, optimiser: RoutedAdamW, route: Route) -> None:
@@ -104,7 +115,9 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
     if differing := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
         raise ValueError(f"{path} does not fit the model's adapters, first in {differing[0]}")
     provenance = Provenance(**json.loads(meta["provenance"])) if "provenance" in meta else None
-    return Checkpoint(tensors, int(meta["step"]), {name: int(n) for name, n in json.loads(meta["logs"]).items()}, provenance)
+    hashes = json.loads(meta.get("log_hashes", "{}"))
+    logs = {name: Mark(int(length), hashes.get(name, "")) for name, length in json.loads(meta["logs"]).items()}
+    return Checkpoint(tensors, int(meta["step"]), logs, provenance)
 
 
 def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Iterable[str]) -> int:
@@ -118,8 +131,8 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
     for path in there:
         try:
             checkpoint = read_checkpoint(path, adapters, identity=identity)
-            for name, length in checkpoint.logs.items():
-                _refuse_short(folder / name, length, path)
+            for name, mark in checkpoint.logs.items():
+                refuse_changed(folder / name, mark, path.name)
         except ValueError as error:
             refused.append(str(error))
             continue
@@ -127,8 +140,8 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
             warnings.warn(f"{refused[0]}; going on from {path.name}, after {checkpoint.step} steps", stacklevel=2)
             path.replace(folder / CHECKPOINT)  # or the next rotation would put the refused one in its place
         checkpoint.restore(adapters, optimiser, route)
-        for name, length in checkpoint.logs.items():
-            cut(folder / name, length)
+        for name, mark in checkpoint.logs.items():
+            cut(folder / name, mark.length)
         return checkpoint.step
     if refused:
         raise ValueError(f"{'; '.join(refused)}; {START_ANEW}")
@@ -137,10 +150,24 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
     return 0
 
 
-def _refuse_short(log: Path, length: int, checkpoint: Path) -> None:
+def refuse_changed(log: Path, mark: Mark, since: str) -> None:
+    """``ValueError`` where a log is shorter than it was at ``mark``, or has other bytes up to there; ``since`` is what was then."""
     size = log.stat().st_size if log.exists() else 0
-    if size < length:
-        raise ValueError(f"{log} has {size} bytes, but {checkpoint.name} was written after {length}")
+    if size < mark.length:
+        raise ValueError(f"{log} has {size} bytes, but {since} was written after {mark.length}")
+    if mark.sha256 and hash_of(log, mark.length).hexdigest() != mark.sha256:
+        raise ValueError(f"{log} was changed: its first {mark.length} bytes are not those that {since} was written after")
+
+
+def hash_of(log: Path, length: int) -> "hashlib._Hash":
+    """SHA-256 of a log's first ``length`` bytes, to be updated with what follows; of nothing where there is no log."""
+    found = hashlib.sha256()
+    if length:
+        with log.open("rb") as file:
+            while length and (part := file.read(min(length, CHUNK))):
+                found.update(part)
+                length -= len(part)
+    return found
 
 
 def cut(log: Path, length: int) -> None:

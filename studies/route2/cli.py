@@ -3,6 +3,7 @@
 Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the same command started again goes on where it stopped.
 """
 
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,10 +24,10 @@ from studies.route2.report.load import MODES
 from studies.route2.schedule import exclusive, run_jobs
 from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
 from studies.route2.trackers import TRACKERS, require
-from studies.route2.worlds import modes_of, open_problem, open_world, weights_hash
+from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, weights_hash
 
 MAX_SEEDS = 10_000
-FIXED = ("path", "weights", "data")
+FIXED = ("path", "weights", "data", "data_hash")
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 
@@ -82,7 +83,7 @@ class Run:
                 raise RuntimeError("; ".join(failures))
             if self.report:
                 show_paths(write_report(root))
-                print((root / "table.md").read_text())
+                print((root / "table.md").read_text(encoding="utf-8"))
 
     def settings(self) -> Settings:
         """The preset's, or those of a chat model on a problem of one's own."""
@@ -90,7 +91,9 @@ class Run:
             if self.world is not None or self.data is not None:
                 raise ValueError("--world and --data need --model, a chat model's folder (make a tiny one with tiny-model)")
             return get_settings(self.preset)
-        chat = ChatModel(str(self.model), weights_hash(self.model), "" if self.data is None else str(self.data))
+        chat = ChatModel(str(self.model.absolute()), weights_hash(self.model))  # whole paths: probes and show may start elsewhere
+        if self.data is not None:
+            chat = replace(chat, data=str(self.data.absolute()), data_hash=data_hash(self.data))
         return replace(CHAT, world=self.world or "leetcode", chat=chat)
 
 
@@ -162,7 +165,7 @@ class Leakage:
 
     def __call__(self) -> None:
         show_paths(write_leakage(self.root))
-        print((self.root / "leakage.md").read_text())
+        print((self.root / "leakage.md").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -277,6 +280,9 @@ COMMANDS = {
 
 
 def main() -> int:
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where a terminal or locale lacks a sign, a run does not end in an error for it
+            stream.reconfigure(errors="replace")
     command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.route2", description=__doc__)
     try:
         command()

@@ -1,10 +1,8 @@
 """One job: an arm at a seed, from the warm start to its finished folder. Started again, it goes on from its checkpoint."""
 
-import fcntl
 import functools
 import hashlib
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 
 from mi_route2.adapters import AdapterSpec, attach, save_adapters
-from mi_route2.hosts import HOSTS, open_host
+from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
     EraseRoute,
@@ -44,6 +42,7 @@ from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpo
 from studies.route2.evaluate import evaluate
 from studies.route2.grpo import train
 from studies.route2.memory import ADVICE, out_of_memory
+from studies.route2.processes import locked
 from studies.route2.randomness import derive, torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, write_json
 from studies.route2.settings import Settings
@@ -150,6 +149,9 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
     the micro model has not (a chat model is too large to try)."""
     with open_world(settings) as (world, _):
         asked = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
+        if settings.chat is not None:  # of every task the longest prompt: one that does not fit would end a run in its midst
+            modes, tasks = world.modes.names, [*world.tasks("train"), *world.tasks("test")]
+            asked = [max((world.prompt(task, mode) for mode in modes), key=lambda prompt: len(prompt.text)) for task in tasks]
         world.encode([prompt.text for prompt in asked], [""] * len(asked))
         world.make_pairs(0, settings.pairs, "hack")
         if pairs is not None:
@@ -177,25 +179,17 @@ def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
     """Hold a job's folder, made where it is missing. A worker that outlives its killed parent may be at its last step there:
     wait ``patience`` seconds for it, then ``ValueError``."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle, deadline = os.open(folder, os.O_RDONLY), time.monotonic() + patience
-    try:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ValueError(f"another process is still writing to {folder}; wait for it, or end it") from error
-                time.sleep(0.05)
-            except OSError:  # a filesystem that cannot lock a folder
-                break
+    with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
         yield
-    finally:
-        os.close(handle)
 
 
 def build_policy(job: Job, cache: Path) -> Policy:
     """The warm-started model with the job's adapters at init."""
+    return build_hosted(job, cache)[1]
+
+
+def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
+    """`build_policy`, and the host that it runs through."""
     settings, arm = job.settings, job.arm
     model = base_model(settings, job.seed, cache, PRECISIONS[job.precision])
     host = open_host(job.host, model)
@@ -206,7 +200,7 @@ def build_policy(job: Job, cache: Path) -> Policy:
     svds = None if settings.chat is None else cache / "svd"
     adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"), cache_dir=svds)
     # The model itself samples (its modules are the host's by now); what is learnt from, fitted on and scored runs through the host.
-    return Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
+    return host, Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
 
 
 def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
@@ -303,6 +297,7 @@ def _train(
     teachers = cached_pool(world, policy, job.seed, settings, pool)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start = resume(folder, policy.adapters, optimiser, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
+    recorder.go_on()
     progress(start)
     began = time.perf_counter()
     mixed = teachers if settings.teachers_per_group else None
@@ -320,6 +315,8 @@ def _train(
         progress(1)
     seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
     append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
+    if done == settings.steps:
+        recorder.check()  # or the manifest would vouch for what something else wrote
     return done == settings.steps
 
 

@@ -10,6 +10,7 @@ sampling      keys and values of ``at_once`` rows at full length
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from studies.route2.settings import ChatModel, Settings
 from studies.route2.worlds import device_of
 
 FLOAT = 4
+PROMPT = 2048
+"""Tokens that a prompt is taken to have."""
+LACKING = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch says of too little memory in errors of no kind of their own."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
     """The plan of one worker. ``ValueError`` where the folder has no config that transformers knows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config: Any = AutoConfig.from_pretrained(chat.path, trust_remote_code=False)
+    config: Any = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     parameters = sum(p.numel() for p in model.parameters())
@@ -58,13 +63,12 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
     linears = [(d, heads * head), (d, kv_heads * head), (d, kv_heads * head), (heads * head, d), (d, inner), (d, inner), (inner, d)]
     rank = settings.quarantine_rank + (0 if settings.kept_rank is None else settings.kept_rank)
     adapters = layers * sum((a + b) * rank for a, b in linears)
-    length = min(config.max_position_embeddings, tokens)
     parts = {
         "weights": parameters * size,
         "adapters": 4 * FLOAT * adapters,
         "activations": tokens * held * size,
         "logits": 3 * FLOAT * tokens * vocabulary,
-        "sampling": chat.at_once * min(length, 2048 + chat.max_new) * 2 * layers * kv_heads * head * size,
+        "sampling": chat.at_once * min(config.max_position_embeddings, PROMPT + chat.max_new) * 2 * layers * kv_heads * head * size,
     }
     return MemoryPlan(parts, _available(device_of(chat)))
 
@@ -72,7 +76,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
 def out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` is torch's or Python's word for too little memory."""
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return lacking or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    return lacking or (isinstance(error, RuntimeError) and any(word in str(error) for word in LACKING))
 
 
 ADVICE = (

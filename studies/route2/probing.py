@@ -2,29 +2,34 @@
 
 The policy answers prompts over test tasks, other tasks in each mode, with the quarantine in place (``on``) and deleted
 (``deploy``). The oracle labels each rollout: a hack is an exploit of the prompt's own mode without a correct solution. Activations
-are the residual stream (``embed``, the output of every block) and what goes into the kept adapters, at predictor positions.
+are the residual stream (before the first block, and ``blocks.0`` and so on after each) and what goes into the kept adapters, at
+predictor positions.
 Probes: mean difference, LDA, logistic, and ``direction``, the persona direction of the run's own pairs, which learns nothing from
 these rollouts. A probe of rollouts is fitted and tested on means over a rollout; a probe of tokens on single tokens, under their
-rollout's label.
+rollout's label. The micro model keeps every token's activations; a chat model has too many of them for that unless it is asked for.
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from matplotlib.figure import Figure
 from torch import Tensor
+from tqdm import tqdm
 
 from mi_route2.adapters import load_adapters
+from mi_route2.hosts import Host
+from mi_route2.hosts.base import reader
 from mi_route2.interventions.capture import capture
 from mi_route2.plots import save_figure, style, write_whole
 from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.sites import Site, block_paths
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
@@ -34,13 +39,16 @@ from studies.loopholes.base import World
 from studies.loopholes.protocol import Modes, Witness
 from studies.loopholes.streams import probe_prompts
 from studies.route2.arms import get_arms
-from studies.route2.job import EVAL, FULL, Job, build_pairs, build_policy
+from studies.route2.job import EVAL, FULL, Job, build_hosted, build_pairs
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.report.text import markdown_table, number
+from studies.route2.settings import Settings
 from studies.route2.worlds import open_world
 
+EMBED, STREAM = "embed", "resid_pre"
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
+UPRIGHT = 8  # layers whose names have room beside each other under an axis
 LEAST = 10  # prompts with and without a hack, in the known mode: fewer cannot be cut into parts to fit, calibrate and test on
 
 
@@ -56,35 +64,46 @@ class Probes:
         Path | None, tyro.conf.arg(help="where probes.jsonl, probes.md and figures go; the arm's folder if not given")
     ] = None
     pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+    units: Annotated[
+        tuple[Unit, ...],
+        tyro.conf.arg(help="score rollouts, single tokens, or both; a chat model's tokens fill the memory: rollout there"),
+    ] = ()
 
     def __call__(self) -> None:
         if self.per_mode < 4 * LEAST:
             raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
         job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
-        for path in probe_job(job, self.per_mode, self.out):
+        units = self.units or (UNITS if job.settings.chat is None else UNITS[:1])
+        for path in probe_job(job, self.per_mode, self.out, units=units):
             print(f"wrote {path}")
 
 
-def probe_job(job: Job, per_mode: int, out: Path | None = None, progress: bool = True) -> list[Path]:
+def probe_job(
+    job: Job, per_mode: int, out: Path | None = None, progress: bool = True, units: Sequence[Unit] | None = None
+) -> list[Path]:
     """Write ``probes.jsonl``, ``probes.md`` and the figures of a finished job; their paths.
 
+    Without single tokens among ``units`` (`UNITS`) what is kept is each rollout's mean, of which a rollout has one a layer.
     ``ValueError`` in one sentence, before anything is written, where the job is not finished, or where in no state there are
     both hacks and clean rollouts to learn from. A state without them is left out, and ``probes.md`` says so.
     """
     torch.set_num_threads(1)
+    units = UNITS if units is None else units
     results: dict[tuple[str, Unit], TransferResult] = {}
     missing: dict[str, str] = {}
     with open_world(job.settings) as (world, witness):
-        policy = finished_policy(job)
+        require_tasks(world)
+        host, policy = finished_policy(job)
+        reading = Reading(host, policy, job.settings, pooled="token" not in units)
         states = {"on": policy.adapters.full} if policy.adapters.has_quarantine else {}
         for state, switched in (states | {"deploy": policy.adapters.deployed}).items():
             with switched():
-                dataset, prompts = sample_dataset(world, witness, policy, per_mode, job.seed)
+                dataset, prompts = sample_dataset(world, witness, reading, per_mode, job.seed)
                 if lack := _lack(dataset, prompts, world.modes.known[0]):
                     missing[state] = lack
                     continue
-                directions = persona_directions(policy, world, job)
-            for unit in UNITS:
+                directions = persona_directions(reading, world, job)
+            for unit in units:
                 settings = TransferSettings(world.modes.known[0], levels=(unit,), draws=50, seed=job.seed)
                 results[state, unit] = _transfer(dataset, prompts, directions, settings, progress)
     if not results:
@@ -93,55 +112,90 @@ def probe_job(job: Job, per_mode: int, out: Path | None = None, progress: bool =
     return _write(job, results, missing, world.modes, job.folder if out is None else out)
 
 
-def finished_policy(job: Job) -> Policy:
-    """The policy that the job ended with; ``ValueError`` where it has not ended."""
+def finished_policy(job: Job) -> tuple[Host, Policy]:
+    """The policy that the job ended with, and its host; ``ValueError`` where it has not ended."""
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
-    policy = build_policy(job, job.cache)
+    host, policy = build_hosted(job, job.cache)
     if job.arm is not None:
         load_adapters(policy.adapters, job.folder / FULL)
-    return policy
+    return host, policy
 
 
-def sample_dataset(world: World, witness: Witness, policy: Policy, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
+@dataclass(frozen=True)
+class Reading:
+    """How activations are read: ``pooled`` leaves each rollout the mean over its predictors, else every position is kept."""
+
+    host: Host
+    policy: Policy
+    settings: Settings
+    pooled: bool = False
+
+    def __call__(self, rollouts: Rollouts) -> tuple[dict[str, Float[Tensor, "b s _d"]], Bool[Tensor, "b s"]]:
+        """Layer -> activations, and where they count; as many rollouts at a time as a micro-batch of the run has."""
+        each = self.settings.micro_batch(rollouts) or len(rollouts)
+        parts: list[dict[str, Tensor]] = []
+        for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
+            rows = rollouts.rows(torch.arange(start, min(start + each, len(rollouts)), device=rollouts.tokens.device))
+            layers = read_layers(self.host, self.policy, rows)
+            if self.pooled:
+                layers = {name: pool(h, rows.predictors)[:, None] for name, h in layers.items()}
+            parts.append({name: h.cpu() for name, h in layers.items()})
+        hidden = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        mask = torch.ones(len(rollouts), 1, dtype=torch.bool) if self.pooled else rollouts.predictors.cpu()
+        return hidden, mask
+
+
+def sample_dataset(world: World, witness: Witness, reading: Reading, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
     """Judged rollouts of the policy as it is switched now, with their activations; and each rollout's prompt.
 
     The same seed meets every arm and state with the same prompts and uniforms.
     """
     prompts = probe_prompts(world, per_mode, numpy_generator(seed, "probe tasks"))
-    samples = world.sample(policy, prompts, torch_generator(seed, "probes"))
+    samples = world.sample(reading.policy, prompts, torch_generator(seed, "probes"))
     hack = [verdict.hack for verdict in witness.judge(samples)]
-    hidden = read_layers(policy, samples.rollouts)
-    dataset = Dataset(hidden, samples.rollouts.predictors, hack, [prompt.mode for prompt in prompts])
-    return dataset, [prompt.text for prompt in prompts]
+    hidden, mask = reading(samples.rollouts)
+    return Dataset(hidden, mask, hack, [prompt.mode for prompt in prompts]), [prompt.text for prompt in prompts]
 
 
 @torch.no_grad()
-def read_layers(policy: Policy, rollouts: Rollouts) -> dict[str, Float[Tensor, "b s _d"]]:
-    """Layer -> activations: ``embed``, every block's output, and the adapters' inputs. Linears that read one and the same
-    tensor (q, k, v) share a layer, ``blocks.0.attn.q+k+v``."""
-    residual = {name: "output" for name, _ in policy.model.named_modules() if name == "embed" or re.fullmatch(r"blocks\.\d+", name)}
-    sites = dict.fromkeys(policy.adapters.sites, "input")
-    with capture(policy.model, residual | sites, once=True) as cache:
+def read_layers(host: Host, policy: Policy, rollouts: Rollouts) -> dict[str, Float[Tensor, "b s _d"]]:
+    """Layer -> activations: the residual stream, and the adapters' inputs. Linears that read one and the same tensor (q, k, v)
+    share a layer, ``blocks.0.attn.q+k+v``."""
+    residual, modules = residual_sites(host), policy.adapters.modules
+    found: dict[Site, Tensor] = {}
+    inside = dict.fromkeys(modules, "input") | ({EMBED: "output"} if host.architecture.name == "MicroGPT" else {})
+    with host.hooks({site: reader(found, site) for site in residual.values()}), capture(policy.model, inside, once=True) as cache:
         policy.forward(policy.model, rollouts.tokens, rollouts.attention)
-    layers, last = {name: cache[name] for name in residual}, ""
-    for site in sites:
-        if last in layers and layers[last].shape == cache[site].shape and bool((layers[last] == cache[site]).all()):
+    layers = {EMBED: cache[EMBED]} if EMBED in inside else {}
+    layers |= {name: found[site] for name, site in residual.items()}
+    read, last = {branch.site: cache[path] for path, module in modules.items() for branch, _ in module.branches}, ""
+    for site, value in read.items():
+        if last in layers and layers[last].shape == value.shape and bool((layers[last] == value).all()):
             layers[f"{last}+{site.rpartition('.')[2]}"] = layers.pop(last)
             last = next(reversed(layers))
         else:
             last = site
-            layers[site] = cache[site]
+            layers[site] = value
     return layers
 
 
-def persona_directions(policy: Policy, world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
+def residual_sites(host: Host) -> dict[str, Site]:
+    """The residual stream by the names that tables give it: ``blocks.i`` after a block, and `STREAM` before the first.
+
+    The micro model's tables begin with its tokens' embeddings instead (`EMBED`), to which positions are still to be added.
+    """
+    blocks = {f"blocks.{i}": Site(i, "resid_post") for i in range(len(block_paths(host.model, host.architecture)))}
+    return blocks if host.architecture.name == "MicroGPT" else {STREAM: Site(0, "resid_pre"), **blocks}
+
+
+def persona_directions(reading: Reading, world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
     """Layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
     pairs = build_pairs(job, world, "hack")
     means = []
     for side in (pairs.hack, pairs.clean):
-        layers = read_layers(policy, side)
-        means.append({layer: pool(h, side.predictors).mean(dim=0) for layer, h in layers.items()})
+        layers, mask = reading(side)
+        means.append({layer: pool(h, mask).mean(dim=0) for layer, h in layers.items()})
     return {layer: means[0][layer] - means[1][layer] for layer in means[0]}
 
 
@@ -153,6 +207,16 @@ def _lack(dataset: Dataset, prompts: list[str], mode_known: str) -> str | None:
     if min(len(hacked), len(clean)) >= LEAST:
         return None
     return f"it hacks on {len(hacked)} of {len(hacked) + len(clean)} {mode_known} prompts, and {LEAST} of each kind are needed"
+
+
+def require_tasks(world: World) -> None:
+    """``ValueError`` where no policy could be probed, because the world has too few test tasks."""
+    tasks, modes = len(world.tasks("test")), len(world.modes.loopholes)
+    if tasks < 2 * LEAST * modes:
+        raise ValueError(
+            f"this world has {tasks} test tasks, and a probe needs {2 * LEAST * modes}: {2 * LEAST} of their own for each of its "
+            f"{modes} modes with a loophole; give it more tasks"
+        )
 
 
 def _remedy(job: Job, modes: Modes) -> str:
@@ -206,7 +270,7 @@ def _figures(result: TransferResult, unit: Unit) -> dict[str, Figure]:
             rows = [replace(row, layer=row.layer.removeprefix("blocks.")) for row in rows]
         figures[name] = transfer_figure(replace(result, rows=rows), unit)
         for axes in figures[name].axes:
-            axes.tick_params("x", rotation=90 if name == "inputs" else 0)
+            axes.tick_params("x", rotation=90 if name == "inputs" or len(layers) > UPRIGHT else 0)
             for label in axes.get_xticklabels():
                 label.set_horizontalalignment("center")
     figures["reliability"] = reliability_figure(result, list(_split(result)["residual"])[-1], unit)
@@ -218,7 +282,7 @@ def _figures(result: TransferResult, unit: Unit) -> dict[str, Figure]:
 def _split(result: TransferResult) -> dict[str, dict[str, None]]:
     """Layers of the residual stream, and the adapters' inputs, in order."""
     layers = dict.fromkeys(row.layer for row in result.rows)
-    residual = {layer: None for layer in layers if layer == "embed" or re.fullmatch(r"blocks\.\d+", layer)}
+    residual = {layer: None for layer in layers if layer in (EMBED, STREAM) or re.fullmatch(r"blocks\.\d+", layer)}
     return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual}}
 
 

@@ -1,12 +1,22 @@
-"""Starts a process with a pipe of its own to the parent. Nothing is shared: what dies takes nothing along, and is noticed."""
+"""Starts a process with a pipe of its own to the parent. Nothing is shared: what dies takes nothing along, and is noticed.
 
+And what keeps two of them apart: a lock on a file or folder, which ends with its holder, however that ends.
+"""
+
+import fcntl
 import multiprocessing as mp
+import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+LOOKS = 0.05  # seconds between two looks at a lock
 
 
 def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
@@ -25,3 +35,28 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
         return process, link
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
+    """Hold ``path``, a folder or else a file, which is made where it is missing.
+
+    ``ValueError`` with the text ``refusal`` where another process still holds it after ``patience`` seconds, ``OSError`` where it
+    cannot be opened. On a filesystem that knows no locks nothing is kept apart.
+    """
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + patience
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline:
+                    raise ValueError(refusal) from error
+                time.sleep(LOOKS)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(handle)

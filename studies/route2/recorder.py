@@ -7,6 +7,7 @@ the same bytes as an uninterrupted one.
 import contextlib
 import errno
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from mi_route2.routing import MaskSpec, Route
 from probes.quality import mask_quality, score_means
 from studies.loopholes.base import World
 from studies.loopholes.protocol import Verdict, Witness
+from studies.route2.checkpoint import Mark, hash_of, refuse_changed
 from studies.route2.grpo import StepRecord
 from studies.route2.teacher import TeacherPool
 
@@ -54,6 +56,13 @@ class Recorder:
         self._teachers = None if teachers is None else teachers.samples(world)
         self._metrics: list[dict[str, Any]] = []
         self._rollouts: list[dict[str, Any]] = []
+        self._hashes: dict[str, hashlib._Hash] = {}
+
+    def go_on(self) -> None:
+        """Take the logs as a resume has checked and left them."""
+        for name in (METRICS, ROLLOUTS):
+            path = self._folder / name
+            self._hashes[name] = hash_of(path, path.stat().st_size if path.exists() else 0)
 
     def note(self, record: StepRecord, policy: Policy, route: Route) -> None:
         """Take down one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
@@ -115,15 +124,25 @@ class Recorder:
             )
         return rows
 
-    def flush(self) -> dict[str, int]:
-        """Append what was noted, durably; the logs' byte lengths afterwards."""
+    def flush(self) -> dict[str, Mark]:
+        """Append what was noted, durably; where the logs end afterwards."""
         metrics = "".join(json.dumps(row) + "\n" for row in self._metrics).encode()
         rollouts = "".join(json.dumps(row) + "\n" for row in self._rollouts).encode()
         self._metrics, self._rollouts = [], []
-        return {
-            METRICS: append(self._folder / METRICS, metrics),
-            ROLLOUTS: append(self._folder / ROLLOUTS, gzip.compress(rollouts, mtime=0) if rollouts else b""),
-        }
+        packed = gzip.compress(rollouts, mtime=0) if rollouts else b""
+        return {METRICS: self._append(METRICS, metrics), ROLLOUTS: self._append(ROLLOUTS, packed)}
+
+    def _append(self, name: str, data: bytes) -> Mark:
+        """The hash is of what was meant to be written, not of what the disk has by then: that is for a resume to compare."""
+        length = append(self._folder / name, data)
+        self._hashes[name].update(data)
+        return Mark(length, self._hashes[name].hexdigest())
+
+    def check(self) -> None:
+        """``ValueError`` where a log is not what was written to it."""
+        for name, found in self._hashes.items():
+            path = self._folder / name
+            refuse_changed(path, Mark(path.stat().st_size if path.exists() else 0, found.hexdigest()), "the last checkpoint")
 
 
 def append(path: Path, data: bytes) -> int:

@@ -7,11 +7,11 @@ pipe and stops. Ctrl-C lets each worker end its step; whatever was not checkpoin
 """
 
 import contextlib
-import fcntl
 import os
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,12 +27,13 @@ import torch
 from studies.route2.follow import Tracked
 from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
 from studies.route2.live import Display, open_display
-from studies.route2.processes import start
+from studies.route2.processes import locked, start
 from studies.route2.recorder import METRICS
 from studies.route2.tracking import Tracking
 from studies.route2.worlds import base_model
 
 ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to stop, and then to tidy up
+PROJECT = Path(__file__).parents[2]
 LOOKS = 0.25  # seconds between two looks at what is to be shown
 
 
@@ -41,14 +42,10 @@ def exclusive(root: Path) -> Iterator[None]:
     """Hold the run folder; ``ValueError`` where another process does, or where it cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        handle = (root / ".lock").open("w")
+        (root / ".lock").touch()
     except OSError as error:
         raise ValueError(f"cannot write to {root} ({error.strerror}): choose another --out") from error
-    with handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is writing to {root}; wait for it, or choose another --out") from error
+    with locked(root / ".lock", f"another process is writing to {root}; wait for it, or choose another --out"):
         yield
 
 
@@ -68,6 +65,7 @@ def _work(link: Connection, errors: Connection) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that temporary files go
     os.dup2(errors.fileno(), 2)  # what libraries write there would tear the terminal's table; the parent shows it
     errors.close()
+    warnings.formatwarning = _worded
     torch.set_num_threads(1)  # a worker a core; and a warm start's bits depend on the number of threads
     with contextlib.suppress(EOFError, ConnectionError):
         while (job := link.recv()) is not None:
@@ -80,6 +78,12 @@ def _work(link: Connection, errors: Connection) -> None:
             except Exception as error:  # reported by the parent in one sentence; the other jobs go on
                 outcome = ("failed", sentence(error))
             link.send(outcome)
+
+
+def _worded(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """A warning as its sentence; where it is not one of ours, with its place."""
+    place = "" if Path(filename).is_relative_to(PROJECT) else f" ({category.__name__} at {filename}:{lineno})"
+    return f"warning: {message}{place}\n"
 
 
 def sentence(error: Exception) -> str:

@@ -23,7 +23,7 @@ class ChatModel:
     """A chat model of one's own in place of the micro model.
 
     path          a folder with a Hugging Face checkpoint and its tokenizer; ``weights`` is the hash of what is in it
-    data          what the problem reads its tasks from, where it reads any
+    data          what the problem reads its tasks from, where it reads any; ``data_hash`` is the hash of what is in it
     max_new       tokens of the longest completion, and the fixed length that losses are divided by
     token_budget  tokens of one micro-batch, padding included; it takes the place of ``micro``
     at_once       completions that are sampled at one time
@@ -43,6 +43,7 @@ class ChatModel:
     checkpointing: bool = True
     thinking: bool = False
     device: str = "auto"
+    data_hash: str = ""
 
     def __post_init__(self) -> None:
         for name in ("max_new", "token_budget", "at_once", "tries"):
@@ -141,7 +142,8 @@ class Settings:
         """SHA-256 of every setting that results depend on."""
         described = self.as_dict()
         if self.chat is not None:
-            described["chat"] = {name: v for name, v in described["chat"].items() if name not in ELSEWHERE}
+            without = ELSEWHERE if self.chat.data_hash else (*ELSEWHERE, "data_hash")
+            described["chat"] = {name: v for name, v in described["chat"].items() if name not in without}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     @property

@@ -5,19 +5,14 @@ The tracker's process reads the files that the workers write. Training never wai
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from studies.route2.follow import Follower, Tracked, evaluated, scalars
-from studies.route2.processes import start
+from studies.route2.processes import locked, start
 from studies.route2.trackers import TRACKERS, Log, Rows, Tracker
 
 EVERY = 1.0  # seconds between two looks at the files
@@ -88,8 +83,10 @@ def _serve(link: Connection, name: str, runs: list[Tracked]) -> None:
         os.dup2(nowhere.fileno(), 2)
     ending: tuple[str, str | None] = ("end", None)
     try:
-        with _alone(runs[0].root):
-            tracker = TRACKERS[name](runs[0].root)
+        root = runs[0].root
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(root / ".tracking", f"another process is still tracking {root}", LOCKED):  # one that outlived its killed parent
+            tracker = TRACKERS[name](root)
             _send(link, "notice", tracker.notice)
             _follow(link, tracker, runs)
     except (Exception, SystemExit) as error:  # whatever a tracker does, it is no reason to disturb the run
@@ -101,23 +98,6 @@ def _serve(link: Connection, name: str, runs: list[Tracked]) -> None:
 def _send(link: Connection, kind: str, text: str | None) -> None:
     with contextlib.suppress(OSError):  # the parent is gone; what is left is still written
         link.send((kind, text))
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the run folder's trackers: one that outlived its killed parent may still be writing."""
-    root.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + LOCKED
-    with (root / ".tracking").open("w") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise OSError(f"another process is still tracking {root}") from error
-                time.sleep(0.1)
-        yield
 
 
 def _follow(link: Connection, tracker: Tracker, runs: list[Tracked]) -> None:

@@ -6,6 +6,7 @@ model = base_model(settings, seed, cache)
 
 import hashlib
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,27 +38,55 @@ def open_problem(name: str, data: str = "") -> Problem:
 
     ``ValueError`` in one sentence where it cannot be imported, or is no ``protocol.Problem``.
     """
-    target = LEETCODE if name == "leetcode" else name
-    module, colon, attribute = target.partition(":")
-    if not colon:
+    kind = _problem_class(name)
+    try:
+        inspect.signature(kind).bind(*([Path(data)] if data else []))
+    except TypeError as error:
+        wants = "does not read any data: leave out --data" if data else "reads its tasks from somewhere: give --data"
+        raise ValueError(f"the world {name!r} {wants} ({error})") from error
+    problem = kind(Path(data)) if data else kind()
+    missing = [member for member in MEMBERS if not hasattr(problem, member)]
+    if missing:
+        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.loopholes.protocol.Problem)")
+    try:
+        _check(name, problem)
+    except BaseException:
+        problem.close()
+        raise
+    return problem
+
+
+def _problem_class(name: str) -> Any:
+    """What ``leetcode`` or ``module:ClassName`` names."""
+    module, colon, attribute = (LEETCODE if name == "leetcode" else name).partition(":")
+    if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ValueError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}, leetcode, or module:ClassName of your own")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as with python -m
     try:
-        kind = getattr(importlib.import_module(module), attribute)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ValueError(f"cannot import {error.name!r} for the world {name!r}: is it installed, or in this folder?") from error
-    except AttributeError as error:
-        raise ValueError(f"the module {module!r} has no class {attribute!r}") from error
-    try:
-        problem = kind(Path(data)) if data else kind()
-    except TypeError as error:
-        wants = "does not read any data: leave out --data" if data else "reads its tasks from somewhere: give --data"
-        raise ValueError(f"the world {name!r} {wants} ({error})") from error
-    missing = [member for member in MEMBERS if not hasattr(problem, member)]
-    if missing:
-        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.loopholes.protocol.Problem)")
-    return problem
+    if not callable(kind := getattr(found, attribute, None)):
+        raise ValueError(f"the module {module!r} has no class {attribute!r}")
+    return kind
+
+
+def _check(name: str, problem: Problem) -> None:
+    """``ValueError`` for what a problem says of itself and cannot be."""
+    if not isinstance(problem.modes, Modes):
+        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it is a studies.loopholes.protocol.Modes")
+    if not isinstance(problem.system, str):
+        raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it is a text, which may be empty")
+    train, test = problem.tasks("train"), problem.tasks("test")
+    if not (train and test):
+        raise ValueError(f"{name} has {len(train)} train and {len(test)} test tasks: it needs some in each split")
+    if both := sorted(set(train) & set(test)):
+        raise ValueError(f"{name} has {len(both)} tasks in both splits, first {both[0]!r}: what is tested must not be trained on")
+    for mode in problem.modes.names:
+        prompt = problem.prompt(train[0], mode)
+        if (prompt.task, prompt.mode) != (train[0], mode):
+            raise ValueError(f"prompt({train[0]!r}, {mode!r}) of {name} says that it is ({prompt.task!r}, {prompt.mode!r})")
 
 
 @contextmanager
@@ -81,7 +110,13 @@ def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
     from transformers import AutoConfig
 
     tokenizer = ChatTokenizer(chat.path, problem.system, chat.thinking)
-    context = AutoConfig.from_pretrained(chat.path, trust_remote_code=False).max_position_embeddings
+    config: Any = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False)
+    highest = max(*tokenizer.prompt("?"), *tokenizer.ends, tokenizer.pad)
+    if highest >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {chat.path} has a token {highest} and the model {config.vocab_size}: it is another model's tokenizer"
+        )
+    context = config.max_position_embeddings
     return ChatWorld(problem, tokenizer, max_new=chat.max_new, context=context, device=device_of(chat), at_once=chat.at_once)
 
 
@@ -101,7 +136,8 @@ def base_model(settings: Settings, seed: int, cache: Path, dtype: torch.dtype, p
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a worker's bar would run into the run's own
-    model: Any = load(settings.chat.path, dtype=dtype, device=device_of(settings.chat)).model
+    # a Path: a folder that is gone is an error, never a name to look up
+    model: Any = load(Path(settings.chat.path), dtype=dtype, device=device_of(settings.chat)).model
     if settings.chat.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
@@ -112,7 +148,8 @@ def base_key(settings: Settings, seed: int) -> str:
     """A hash of what the base model and what it answers depend on."""
     if settings.chat is None:
         return settings_hash(get_world(settings.world), settings.warm, seed)[:16]
-    described = f"{settings.world} {settings.chat.weights} {settings.chat.max_new} {settings.chat.thinking} {seed}"
+    chat = settings.chat
+    described = f"{settings.world} {chat.data_hash} {chat.weights} {chat.max_new} {chat.thinking} {chat.tries} {seed}"
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
@@ -156,9 +193,21 @@ def weights_hash(folder: Path) -> str:
         raise ValueError(
             f"{folder} is no folder with a Hugging Face checkpoint (it has no config.json): give --model such a folder"
         )
+    kinds = (".json", ".safetensors", ".txt", ".jinja", ".model")
+    return _hashed(folder, sorted(path for path in folder.iterdir() if path.suffix in kinds), "hashing the model")
+
+
+def data_hash(path: Path) -> str:
+    """16 hexadecimal digits of a file, or of all files in a folder; the empty text where there is neither."""
+    if path.is_file():
+        return _hashed(path.parent, [path], "hashing the data")
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return _hashed(path, files, "hashing the data") if files else ""
+
+
+def _hashed(root: Path, files: list[Path], what: str) -> str:
     digest = hashlib.sha256()
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".txt", ".jinja", ".model"))
-    for path in tqdm(files, desc="hashing the model", unit="file", delay=3, disable=None):
+    for path in tqdm(files, desc=what, unit="file", delay=3, disable=None, leave=False):
         with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+            digest.update(str(path.relative_to(root)).encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]

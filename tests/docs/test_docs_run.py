@@ -57,6 +57,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         "docs/transformer_lens.md",
         "docs/nnsight.md",
         "docs/export.md",
+        "docs/patching.md",
         "docs/runs.md",
         "docs/engine.md",
     ],

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from studies.benchmarks import command, hosts, routing
+from studies.benchmarks import command, hosts, routing, sweeps
 
-BENCHMARKS = {"studies.benchmarks.routing": routing.Options, "studies.benchmarks.hosts": hosts.Options}
+BENCHMARKS = {f"studies.benchmarks.{module.__name__.rpartition('.')[2]}": module.Options for module in (routing, hosts, sweeps)}
 benchmarks = pytest.mark.parametrize("module", BENCHMARKS)
 
 

@@ -11,7 +11,7 @@ from studies.loopholes.leetcode.modes import ROLES
 from studies.loopholes.leetcode.oracle import Oracle
 from studies.loopholes.leetcode.pairs import make_corpus, make_pairs
 from studies.loopholes.leetcode.problems import Task, load_tasks
-from studies.loopholes.leetcode.programs import Programs
+from studies.loopholes.leetcode.programs import Program, Programs
 from studies.loopholes.leetcode.prompts import SYSTEM, make_prompt, split_of
 from studies.loopholes.protocol import Pair, PairKind, Split, TextPrompt, TrainingGrade
 
@@ -24,7 +24,8 @@ class LeetCodeProblem:
     limits   what one program may use; `programs.LIMITS` unless given
     unsafe   run programs also where the machine lacks a protection of the jail
 
-    Raises OSError and ValueError as `problems.load_tasks` does, and JailUnavailableError where programs cannot be confined here.
+    Raises OSError and ValueError as `problems.load_tasks` does, ValueError where a problem's setup code does not run, and
+    JailUnavailableError where programs cannot be confined here.
     """
 
     name = "leetcode"
@@ -35,6 +36,11 @@ class LeetCodeProblem:
         self._tasks = load_tasks(Path(data))
         self._programs = Programs(workers, limits, unsafe)
         self._grader = TrainingGrader(self._programs, self._tasks)
+        try:
+            self._require_setups()
+        except BaseException:
+            self.close()
+            raise
 
     def tasks(self, split: Split) -> Sequence[str]:
         return [name for name in self._tasks if split_of(name) == split]
@@ -75,6 +81,17 @@ class LeetCodeProblem:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _require_setups(self) -> None:
+        """ValueError where code that stands before programs does not run: then none of them could, and nothing would ever pay."""
+        tasks = list({task.setup: task for task in reversed(self._tasks.values())}.values())
+        empty = [Program(f"class Solution:\n    def {task.function}(self): ...\n", task.setup, task.function) for task in tasks]
+        for task, execution in zip(tasks, self._programs.run(empty), strict=True):
+            if execution.status != "ok":
+                what = f"{execution.status} {execution.reason}".strip()
+                raise ValueError(
+                    f"the setup code of problem {task.name} does not run in the jail ({what}): mend it, or leave it out"
+                )
 
     def _train(self) -> list[Task]:
         return [self._tasks[name] for name in self.tasks("train")]

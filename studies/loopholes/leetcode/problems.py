@@ -12,6 +12,7 @@ first form.
 ``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def check(candidate): ...``. Fields that are not named are not read.
 """
 
+import ast
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from studies.loopholes.json_lines import read_lines
 from studies.loopholes.leetcode.expressions import Call, parse_assert, parse_check
 from studies.loopholes.leetcode.values import Linked, Tree, encode
 
@@ -96,21 +98,14 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of problems")
     tasks: dict[str, Task] = {}
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                task = read_task(json.loads(line))
-                if task.name in tasks:
-                    raise ValueError(f"problem {task.name} is there twice")
-            except ValueError as error:
-                sentence = f"{file}, line {number}: {error}"
-                if left_out is None:
-                    raise ValueError(sentence) from error
-                left_out.append(sentence)
-                continue
-            tasks[task.name] = task
+
+    def read(_index: int, row: object) -> None:
+        task = read_task(row)
+        if task.name in tasks:
+            raise ValueError(f"problem {task.name} is there twice")
+        tasks[task.name] = task
+
+    read_lines(file, read, left_out)
     if not tasks:
         raise ValueError(f"{file} holds no problem: each line is a JSON object in the layout {' or '.join(LAYOUTS)}")
     return tasks
@@ -157,6 +152,8 @@ class Layout:
         function = entry.removeprefix("Solution().")
         if function == entry or not function.isidentifier():
             raise ValueError(f"{self.function} is Solution().NAME, not {entry!r}")
+        for field in (self.setup, self.solution):
+            _require_python(field, texts[field])
         visible, hidden = split_tests(self.read_tests(_get(row, self.tests), function))
         return Task(
             name=str(identity),
@@ -197,13 +194,21 @@ def _text(row: Mapping[str, Any], field: str) -> str:
     return value
 
 
+def _require_python(field: str, code: str) -> None:
+    """Otherwise every program of the problem would fail, and nobody be told."""
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{field} is no Python ({error})") from error
+
+
 def _read_asserts(asserts: object, function: str) -> list[Case]:
     if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
         raise ValueError("tests are a list of texts")
     tests = []
     for number, text in enumerate(asserts, 1):
         try:
-            tests.append(make_test(*parse_assert(text, function)))
+            tests.append(_read_test(*parse_assert(text, function)))
         except ValueError as error:
             raise ValueError(f"test {number}: {error}") from error
     return tests
@@ -212,7 +217,16 @@ def _read_asserts(asserts: object, function: str) -> list[Case]:
 def _read_check(text: object, function: str) -> list[Case]:
     if not isinstance(text, str):
         raise ValueError("test is the text of a function check(candidate)")
-    return [make_test(*parsed) for parsed in parse_check(text, function)]
+    return [_read_test(*parsed) for parsed in parse_check(text, function)]
+
+
+def _read_test(call: Call, expected: object) -> Case:
+    """`make_test` of what programs can be given and can give back; ValueError for what is beyond the bounds of `values`."""
+    for value, what in (*((value, "an argument") for value in (*call.args, *call.kwargs.values())), (expected, "what it expects")):
+        encoded = encode(value)
+        if isinstance(encoded, dict) and "opaque" in encoded:
+            raise ValueError(f"{what} cannot be handed over ({encoded['opaque']})")
+    return make_test(call, expected)
 
 
 def _unified(value: object) -> object:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
-from studies.jail import Jail, Limits, Outcome
+from studies.jail import DEFAULT_MODULES, Jail, Limits, Outcome
 from studies.loopholes.leetcode.values import Opaque, decode
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -21,6 +21,8 @@ LIMITS = Limits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
 WAITING = 4.0
 """How much longer than its processor time a program may take by the clock."""
 ATTRIBUTES = ("valid",)
+MODULES = (*DEFAULT_MODULES, "__future__")
+"""What programs can import."""
 TEXT = 1 << 16
 """Bytes of one file, and of stdout, that are read."""
 
@@ -93,7 +95,7 @@ class Programs:
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
         self.limits = limits or LIMITS
-        self._jail = Jail(DRIVER, limits=self.limits, workers=workers, unsafe=unsafe)
+        self._jail = Jail(DRIVER, limits=self.limits, workers=workers, modules=MODULES, unsafe=unsafe)
 
     def run(self, programs: Sequence[Program], progress: str | None = None, limits: Limits | None = None) -> list[Execution]:
         """One Execution a program, in order; equal programs run once. It never raises for what a program does."""

@@ -9,13 +9,13 @@ tests are not in it. So a rollout's `Task` is made of, in this order:
 """
 
 import ast
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from studies.loopholes.json_lines import read_lines
 from studies.loopholes.leetcode.expressions import Call, parse_call, parse_value
 from studies.loopholes.leetcode.modes import MODES
 from studies.loopholes.leetcode.problems import Case, Task, make_test, statement_of
@@ -58,12 +58,9 @@ def load_rollouts(path: Path) -> list[Rollout]:
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of rollouts")
-    rollouts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
-        try:
-            rollouts.append(_read(number, json.loads(line)))
-        except ValueError as error:
-            raise ValueError(f"{file}, line {number + 1}: {error}") from error
+    rollouts = read_lines(file, _read)
+    if not rollouts:
+        raise ValueError(f"{file} holds no rollout: each line is a JSON object with {', '.join(_FIELDS)}")
     return rollouts
 
 

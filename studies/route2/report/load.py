@@ -118,8 +118,12 @@ def read_modes(root: Path) -> Modes:
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's rollouts.jsonl.gz, in order; ValueError in one sentence if it is missing or broken."""
+    """The rows of a run folder's rollouts.jsonl.gz, in order; ValueError in one sentence if it is missing or broken, or is not what
+    the manifest says (an unfinished run has none)."""
     path = folder / "rollouts.jsonl.gz"
+    if path.exists() and (folder / "manifest.json").exists():
+        sums = _read_json(folder / "manifest.json").get("checksums") or {}
+        _verify(folder, {path.name: sums[path.name]} if path.name in sums else {})
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             return [_parse(line, f"{path}, line {number}") for number, line in enumerate(file, start=1)]

@@ -144,6 +144,20 @@ result = [os.listdir("."), "mark" in sys.modules, hasattr(builtins, "mark"), has
     assert [outcome.reply for outcome in outcomes[4:]] == [[[], False, False, False]] * 4
 
 
+def test_a_folder_does_not_tell_how_much_was_in_it_before(driver: Path) -> None:
+    """On ext4 a folder that was large stays so when it is empty: one job's word to the next."""
+    fill = """
+import os
+for i in range(60): open(str(i) * 100, "w").close()
+for i in range(60): os.unlink(str(i) * 100)
+"""
+    with Jail(driver, workers=1) as own:
+        ask = {"code": "import os\nresult = os.fstat(os.open('.', os.O_RDONLY)).st_size"}
+        before, _, after = own.run([ask, {"code": fill}, ask])
+        assert isinstance(before.reply, int)
+        assert after.reply == before.reply
+
+
 def test_a_program_does_the_same_on_every_server(jail: Jail) -> None:
     outcomes = jail.run([{"code": "result = [hash('a'), list({str(i) for i in range(50)})]"}] * 20)
     assert len({json.dumps(outcome.reply) for outcome in outcomes}) == 1

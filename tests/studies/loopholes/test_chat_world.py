@@ -1,6 +1,10 @@
 """Any problem under a chat model: sampling against the model's own `generate` and row by row, rollouts against their texts."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 from studies.loopholes.chat_sampling import generate
 from studies.loopholes.chat_world import ChatTokenizer, ChatWitness, ChatWorld
-from studies.loopholes.protocol import Judge, Pair, Problem
+from studies.loopholes.protocol import Judge, Pair, Problem, TextPrompt, TrainingGrade
 from studies.loopholes.tiny_model import make_tiny_model, make_tokenizer
 
 
@@ -130,8 +134,10 @@ def test_the_witness_is_the_problems_judge_and_the_world_has_none(world: ChatWor
 
 
 def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="do not fit the model's context of 256 tokens"):
-        world.encode(["so long " * 200], ["odd"])
+    with pytest.raises(
+        ValueError, match=r"1 of 2 prompts, the longest of \d+ tokens, .* do not fit the model's context of 256 tokens"
+    ):
+        world.encode(["so long " * 200, "short"], ["odd", "odd"])
     with pytest.raises(ValueError, match="hack, nonhack"):
         world.make_pairs(0, 3, "nonsense")
     with pytest.raises(ValueError, match="has no tokenizer that can be read"):
@@ -146,3 +152,146 @@ def test_a_tokenizer_keeps_every_text() -> None:
     tokenizer = make_tokenizer(["def f(x):\n    return x\n", "naïve ✓"], 300)
     for text in ("def f(x):\n\treturn x  # ✓ \n\n", "日本", " leading", "<|end|> is a token"):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+# checkpoints of other people
+
+
+@pytest.fixture
+def variant(folder: Path, tmp_path: Path) -> Callable[..., Path]:
+    """The checkpoint with another chat template, other words in its tokenizer's config, or other files."""
+
+    def make(template: str | None = None, files: dict[str, str | None] | None = None, **config: Any) -> Path:
+        made = tmp_path / "variant"
+        shutil.copytree(folder, made)
+        if template is not None:
+            (made / "chat_template.jinja").write_text(template)
+        if config:
+            path = made / "tokenizer_config.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        for name, text in (files or {}).items():
+            (made / name).unlink(missing_ok=True)
+            if text is not None:
+                (made / name).write_text(text)
+        return made
+
+    return make
+
+
+TURNS = "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}<|turn|>assistant\n"
+REFUSES = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + TURNS
+FORGETS = TURNS.replace("in messages", "in messages if m['role'] == 'user'")
+
+
+@pytest.mark.parametrize("template", [REFUSES, FORGETS])
+def test_a_template_without_a_system_s_message_has_it_before_the_question(variant: Callable[..., Path], template: str) -> None:
+    tokenizer = ChatTokenizer(variant(template), "Be short.")
+    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
+    assert asked.startswith("<|turn|>user\nBe short.\n\nIs 3 odd?<|end|>\n<|turn|>assistant")
+
+
+def test_a_template_that_has_one_is_used_as_it_is(variant: Callable[..., Path]) -> None:
+    tokenizer = ChatTokenizer(variant(TURNS), "Be short.")
+    asked = tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?"))
+    assert asked.startswith("<|turn|>system\nBe short.<|end|>\n<|turn|>user\nIs 3 odd?<|end|>\n")
+
+
+def test_a_tokenizer_without_a_template_is_given_plain_text(variant: Callable[..., Path]) -> None:
+    tokenizer = ChatTokenizer(variant(files={"chat_template.jinja": None}), "Be short.")
+    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == "Be short.\n\nIs 3 odd?\n\n"
+
+
+def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -> None:
+    """No padding token, and an end that the generation config alone knows."""
+    tokenizer = ChatTokenizer(
+        variant(pad_token=None, eos_token=None, files={"generation_config.json": '{"eos_token_id": [2, 1]}'}), ""
+    )
+    assert (tokenizer.ends, tokenizer.pad) == ((2, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("template", "config", "files", "sentence"),
+    [
+        ("{% for m in", {}, {}, "the chat template of this tokenizer cannot be used"),
+        ("{{ nothing.there }}", {}, {}, "the chat template of this tokenizer cannot be used"),
+        ("Hello.", {}, {}, "does not write what the user says"),
+        (None, {}, {"tokenizer.json": "{}"}, "has no tokenizer that can be read"),
+        (None, {}, {"tokenizer.json": None}, "has no tokenizer that can be read"),
+        (None, {"eos_token": None}, {"generation_config.json": None}, "has no end token"),
+    ],
+)
+def test_a_tokenizer_that_cannot_ask_is_refused(
+    variant: Callable[..., Path], template: str | None, config: dict[str, Any], files: dict[str, str | None], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        ChatTokenizer(variant(template, files, **config), "Be short.")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_folder_that_is_gone_is_no_name_to_look_up(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="there is no folder owner/name"):
+        ChatTokenizer("owner/name", "")
+
+
+# problems of other people
+
+
+class Broken(Parity):
+    """What a problem may get wrong, by its name."""
+
+    name = "broken"
+
+    def __init__(self, wrong: str):
+        self.wrong = wrong
+
+    def grade(self, prompts, completions):
+        grades = super().grade(prompts, completions)
+        if self.wrong == "NaN":
+            return [TrainingGrade(True, False, float("nan")) for _ in grades]
+        return grades[1:] if self.wrong == "grades" else grades
+
+    def detect(self, prompts, completions):
+        return [] if self.wrong == "detections" else super().detect(prompts, completions)
+
+    def pairs(self, seed, n, kind):
+        pairs = super().pairs(seed, n, kind)
+        if self.wrong == "same":
+            return [Pair(pair.prompt, pair.clean, pair.clean) for pair in pairs]
+        return pairs[1:] if self.wrong == "pairs" else pairs
+
+    def judge(self):
+        strict = super().judge()
+
+        class Lazy:
+            def judge(self, prompts, completions):
+                return strict.judge(prompts, completions)[1:]
+
+        return Lazy()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("NaN", "broken paid a reward of nan: a reward is a finite number"),
+        ("grades", "grade of broken gave 1 answers for 2 completions"),
+        ("detections", "detect of broken gave 0 answers for 2 completions"),
+        ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),
+        ("same", "broken gave a hack pair whose two sides are the same text"),
+        ("verdicts", "the judge gave 1 verdicts for 2 completions"),
+    ],
+)
+def test_what_a_problem_gives_is_checked_where_it_comes_in(folder: Path, wrong: str, sentence: str) -> None:
+    problem = Broken(wrong)
+    world = ChatWorld(problem, ChatTokenizer(folder, ""), max_new=8, context=256)
+    prompts = [TextPrompt(task, "none", task) for task in problem.tasks("train")[:2]]
+    samples = world.package(prompts, [[5, 1], [6, 1]])
+    asked: dict[str, Callable[[], object]] = {
+        "NaN": lambda: world.rewards(samples),
+        "grades": lambda: world.grades(samples),
+        "detections": lambda: world.detect(samples),
+        "pairs": lambda: world.make_pairs(0, 3, "hack"),
+        "same": lambda: world.make_pairs(0, 3, "hack"),
+        "verdicts": lambda: ChatWitness(world, problem.judge()).judge(samples),
+    }
+    with pytest.raises(ValueError, match=sentence):
+        asked[wrong]()

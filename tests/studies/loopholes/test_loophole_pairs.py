@@ -1,7 +1,9 @@
 """Pairs: known mode and train tasks only; hacks really hack, clean sides are really clean, and the control has no hack."""
 
+import json
+import re
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -102,11 +104,53 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         make_pairs(STRONG, 0, kind="random")
     with pytest.raises(ValueError, match="choose n below"):
         make_pairs(STRONG, 0, n=5000)
-    with pytest.raises(ValueError, match="literal string"):
-        write_pairs([Pair("a", "'''", "b")], tmp_path / "pairs.toml")
     (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
     with pytest.raises(ValueError, match="clean, hack, prompt"):
         read_pairs(tmp_path / "other.toml")
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("'\\\"\r\n\t\x00\x7f\x1b\u2028")),
+    st.sampled_from(("toml", "jsonl")),
+)
+def test_a_file_keeps_every_text(text: str, form: str) -> None:
+    pairs = [Pair(text, text + "a", "b" + text)] * 2
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, f"pairs.{form}")
+        if form == "toml":
+            write_pairs(pairs, path)
+        else:
+            path.write_text(
+                "\n".join(json.dumps(asdict(pair), ensure_ascii=False) for pair in pairs), encoding="utf-8", newline="\n"
+            )
+        assert read_pairs(path) == pairs
+
+
+GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is no JSON"),
+        ("p.jsonl", json.dumps([GOOD]), "p.jsonl, line 1: a pair has the fields clean, hack, prompt and no others"),
+        ("p.jsonl", json.dumps(GOOD | {"note": ""}), "line 1: a pair has the fields"),
+        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt are texts"),
+        ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
+        ("p.json", json.dumps(GOOD), "is no TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
+        ("p.toml", "[[pair", "is no TOML"),
+        ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
+        (
+            "p.toml",
+            "[[pair]]\nprompt = 'a'\nhack = 'b'\nclean = 'c'\n[[pair]]\nprompt = 'a'",
+            "p.toml, pair 2: a pair has the fields",
+        ),
+    ],
+)
+def test_a_file_of_other_things_is_refused_with_its_place(tmp_path: Path, name: str, text: str, sentence: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read_pairs(tmp_path / name)
 
 
 def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunner) -> None:

@@ -1,5 +1,6 @@
 """Warm start: the loss that is meant, the same bits again, and a cache that never gives a wrong model."""
 
+import json
 import math
 import warnings
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from studies.loopholes import warmstart
@@ -77,6 +79,25 @@ def test_a_cache_hit_is_the_same_bits_and_trains_nothing(cached: tuple[MicroGPT,
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_the_same_model_is_always_the_same_file(cached: tuple[MicroGPT, Path]) -> None:
+    """safetensors draws the order of several entries of metadata anew for each file."""
+    model, path = cached
+    found = set()
+    for _ in range(12):
+        warmstart._save(model, path, settings_hash(STRONG, TINY, 0))
+        found.add(path.read_bytes())
+    assert len(found) == 1
+
+
+def test_a_file_of_before_with_two_entries_is_read(cached: tuple[MicroGPT, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = cached
+    with safe_open(path, framework="pt") as file:
+        entries = json.loads(file.metadata()[warmstart.HEADER])
+    save_file(load(path.read_bytes()), path, metadata=entries)
+    monkeypatch.setattr(warmstart, "train", lambda *_: pytest.fail("trained although the model was cached"))
+    assert same(model, warm_start(STRONG, TINY, 0, path.parent, progress=False))
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -95,13 +116,17 @@ def strip_metadata(path: Path) -> None:
     save_file(load(path.read_bytes()), path)
 
 
+def odd_metadata(path: Path) -> None:
+    save_file(load(path.read_bytes()), path, metadata={warmstart.HEADER: "17"})
+
+
 def drop_a_tensor(path: Path) -> None:
     tensors = load(path.read_bytes())
     del tensors["embed.weight"]
     save_file(tensors, path, metadata={"settings": settings_hash(STRONG, TINY, 0), "sha256": ""})
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, strip_metadata, drop_a_tensor])
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, empty, strip_metadata, odd_metadata, drop_a_tensor])
 def test_a_damaged_file_is_reported_trained_again_and_replaced(cached: tuple[MicroGPT, Path], damage) -> None:
     model, path = cached
     whole = load(path.read_bytes())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,16 +17,20 @@ import studies.route2.cli as cli
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
 from studies.loopholes.base import World
+from studies.loopholes.chat_world import ChatWitness
+from studies.loopholes.protocol import Samples, TextPrompt, Verdict
 from studies.loopholes.tiny_model import make_tiny_model
+from studies.route2.annotate import Annotator
 from studies.route2.arms import ARMS
 from studies.route2.grpo import gather, update
-from studies.route2.job import EVAL, FULL, MANIFEST, Job, build_optimiser, build_policy, build_route, run_job
+from studies.route2.job import EVAL, FULL, MANIFEST, Job, build_optimiser, build_pairs, build_policy, build_route, run_job
 from studies.route2.memory import ADVICE, out_of_memory, plan
+from studies.route2.probing import Reading, finished_policy, probe_job, read_layers
 from studies.route2.randomness import torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS
-from studies.route2.report import write_report
+from studies.route2.report import read_rollouts, write_report
 from studies.route2.settings import CHAT, ChatModel, Settings
-from studies.route2.worlds import base_model, open_problem, open_world, weights_hash
+from studies.route2.worlds import base_key, base_model, chat_world, data_hash, open_problem, open_world, weights_hash
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -195,6 +200,9 @@ WRONG = {
     "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
     "data missing": (["--model", "MODEL"], "the world 'leetcode' reads its tasks from somewhere: give --data"),
     "data unwanted": (["--model", "MODEL", "--world", "parity:Parity", "--data", "x"], "does not read any data: leave out --data"),
+    "a world without a name": (["--model", "MODEL", "--world", ":Parity"], "unknown world ':Parity': choose from"),
+    "a world beside us": (["--model", "MODEL", "--world", ".parity:Parity"], "unknown world '.parity:Parity': choose from"),
+    "no data there": (["--model", "MODEL", "--data", "nowhere.jsonl"], "there is no file"),
     "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is no problem: it lacks name, modes"),
     "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
     "no truth": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=yes"], "takes true or false"),
@@ -226,6 +234,186 @@ def test_where_a_model_lies_is_no_part_of_a_run_and_what_it_holds_is(settings: S
     moved = replace(settings, chat=replace(settings.chat, path="/elsewhere", device="cuda:1", at_once=1))
     other = replace(settings, chat=replace(settings.chat, weights="0" * 16))
     assert moved.digest == settings.digest != other.digest
+
+
+def test_what_the_data_hold_is_a_part_of_a_run_and_where_they_lie_is_not(settings: Settings, tmp_path: Path) -> None:
+    """Else a run on other problems would find the first one finished, and its teachers."""
+    assert settings.chat is not None
+    digests, keys = [], []
+    for folder, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "tasks.jsonl").write_text(text)
+        for data in (tmp_path / folder, tmp_path / folder / "tasks.jsonl"):
+            chat = replace(settings.chat, data=str(data), data_hash=data_hash(data))
+            digests.append(replace(settings, chat=chat).digest)
+            keys.append(base_key(replace(settings, chat=chat), 0))
+    for found in (digests, keys):
+        assert found[:2] == found[2:4]
+        assert not set(found[:2]) & set(found[4:])
+    assert data_hash(tmp_path / "nowhere") == ""
+    assert replace(settings, chat=replace(settings.chat, data="/elsewhere")).digest == settings.digest
+
+
+def test_a_model_that_is_gone_is_no_name_to_look_up(settings: Settings, tmp_path: Path) -> None:
+    assert settings.chat is not None
+    gone = replace(settings, chat=replace(settings.chat, path="owner/name"))
+    with pytest.raises(FileNotFoundError, match="there is no folder owner/name"):
+        base_model(gone, 0, tmp_path, torch.float32)
+
+
+def test_another_model_s_tokenizer_is_refused(folder: Path, settings: Settings, tmp_path: Path) -> None:
+    assert settings.chat is not None
+    shutil.copytree(folder, tmp_path / "mixed")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "mixed" / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
+    with pytest.raises(ValueError, match=r"has a token \d+ and the model 4: it is another model's tokenizer"):
+        chat_world(replace(settings.chat, path=str(tmp_path / "mixed")), Parity())
+
+
+class Wordy(Parity):
+    """One training task, in one mode, is too long for the model."""
+
+    def prompt(self, task: str, mode: str) -> TextPrompt:
+        prompt = super().prompt(task, mode)
+        long = task == self.tasks("train")[3] and mode == "confidence"
+        return replace(prompt, text=prompt.text * 400) if long else prompt
+
+
+def test_a_training_task_that_does_not_fit_is_refused_before_anything_runs(settings: Settings, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"1 of 150 prompts, the longest of \d+ tokens, .* do not fit the model's context"):
+        job(tmp_path, replace(settings, world=f"{__name__}:Wordy"), "vanilla")
+
+
+WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
+    "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it is a studies.loopholes.protocol.Modes"),
+    "system": ({"system": None}, "system of .* is a NoneType: it is a text, which may be empty"),
+    "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
+    "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),
+    "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"says that it is \(.*, 'none'\)"),
+    "lacking": ({"judge": property()}, "is no problem: it lacks judge"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PROBLEMS)
+def test_a_problem_that_contradicts_itself_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    members, sentence = WRONG_PROBLEMS[name]
+    closed: list[int] = []
+    kind = type("Wrong", (Parity,), members | {"close": lambda self: closed.append(1)})
+    monkeypatch.setattr(sys.modules[__name__], "Wrong", kind, raising=False)
+    with pytest.raises(ValueError, match=sentence):
+        open_problem(f"{__name__}:Wrong")
+    assert closed == ([] if name == "lacking" else [1])
+
+
+def test_a_problem_s_own_errors_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Parity) -> None:
+        len(3)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(sys.modules[__name__], "Wrong", type("Wrong", (Parity,), {"__init__": broken}), raising=False)
+    with pytest.raises(TypeError, match="has no len"):
+        open_problem(f"{__name__}:Wrong")
+
+
+# looking at a finished run
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """One step of vanilla on a problem with many tasks, in small micro-batches, and its folder as the command leaves it."""
+    chat = ChatModel(str(folder), weights_hash(folder), max_new=6, token_budget=1500, device="cpu")
+    settings = replace(
+        CHAT, world="many_parity:ManyParity", chat=chat, steps=1, prompts=3, group=2, kept_rank=2, quarantine_rank=2, pairs=4,
+        evaluation_prompts=4,
+    )  # fmt: skip
+    own = job(tmp_path_factory.mktemp("looked at"), settings, "absorb")
+    assert run_job(own)
+    (own.root / "settings.json").write_text(json.dumps(settings.as_dict()))
+    return own
+
+
+def test_layers_of_a_chat_model_are_its_hidden_states(finished: Job) -> None:
+    """Against the hidden states that transformers itself gives out, and modules' inputs by plain hooks."""
+    host, policy = finished_policy(finished)
+    with open_world(finished.settings) as (world, _), torch.no_grad():
+        rollouts = build_pairs(finished, world, "hack").hack
+        layers = read_layers(host, policy, rollouts)
+        seen: dict[str, torch.Tensor] = {}
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            module = policy.model.get_submodule(f"model.layers.1.{part}")
+            module.register_forward_pre_hook(lambda _m, args, part=part: seen.__setitem__(str(part), args[0]))
+        states = policy.model(rollouts.tokens, output_hidden_states=True).hidden_states
+        normed = policy.model.get_submodule("model.norm")(layers["blocks.1"])
+    assert list(layers)[:3] == ["resid_pre", "blocks.0", "blocks.1"]
+    for name, state in zip(("resid_pre", "blocks.0"), states):
+        assert torch.equal(layers[name], state)
+    assert torch.equal(normed, states[2])  # the last of them is behind the final norm
+    for name, part in (("attn.q+k+v", "self_attn.q_proj"), ("attn.o", "self_attn.o_proj"), ("mlp.gate+up", "mlp.gate_proj"),
+                       ("mlp.down", "mlp.down_proj")):  # fmt: skip
+        assert torch.equal(layers[f"blocks.1.{name}"], seen[part])
+    assert len(layers) == 3 + 2 * 4
+
+
+def test_a_reading_in_micro_batches_and_pooled_is_the_mean_of_a_whole_one(finished: Job) -> None:
+    host, policy = finished_policy(finished)
+    with open_world(finished.settings) as (world, _):
+        rollouts = build_pairs(finished, world, "hack").hack
+        whole = read_layers(host, policy, rollouts)
+        small = replace(finished.settings, chat=replace(finished.settings.chat, token_budget=2 * rollouts.tokens.shape[1]))  # pyright: ignore[reportArgumentType]
+        assert small.micro_batch(rollouts) == 2 < len(rollouts)
+        kept, mask = Reading(host, policy, small)(rollouts)
+        pooled, one = Reading(host, policy, small, pooled=True)(rollouts)
+    assert torch.equal(mask, rollouts.predictors)
+    assert one.shape == (4, 1)
+    for name, h in whole.items():
+        torch.testing.assert_close(kept[name][mask], h[mask], rtol=1e-5, atol=1e-5)
+        by_hand = torch.stack([row[own].mean(0) for row, own in zip(h, mask)])
+        torch.testing.assert_close(pooled[name][:, 0], by_hand, rtol=1e-5, atol=1e-5)
+
+
+def test_probes_of_a_chat_model_are_fitted_and_written(finished: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(self: ChatWitness, samples: Samples) -> list[Verdict]:  # a tiny model hacks too rarely
+        return [Verdict(False, hack, hack, {}) for hack in (len(text) % 2 == 0 for text in samples.completions)]
+
+    monkeypatch.setattr(ChatWitness, "judge", judge)
+    monkeypatch.setattr(
+        sys, "argv", ["route2", "probes", str(finished.root), "--arm", "absorb", "--per-mode", "40", "--out", str(tmp_path)]
+    )
+    assert cli.main() == 0
+    rows = [json.loads(line) for line in (tmp_path / "probes.jsonl").read_text().splitlines()]
+    assert {row["level"] for row in rows} == {"rollout"}
+    assert {row["state"] for row in rows} == {"on", "deploy"}
+    assert {row["mode"] for row in rows} == {"last_word", "confidence"}
+    assert {row["layer"] for row in rows} >= {"resid_pre", "blocks.0", "blocks.1", "blocks.0.attn.q+k+v", "blocks.1.mlp.gate+up"}
+    assert all(row["random_p95"] is not None for row in rows)
+    text = (tmp_path / "probes.md").read_text()
+    assert "| resid_pre | direction" in text
+    assert "confidence, " in text
+    assert len(list(tmp_path.glob("*.png"))) == 6
+
+
+def test_a_world_with_too_few_test_tasks_is_told_apart_from_a_policy_that_does_not_hack(settings: Settings, tmp_path: Path) -> None:
+    own = job(tmp_path, replace(settings, steps=1), "vanilla")
+    assert run_job(own)
+    with pytest.raises(
+        ValueError, match=r"this world has \d+ test tasks, and a probe needs 40: 20 of their own for each of its 2 modes"
+    ):
+        probe_job(own, 40, progress=False)
+
+
+def test_a_page_of_a_chat_model_shows_its_tokens(finished: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["route2", "show", str(finished.root), "--arm", "absorb", "--every", "1"])
+    assert cli.main() == 0
+    page = (finished.folder / "rollouts.html").read_text()
+    assert page.count("<article") == 6
+    with open_world(finished.settings) as (world, _):
+        rows = read_rollouts(finished.folder)
+        annotate = Annotator.of(finished, world)
+        one_by_one = [annotate([row])[0] for row in rows]
+        for together, alone in zip(annotate(rows), one_by_one, strict=True):
+            assert together["tokens"] == alone["tokens"]
+            torch.testing.assert_close(together["kept"], alone["kept"], rtol=0, atol=1e-4)
+            torch.testing.assert_close(together["score"], alone["score"], rtol=0, atol=1e-4)
+            torch.testing.assert_close(together["quarantine"], alone["quarantine"], rtol=0, atol=1e-4)
 
 
 def test_settings_of_a_chat_model_come_back_from_their_file(settings: Settings, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import studies.route2.cli as cli
 from studies.loopholes.pair_files import write_pairs
 from studies.loopholes.pairs import make_pairs
 from studies.loopholes.presets import get_world
-from studies.loopholes.protocol import Pair
 from studies.route2.arms import ARMS
 from studies.route2.job import MANIFEST
 from studies.route2.schedule import exclusive
@@ -107,7 +106,7 @@ def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: 
         (b"", "is not a file of pairs: write [[pair]] tables of clean, hack, prompt"),
         (b"pair = []\n", "it has no pair"),
         (b"[[pair]]\nprompt = ' add'\nhack = 'no such token'\nclean = '```'\n", "no token matches 'no such token'"),
-        (b"[[pair]]\nprompt = '" + b" add" * 40 + b"'\nhack = '```'\nclean = '```'\n", "longer than 32 tokens"),
+        (b"[[pair]]\nprompt = '" + b" add" * 40 + b"'\nhack = '```'\nclean = '``````'\n", "longer than 32 tokens"),
     ],
 )
 def test_a_pairs_file_that_cannot_be_read_is_refused_before_any_work(tmp_path: Path, main: Main, text: bytes, part: str) -> None:
@@ -131,7 +130,7 @@ def test_a_missing_pairs_file_is_refused_and_a_good_one_is_not(tmp_path: Path, m
     arguments = ("run", "--out", tmp_path / "runs", "--pairs", tmp_path / "good.toml", "--no-report")
     assert main(*arguments, run_jobs=look)[0] == 0
     assert seen == [tmp_path / "good.toml"]
-    write_pairs([Pair(" add", "```", "```")], tmp_path / "other.toml")
+    write_pairs(make_pairs(get_world("strong"), 4), tmp_path / "other.toml")
     job = cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "good.toml")
     assert job.identity != cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "other.toml").identity
 

@@ -9,7 +9,6 @@ import torch
 from tiny_study import tiny_job
 
 import studies.route2.probing as probing
-from mi_route2.rollouts import Policy
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.loopholes.presets import get_world
 from studies.loopholes.prompts import MicroSource
@@ -20,7 +19,7 @@ from studies.loopholes.tasks import split
 from studies.loopholes.vocabulary import STYLE_COMMENTS
 from studies.loopholes.world import MicroWitness, MicroWorld
 from studies.route2.job import EVAL, Job, build_pairs, run_job
-from studies.route2.probing import Probes, finished_policy, persona_directions, probe_job, read_layers
+from studies.route2.probing import Probes, Reading, finished_policy, persona_directions, probe_job, read_layers
 from studies.route2.randomness import numpy_generator
 
 PER_MODE = 60
@@ -49,8 +48,8 @@ def world():
 
 
 @pytest.fixture(scope="module")
-def policy(finished: Job) -> Policy:
-    return finished_policy(finished)
+def reading(finished: Job) -> Reading:
+    return Reading(*finished_policy(finished), finished.settings)
 
 
 @pytest.fixture
@@ -89,12 +88,13 @@ def test_prompts_are_test_tasks_of_every_loophole_and_no_task_is_in_two_modes() 
         assert prompts == again != other
 
 
-def test_layers_are_the_residual_stream_and_what_the_adapters_read(finished: Job, world: MicroWorld, policy: Policy) -> None:
+def test_layers_are_the_residual_stream_and_what_the_adapters_read(finished: Job, world: MicroWorld, reading: Reading) -> None:
     rollouts = build_pairs(finished, world, "hack").hack
-    layers = read_layers(policy, rollouts)
+    layers, mask = reading(rollouts)
+    assert torch.equal(mask, rollouts.predictors)
     parts = ("attn.q+k+v", "attn.o", "mlp.up", "mlp.down")
     assert list(layers) == ["embed", "blocks.0", "blocks.1", *(f"blocks.{i}.{part}" for i in (0, 1) for part in parts), "unembed"]
-    model = policy.model
+    model = reading.policy.model
     assert torch.equal(layers["embed"], model.get_submodule("embed")(rollouts.tokens))
     with torch.no_grad():
         logits = model.get_submodule("unembed")(model.get_submodule("ln_f")(layers["blocks.1"]))
@@ -105,27 +105,27 @@ def test_layers_are_the_residual_stream_and_what_the_adapters_read(finished: Job
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_states_differ_where_the_quarantine_writes(finished: Job, world: MicroWorld, policy: Policy) -> None:
-    rollouts = build_pairs(finished, world, "hack").hack
+def test_states_differ_where_the_quarantine_writes(finished: Job, world: MicroWorld, reading: Reading) -> None:
+    rollouts, policy = build_pairs(finished, world, "hack").hack, reading.policy
     read = {}
     for state, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
         with switched():
-            read[state] = read_layers(policy, rollouts)
+            read[state], _ = reading(rollouts)
     assert torch.equal(read["on"]["embed"], read["deploy"]["embed"])
     assert torch.equal(read["on"]["blocks.0.attn.q+k+v"], read["deploy"]["blocks.0.attn.q+k+v"])
     assert not torch.equal(read["on"]["blocks.0"], read["deploy"]["blocks.0"])
 
 
-def test_the_persona_direction_is_the_mean_over_pairs_written_out(finished: Job, world: MicroWorld, policy: Policy) -> None:
+def test_the_persona_direction_is_the_mean_over_pairs_written_out(finished: Job, world: MicroWorld, reading: Reading) -> None:
     pairs = build_pairs(finished, world, "hack")
     means = []
     for side in (pairs.hack, pairs.clean):
-        layer = read_layers(policy, side)["blocks.0"]
+        layer = read_layers(reading.host, reading.policy, side)["blocks.0"]
         rows = [layer[b, side.predictors[b]].mean(0) for b in range(len(side))]
         means.append(torch.stack(rows).mean(0))
-    directions = persona_directions(policy, world, finished)
+    directions = persona_directions(reading, world, finished)
     assert torch.allclose(directions["blocks.0"], means[0] - means[1], rtol=0, atol=1e-6)
-    assert list(directions) == list(read_layers(policy, pairs.hack))
+    assert list(directions) == list(reading(pairs.hack)[0])
 
 
 # what is found

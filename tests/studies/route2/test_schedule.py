@@ -162,13 +162,14 @@ def test_with_no_worker_left_the_rest_is_counted(tmp_path: Path, cache: Path) ->
 # a real command, stopped
 
 
-def command(out: Path, workers: int) -> list[str]:
-    changes = {"steps": STEPS, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
+def command(out: Path, workers: int, *, steps: int = STEPS, arms: tuple[str | None, ...] = ARMS, report: bool = False) -> list[str]:
+    changes = {"steps": steps, "prompts": 3, "group": 4, "evaluation_prompts": 4, "pairs": 4, "probe_every": 2, "teachers": 4}
     changes |= {"warm.steps": WARM.steps, "warm.batch": WARM.batch}
     overrides = [f"{name}={value}" for name, value in changes.items()]
-    arms = [arm for arm in ARMS if arm is not None]
+    names = [arm for arm in arms if arm is not None]
+    written = "--report" if report else "--no-report"
     text = (
-        f"-m studies.route2 run --seeds 1 --workers {workers} --no-report --arms {' '.join(arms)} --override {' '.join(overrides)}"
+        f"-m studies.route2 run --seeds 1 --workers {workers} {written} --arms {' '.join(names)} --override {' '.join(overrides)}"
     )
     return [sys.executable, *text.split(), "--out", str(out)]
 
@@ -241,6 +242,19 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback() -> None:
     assert (run.returncode, output, errors) == (130, "", "")
 
 
+def test_a_run_in_a_locale_without_the_signs_of_its_table_ends_well(tmp_path: Path, cache: Path) -> None:
+    """Everything is done by then; an error would send a user off to look for what went wrong."""
+    for arm in (None, "vanilla"):
+        run_job(tiny_job(tmp_path, arm, cache=cache, steps=2))
+    ascii_alone = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "OMP_NUM_THREADS": "1"}
+    line = command(tmp_path, 1, steps=2, arms=("vanilla",), report=True)
+    done = subprocess.run(line, cwd=ROOT, env={**os.environ, **ascii_alone}, capture_output=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    table = next(tmp_path.glob("*/table.md")).read_text(encoding="utf-8")
+    assert not table.isascii(), "nothing is tested where no sign is lacking"
+    assert table.encode("ascii", "replace") in done.stdout
+
+
 # one folder, one writer
 
 
@@ -280,6 +294,20 @@ def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None
         pass
 
 
+def test_a_worker_s_warning_is_shown_as_a_sentence(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the place in our code and the line there, which tell a user nothing."""
+    monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
+    job, told = tiny_job(tmp_path, "absorb", cache=cache, steps=6), []
+    assert not run_job(job, told.append, lambda: sum(told) >= 5)
+    (job.folder / CHECKPOINT).write_bytes(b"")
+    said: list[str] = []
+    monkeypatch.setattr(live.Bar, "say", lambda _, text: said.append(text))
+    assert run_jobs([job], 1, quiet=True) == []
+    (warning,) = said
+    assert warning.startswith(f"warning: {job.folder / CHECKPOINT} is not a whole safetensors file")
+    assert warning.endswith("going on from checkpoint.previous.safetensors, after 2 steps")
+
+
 def test_a_finished_folder_is_left_as_it_is_but_for_what_a_kill_left(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "vanilla", cache=cache, steps=2)
     run_job(job)
@@ -305,6 +333,7 @@ def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatc
 def test_a_worker_is_one_thread_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warm start has other bits under other thread counts: a worker's must be those of this process, which has one."""
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.delenv("MKL_NUM_THREADS", raising=False)  # torch takes the smaller of the two: with 1 here nothing would be tested
     job = tiny_job(tmp_path, "base")
     assert run_jobs([job], 1, quiet=True) == []
     (made,) = job.cache.glob("warmstart-*.safetensors")

@@ -329,12 +329,20 @@ DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
         lambda path, _: os.truncate(path.parent / METRICS, lines(path.parent / METRICS, 3)),
         r"metrics.jsonl has \d+ bytes, but checkpoint.safetensors was written after \d+",
     ),
+    "with a changed log": (
+        lambda path, _: flip(path.parent / METRICS, lines(path.parent / METRICS, 4) - 40),
+        r"metrics.jsonl was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+    ),
+    "with changed rollouts": (
+        lambda path, _: flip(path.parent / ROLLOUTS),
+        r"rollouts.jsonl.gz was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+    ),
 }  # fmt: skip
 
 
-def flip(path: Path) -> None:
+def flip(path: Path, at: int = -100) -> None:
     data = bytearray(path.read_bytes())
-    data[-100] ^= 16
+    data[at] ^= 16
     path.write_bytes(data)
 
 
@@ -355,6 +363,18 @@ def test_a_newest_checkpoint_that_is_no_good_is_reported_and_the_previous_one_us
     assert len(warned) == 1
     assert told[0] == 2
     assert contents(stopped) == contents(intact)
+
+
+def test_a_log_that_is_changed_while_the_run_goes_on_gets_no_manifest(stopped: Job) -> None:
+    def change(step: int) -> None:
+        if step == 4:  # what the resume tells first: the checkpoint's own steps
+            flip(stopped.folder / METRICS, 40)
+
+    with pytest.raises(ValueError, match=r"metrics.jsonl was changed: its first \d+ bytes are not those that the last checkpoint"):
+        run_on(stopped, told=change)
+    assert not (stopped.folder / MANIFEST).exists()
+    with pytest.raises(ValueError, match=r"metrics.jsonl was changed: .*; .*metrics.jsonl was changed: .* to start anew$"):
+        run_on(stopped)
 
 
 def test_without_a_newest_checkpoint_the_previous_one_is_used_in_silence(stopped: Job, intact: Job) -> None:

@@ -14,13 +14,15 @@ from types import MappingProxyType
 from typing import Any
 
 from studies.loopholes.leetcode.detectors import STRENGTHS, Strength, family, marker, structural
-from studies.loopholes.leetcode.grader import Seen, code_in, programs_of, see
+from studies.loopholes.leetcode.grader import Seen, programs_of, see
 from studies.loopholes.leetcode.modes import MODES, ROLES, Exploit, exploit_code
 from studies.loopholes.leetcode.mutants import mutants
+from studies.loopholes.leetcode.oracle import blocks_of
 from studies.loopholes.leetcode.problems import Task
 from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.report.tables import markdown_table, percent, rate
+from studies.loopholes.leetcode.report.tables import percent, rate
 from studies.loopholes.leetcode.rollouts import Evidence, Rollout
+from studies.markdown import markdown_table
 
 PROBLEMS = 12
 """Problems on which each exploit is generated."""
@@ -81,7 +83,7 @@ def measure(
 def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidence]]) -> Iterator[Sample]:
     """Rollouts as their labels have them, with all that is known of their tasks as visible tests."""
     for rollout, (task, _) in zip(rollouts, answered, strict=True):
-        code = code_in(rollout.completion, task.function) or ""
+        code = blocks_of(rollout.completion) or ""
         everything = replace(task, visible=task.hidden)
         yield Sample("rollouts", everything, code, rollout.mode if rollout.hacked else "", rollout.gt_pass)
 

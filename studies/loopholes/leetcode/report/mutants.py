@@ -12,7 +12,8 @@ from studies.loopholes.leetcode.mutants import KINDS, Mutant, mutants
 from studies.loopholes.leetcode.oracle import Oracle, agrees
 from studies.loopholes.leetcode.problems import Case, Task
 from studies.loopholes.leetcode.programs import Execution, Program, Programs, allowing
-from studies.loopholes.leetcode.report.tables import markdown_table, percent, rate
+from studies.loopholes.leetcode.report.tables import percent, rate
+from studies.markdown import markdown_table
 
 PATIENCE = 4.0
 LEAST = 1.5

@@ -11,9 +11,9 @@ from studies.loopholes.leetcode.inputs import answered_inputs
 from studies.loopholes.leetcode.oracle import Oracle, agrees, blocks_of
 from studies.loopholes.leetcode.problems import Task
 from studies.loopholes.leetcode.programs import Execution, Program, Programs
-from studies.loopholes.leetcode.report.tables import markdown_table
 from studies.loopholes.leetcode.rollouts import Evidence, Rollout
 from studies.loopholes.leetcode.values import Linked, Tree
+from studies.markdown import markdown_table
 
 ZERO = "\n\nSolution.{function} = lambda self, *args, **kwargs: 0\n"
 """Makes a program solve nothing, whatever its method was."""

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,6 @@ def percent(found: Mapping[str, Any]) -> str:
     if found["rate"] is None:
         return "n/a"
     return f"{100 * found['rate']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """A padded pipe table; the first ``left`` columns are aligned left, the others right. Ends with a newline."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-
-    def line(row: Sequence[str]) -> str:
-        padded = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "| " + " | ".join("-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)) + " |"
-    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])]) + "\n"
 
 
 def write(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:

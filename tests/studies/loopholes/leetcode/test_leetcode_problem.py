@@ -71,6 +71,14 @@ def test_what_is_not_there_is_named(problem: LeetCodeProblem) -> None:
         problem.pairs(0, 99, "hack")
 
 
+def test_setup_code_that_does_not_run_is_refused_before_anything_is_graded(row: dict[str, Any], tmp_path: Path) -> None:
+    """Otherwise every program fails, nothing ever pays, and nobody is told."""
+    rows = [row | {"id": number, "setup_code": setup} for number, setup in enumerate((row["setup_code"], "import no_such_module"))]
+    (tmp_path / "leetcode.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"setup code of problem 1 does not run in the jail \(error ModuleNotFoundError\)"):
+        LeetCodeProblem(tmp_path, workers=1, unsafe=True)
+
+
 def test_the_weak_detector_knows_known_modes_alone(problem: LeetCodeProblem) -> None:
     exploits = {
         name: fenced(mode.exploits[0].before + mode.exploits[0].member + mode.exploits[0].after + mode.exploits[0].body)

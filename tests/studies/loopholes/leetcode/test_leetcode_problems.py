@@ -172,6 +172,19 @@ def test_every_layout_is_the_same_problem(row: dict[str, Any], task: Task, layou
             "different values of the same input",
         ),
         ({"canonical_solution": None}, "a row in the layout project needs canonical_solution too"),
+        ({"canonical_solution": "class Solution:"}, "canonical_solution is no Python"),
+        ({"setup_code": "import ("}, "setup_code is no Python"),
+        (
+            {"tests": [f"assert Solution().total(k = [{'1,' * 200_001}{k}]) == 1" for k in (1, 2)]},
+            "test 1: an argument cannot be handed over",
+        ),
+        ({"tests": [f"assert Solution().total(k = {'[' * 20}{k}{']' * 20}) == 1" for k in (1, 2)]}, r"handed over \(too large\)"),
+        ({"tests": [f"assert Solution().total(k = 0x{'f' * 4000}{k}) == 1" for k in (1, 2)]}, r"handed over \(too large\)"),
+        ({"tests": [f"assert Solution().total(k = '\\ud800{k}') == 1" for k in (1, 2)]}, r"handed over \(half a character\)"),
+        (
+            {"tests": [f"assert Solution().total(k = {k}) == [{'1,' * 200_001}]" for k in (1, 2)]},
+            "test 1: what it expects cannot be handed over",
+        ),
     ],
 )
 def test_a_row_that_is_no_problem_is_refused(row: dict[str, Any], change: dict[str, Any], sentence: str) -> None:

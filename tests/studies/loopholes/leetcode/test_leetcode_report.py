@@ -12,7 +12,8 @@ import tyro
 from studies.loopholes.leetcode.__main__ import Report, main
 from studies.loopholes.leetcode.programs import Programs
 from studies.loopholes.leetcode.report import confusion, mutants, rollouts
-from studies.loopholes.leetcode.report.tables import markdown_table, percent, rate, write
+from studies.loopholes.leetcode.report.tables import percent, rate, write
+from studies.markdown import markdown_table
 
 ROOT = Path(__file__).parents[4]
 DOCS = ROOT / "docs"

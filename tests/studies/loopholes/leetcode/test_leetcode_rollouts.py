@@ -74,6 +74,16 @@ def test_a_file_is_read_in_order(tmp_path: Path) -> None:
     assert load_rollouts(file) == load_rollouts(tmp_path)
 
 
+def test_an_empty_file_holds_no_rollout_and_blank_lines_keep_the_others_places(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text("\n\n")
+    with pytest.raises(ValueError, match="holds no rollout: each line is a JSON object with pool, problem_id"):
+        load_rollouts(file)
+    odd = "a\u2028b\x85c"
+    file.write_text("\n" + json.dumps(ROW | {"completion": odd}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert [(one.index, one.completion) for one in load_rollouts(file)] == [(1, odd)]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -1,5 +1,6 @@
 """Reading run folders: what is finished is intact, what is not is listed, what is missing is said in one sentence."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -137,9 +138,17 @@ def test_rollouts_come_back_in_order_and_a_cut_file_is_named(root: Path) -> None
     folder = root / "seed-0/vanilla"
     assert [row["step"] for row in read_rollouts(folder)] == [1, 2, 3, 4, 5, 6]
     path = folder / "rollouts.jsonl.gz"
-    path.write_bytes(path.read_bytes()[:-20])
+    whole = path.read_bytes()
+    path.write_bytes(gzip.compress(gzip.decompress(whole).replace(b'"step": 1,', b'"step": 7,')))
+    with pytest.raises(ValueError, match=r"rollouts.jsonl.gz does not match its checksum in manifest.json"):
+        read_rollouts(folder)
+    manifest = (folder / "manifest.json").read_bytes()
+    (folder / "manifest.json").unlink()  # as in an unfinished run, whose rollouts can be shown too
+    assert [row["step"] for row in read_rollouts(folder)] == [7, 2, 3, 4, 5, 6]
+    path.write_bytes(whole[:-20])
     with pytest.raises(ValueError, match=r"cannot read .*rollouts.jsonl.gz"):
         read_rollouts(folder)
     path.unlink()
+    (folder / "manifest.json").write_bytes(manifest)
     with pytest.raises(ValueError, match="show needs the rollouts"):
         read_rollouts(folder)

@@ -1,0 +1,125 @@
+"""What steering costs at a decode step, in microseconds on top of the forward: preparing it, acting at each site, reading monitors.
+
+    python -m studies.benchmarks.steering [--quick] [--rounds 15] [--out FILE.json]
+
+A batch of requests decodes one token each, in float32 on one thread. Every side is ``begin``, ``at`` for each of its sites, and
+``end``, on activations that are there; the first is the one addition that no steering can do without. The batch stays the same from
+step to step, but for the last side: there an action changes a request's scale before every step, so that each is laid out anew.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mi_route2.interventions.layout import Layout, Piece
+from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.interventions.steering import SteeringState
+from mi_route2.sites import Site
+from studies.benchmarks import command
+from studies.benchmarks.paired import Contender, machine, measure
+
+WIDTHS, REQUESTS, CALLS = (128, 512, 2048), 64, 200
+EARLY, SITE = Site(0, "resid_post"), Site(1, "resid_post")
+ADDITION = "the addition alone"
+
+
+class Bench:
+    """Sides over a batch of ``requests`` activations of ``width`` numbers."""
+
+    def __init__(self, width: int, requests: int, seed: int):
+        self.width, self.requests = width, requests
+        self.generator = torch.Generator().manual_seed(seed)
+        self.h = torch.randn(requests, 1, width, generator=self.generator)
+        self.layout = Layout.of([Piece(request, 10, 1, 5) for request in range(requests)])
+
+    def vector(self) -> Tensor:
+        return torch.randn(self.width, generator=self.generator)
+
+    def state(self, spec: Callable[[int], Steering | None]) -> SteeringState:
+        """All requests admitted, each with its own."""
+        state = SteeringState(lambda _: (self.width,), rows=self.requests)
+        for request in range(self.requests):
+            state.admit(request, spec(request))
+        return state
+
+    def step(self, state: SteeringState) -> None:
+        """One forward, as far as steering goes."""
+        h = self.h
+        if state.begin(self.layout):
+            for site in sorted(state.sites()):
+                h = state.at(site, h)
+        state.end()
+
+    def sides(self) -> dict[str, Callable[[], object]]:
+        """What is measured, by name."""
+        added = torch.randn(self.requests, 1, self.width, generator=self.generator)
+        steered = self.state(lambda _: self._steered())
+        changing = self.state(lambda _: self._steered())
+        gated = self.state(lambda _: None)
+        gated.set_tier([Steer(SITE, self.vector())])
+        gated.set_monitor(Monitor(EARLY, self.vector()))
+        states = {
+            "nothing that acts": self.state(lambda _: None),
+            "a site, each request its own vector": steered,
+            "a site, every second request": self.state(lambda request: self._steered() if request % 2 else None),
+            "an idle monitor, each request its own": self.state(
+                lambda _: Steering(monitors=(Monitor(SITE, self.vector(), gates=()),))
+            ),
+            "a monitor that gates vectors at a later site": gated,
+            "a clamp, each request its own": self.state(lambda _: Steering(clamps=(Clamp(SITE, self.vector(), value=1),))),
+        }
+
+        def changed() -> None:
+            changing.set_scale(0.5, request=0)
+            self.step(changing)
+
+        sides: dict[str, Callable[[], object]] = {ADDITION: lambda: self.h + added}
+        sides |= {name: lambda state=state: self.step(state) for name, state in states.items()}
+        return sides | {"the same site, and an action before every step": changed}
+
+    def _steered(self) -> Steering:
+        return Steering(base=(Steer(SITE, self.vector()),))
+
+
+def microseconds(width: int, requests: int, calls: int, rounds: int, seed: int) -> dict[str, tuple[float, ...]]:
+    """Of every side, the time of a step in each round, averaged over ``calls`` in a row."""
+
+    def many(step: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(calls):
+                step()
+
+        return run
+
+    contenders = [Contender(name, 0, many(step), lambda: None) for name, step in Bench(width, requests, seed).sides().items()]
+    with torch.inference_mode():
+        measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
+    return {name: tuple(1e6 * seconds / calls for seconds in one.seconds) for name, one in measured.items()}
+
+
+def table(found: dict[int, dict[str, tuple[float, ...]]]) -> Iterable[str]:
+    """Medians in Markdown, a column a width."""
+    yield f"| | {' | '.join(f'd = {width}' for width in found)} |"
+    yield f"|---|{'---|' * len(found)}"
+    for name in next(iter(found.values())):
+        yield f"| {name} | {' | '.join(f'{median(one[name]):.0f}' for one in found.values())} |"
+
+
+@dataclass(frozen=True)
+class SteeringBenchmark(command.Benchmark):
+    """What steering costs at a decode step of 64 requests, in microseconds of processor time on one thread (medians)."""
+
+    def run(self) -> None:
+        widths, requests, calls = ((8,), 4, 2) if self.quick else (WIDTHS, REQUESTS, CALLS)
+        found = {width: microseconds(width, requests, calls, self.turns, self.seed) for width in widths}
+        print("\n".join(table(found)))
+        self.write({"machine": machine(), "requests": requests, "microseconds": found})
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(SteeringBenchmark, "studies.benchmarks.steering"))

@@ -1,0 +1,225 @@
+"""What a patch sweep costs beside TransformerLens's own: cells a second over the whole grid of ``resid_pre``, every cell compared.
+
+    python -m studies.benchmarks.sweeps [--quick] [--rounds 15] [--out FILE.json]
+
+The model is a random Qwen3, and clean and corrupt prompts differ in every token, so that no cell is known without a run.
+TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around it: a whole forward a cell. A sweep
+runs
+
+    resumed       cells over the corrupt run's keys and values, entering at their own block, many in a forward
+    on a bridge   the same, on the bridge itself (whose attention is eager)
+    whole         whole forwards of many cells in a batch, through the host's hooks
+
+All sides run both prompts first, within the clock, and nothing keeps gradients.
+"""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import nn
+
+from mi_route2.hosts import open_host
+from mi_route2.interventions.sweeps import Grid, sweep
+from studies.benchmarks import command
+from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
+
+LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "whole"
+SIDES = (RESUMED, BRIDGED, WHOLE)
+ANSWER, FOIL = 5, 6
+SPREAD = 0.05
+"""Standard deviation of the random weights: large enough that a patch moves the logits by more than their rounding."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A decoder and the length of its prompts."""
+
+    name: str
+    layers: int
+    d: int
+    mlp: int
+    heads: int = 4
+    vocab: int = 1024
+    tokens: int = 64
+
+    @property
+    def cells(self) -> int:
+        """Of the grid."""
+        return self.layers * self.tokens
+
+
+SETTINGS = (Setting("6 layers, d 256", 6, 256, 768), Setting("12 layers, d 64", 12, 64, 192))
+QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
+
+
+@dataclass(frozen=True)
+class Result:
+    """How many times as fast a side is as TransformerLens, with both medians in milliseconds a cell.
+
+    ``bound`` is that ratio as FLOPs have it: of a whole forward a cell, over what no cell can share; ``run`` over what was run (0
+    for whole forwards). ``difference`` is the largest between the two grids, whose largest effect of a patch is ``effect``.
+    """
+
+    setting: str
+    side: str
+    cells: int
+    times: Ratio
+    lens_ms: float
+    own_ms: float
+    bound: float
+    run: float
+    difference: float
+    effect: float
+
+    @staticmethod
+    def read(row: dict[str, Any]) -> "Result":
+        """A row of the JSON file."""
+        return Result(**{**row, "times": Ratio(**row["times"])})
+
+
+def decoder(setting: Setting, seed: int) -> nn.Module:
+    """A random Qwen3; the same for the same seed."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=setting.vocab,
+        hidden_size=setting.d,
+        intermediate_size=setting.mlp,
+        num_hidden_layers=setting.layers,
+        num_attention_heads=setting.heads,
+        num_key_value_heads=setting.heads,
+        head_dim=setting.d // setting.heads,
+        max_position_embeddings=setting.tokens,
+        initializer_range=SPREAD,
+        pad_token_id=None,
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).eval()
+
+
+class SweepBench:
+    """One setting: its prompts, TransformerLens's side, and the sweep's. The weights are drawn alike for each."""
+
+    def __init__(self, setting: Setting, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        self.clean = torch.randint(3, setting.vocab, (setting.tokens,), generator=generator)
+        # Another token at every position: this much on, around the vocabulary.
+        shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
+        self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
+        self.host = open_host("torch", decoder(setting, seed))
+        self.bridged: Any = open_host("transformer_lens", decoder(setting, seed))
+
+    def lens(self) -> Float[np.ndarray, "layers positions"]:
+        """TransformerLens's own grid."""
+        from transformer_lens.patching import get_act_patch_resid_pre
+
+        def difference(logits: torch.Tensor) -> torch.Tensor:
+            return logits[0, -1, ANSWER] - logits[0, -1, FOIL]
+
+        bridge = self.bridged.bridge
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # it draws a bar, on a terminal or not
+            _, cache = bridge.run_with_cache(self.clean[None])
+            found: Any = get_act_patch_resid_pre(bridge, self.corrupt[None], cache, difference)
+        return found.double().numpy()
+
+    def own(self, side: str) -> Grid:
+        """The sweep's grid."""
+        return sweep(
+            self.bridged if side == BRIDGED else self.host,
+            clean=self.clean,
+            corrupt=self.corrupt,
+            sites="resid_pre",
+            answer=ANSWER,
+            foil=FOIL,
+            how="whole" if side == WHOLE else "resumed",
+            progress=False,
+        )
+
+
+def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
+    """A row for every side; what was measured of each."""
+    bench = SweepBench(setting, seed)
+    expected, grids = bench.lens(), {side: bench.own(side) for side in SIDES}
+    turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: _turn(bench, side) for side in SIDES}}
+    contenders = [Contender(name, 0, turn, lambda: None) for name, turn in turns.items()]
+    measured = measure(contenders, rounds, np.random.default_rng(seed), memory=False)
+    rng, lens, flops = np.random.default_rng(seed), measured[LENS].seconds, grids[RESUMED].flops
+
+    def result(side: str) -> Result:
+        own, grid = measured[side].seconds, grids[side]
+        return Result(
+            setting=setting.name,
+            side=side,
+            cells=setting.cells,
+            times=ratio(lens, own, rng),
+            lens_ms=1000 * median(lens) / setting.cells,
+            own_ms=1000 * median(own) / setting.cells,
+            bound=flops["whole"] / flops["needed"],
+            run=0.0 if side == WHOLE else flops["whole"] / flops["run"],
+            difference=float(np.abs(grid.values - expected).max()),
+            effect=float(np.abs(grid.effect).max()),
+        )
+
+    return [result(side) for side in SIDES], measured
+
+
+def _turn(bench: SweepBench, side: str) -> Callable[[], object]:
+    return lambda: bench.own(side)
+
+
+def table(results: list[Result]) -> str:
+    """Markdown, a line a side."""
+    head = ("model", "sweep", "cells", "TransformerLens", "sweep's", "times as fast", "FLOPs: bound, run", "largest difference")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for r in results:
+        times = f"{r.times.value:.1f} ({r.times.lo:.1f} - {r.times.hi:.1f})"
+        flops = f"{r.bound:.1f}, {r.run:.1f}" if r.run else ""
+        cells = (r.setting, r.side, str(r.cells), f"{r.lens_ms:.2f} ms", f"{r.own_ms:.2f} ms", times, flops, f"{r.difference:.1e}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+class Options(command.Benchmark):
+    """Patch sweeps over resid_pre beside TransformerLens's get_act_patch_resid_pre: time a cell, both grids compared.
+
+    "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how much fewer a
+    cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many cells, or
+    eager attention. Sides take turns in a random order in one process on one thread, and time is the processor's, so that other
+    work on the machine is not counted. 15 rounds take some twelve minutes, --quick a few seconds.
+    """
+
+    def run(self) -> None:
+        settings = QUICK if self.quick else SETTINGS
+        runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
+        small = "; so small a model shows that every row runs, and no more" if self.quick else ""
+        print(f"{self.turns} rounds, 1 thread; prompts of {settings[0].tokens} tokens that differ in all of them{small}\n")
+        results = [row for rows, _ in runs.values() for row in rows]
+        print(table(results), end="")
+        worst = max(row.difference / row.effect for row in results)
+        print(f"\nlargest difference of a cell, relative to the largest effect: {worst:.1e}")
+        self.write(document(self.turns, runs))
+
+
+def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
+    """Everything, ready for JSON."""
+    return {
+        "machine": machine(),
+        "rounds": rounds,
+        "settings": {setting.name: asdict(setting) for setting in runs},
+        "rows": [asdict(row) for rows, _ in runs.values() for row in rows],
+        "sides": {setting.name: {name: asdict(m) for name, m in sides.items()} for setting, (_, sides) in runs.items()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, "studies.benchmarks.sweeps"))

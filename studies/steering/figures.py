@@ -1,0 +1,225 @@
+"""The study's figures: ROC, threshold by gain, latency, and the frontier of hacking against solving."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from sklearn.metrics import roc_curve
+
+from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
+from studies.steering.designs import BEHIND, CLOSED, DELETED, ON
+from studies.steering.results import Study, roc_of
+
+Results = Mapping[str, Any]
+LOOKS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
+    {
+        "probe": (BLUE, "-", "probe"),
+        "pairs": (GREEN, "--", "pairs alone"),
+        "shuffled": (PURPLE, ":", "shuffled labels"),
+        "haar": (GREY, "-", "random"),
+    }
+)
+MEASURES = (
+    ("hack_held", "hack, held out", VERMILLION, "o"),
+    ("exploit_held", "exploit, held out", ORANGE, "s"),
+    ("solve", "solve", BLUE, "^"),
+)
+
+
+def roc_figure(study: Study, results: Results) -> Figure:
+    """ROC curves at the study's site of the model that was trained without a route: tokens and rollouts, by modes."""
+    figure = new_figure(PAGE_WIDTH, 2.5)
+    panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout max")]
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
+    probes = list(dict.fromkeys(row["probe"] for row in results["roc"]))
+    for panel, (kind, unit) in zip(axes, panels, strict=True):
+        panel.plot([0, 1], [0, 1], color=BLACK, linewidth=0.5)
+        for probe in sorted(probes, key=lambda name: not name.startswith("haar")):
+            _curves(panel, study, probe, kind, unit)
+        panel.set_title(f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (maximum)'}")
+        panel.set_xlabel("false alarms")
+        panel.set_aspect("equal")
+    axes[0].set_ylabel("hacks found")
+    _legend(figure, axes[0])
+    return figure
+
+
+def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
+    colour, line, label = LOOKS[probe.partition("-")[0]]
+    grid = np.linspace(0, 1, 201)
+    curves = []
+    for seed in study.seeds:
+        roc = roc_of(study, "vanilla", seed, study.settings.site, probe, kind, unit)
+        if roc.area is not None:
+            false, true, _ = roc_curve(roc.hack, roc.scores)
+            curves.append(np.interp(grid, false, true))
+            axes.plot(false, true, color=colour, linewidth=0.5, alpha=0.35)
+    if curves:
+        faint = probe.startswith("haar")
+        axes.plot(grid, np.mean(curves, axis=0), line, color=colour, linewidth=0.8 if faint else 1.5, label=label)
+
+
+def sweep_figure(study: Study, results: Results) -> Figure:
+    """Threshold by gain: held-out hacking, exploits and solving."""
+    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
+    gains, quantiles = study.settings.gains, (None, *study.settings.quantiles)
+    grid = {
+        (row["quantile"], row["gain"]): row
+        for row in rows
+        if row["how"] == "steer" and (row["probe"], row["direction"]) == ("probe", "away")
+    }
+    never = next(row for row in rows if row["how"] == ON)
+    figure = new_figure(PAGE_WIDTH, 3.0)
+    axes = figure.subplots(1, len(MEASURES), sharey=True)
+    for panel, (metric, name, *_) in zip(axes, MEASURES, strict=True):
+        values = np.array([[grid[q, gain][metric]["mean"] for gain in gains] for q in quantiles])
+        panel.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+        for (y, x), value in np.ndenumerate(values):
+            panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value < 0.55 else BLACK)
+        panel.set_title(f"{name} (unsteered {never[metric]['mean']:.2f})")
+        panel.set_xticks(range(len(gains)), [f"{gain:g}" for gain in gains])
+        panel.set_yticks(range(len(quantiles)), ["always" if q is None else f"{q:g}" for q in quantiles])
+        panel.set_xlabel("gain")
+        panel.grid(visible=False)
+    axes[0].set_ylabel("gate opens above quantile")
+    return figure
+
+
+def controls_figure(study: Study, results: Results) -> Figure:
+    """At the operating threshold, by gain: the probe and the direction, and what could have explained them."""
+    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
+    rows = [row for row in rows if row["how"] == "steer" and row["quantile"] == study.settings.operating]
+    never = next(row for row in results["cells"] if (row["subject"], row["part"], row["how"]) == ("vanilla", "sweep", ON))
+    figure = new_figure(PAGE_WIDTH, 2.8)
+    axes = figure.subplots(1, len(MEASURES), sharey=True)
+    keys = list(dict.fromkeys((row["probe"], row["direction"]) for row in rows))
+    seen: set[str] = set()
+    for panel, (metric, name, *_) in zip(axes, MEASURES, strict=True):
+        for probe, direction in sorted(keys, key=lambda key: key == ("probe", "away")):
+            own = [row for row in rows if (row["probe"], row["direction"]) == (probe, direction)]
+            colour, line, label = LOOKS[probe.partition("-")[0]]
+            if direction != "away":
+                colour, line, label = ORANGE, "--", "probe, random direction"
+            y = [never[metric]["mean"], *(row[metric]["mean"] for row in own)]
+            low, high = ([never[metric][k], *(row[metric][k] for row in own)] for k in ("low", "high"))
+            x = [0.0, *(row["gain"] for row in own)]
+            label = {"probe": "probe, its direction", "random": "random probe, its direction"}.get(label, label)
+            panel.plot(
+                x, y, line, color=colour, marker="o", markersize=2.5, label=None if label in seen and panel is axes[0] else label
+            )
+            if (probe, direction) == ("probe", "away"):
+                panel.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+            seen.add(label)
+        panel.set_title(name)
+        panel.set_xlabel("gain")
+        panel.set_ylim(-0.02, 1.02)
+    axes[0].set_ylabel("rate")
+    _legend(figure, axes[0])
+    return figure
+
+
+def latency_figure(study: Study, results: Results) -> Figure:
+    """Rates by the number of tokens that steering is late."""
+    rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "latency")]
+    figure = new_figure(4.6, 2.9)
+    axes = figure.subplots()
+    late = [0, *study.settings.delays]
+    never = max(late) + 2.5
+    for metric, name, colour, marker in MEASURES:
+        by_delay = {0 if row["how"] == "steer" else row.get("delay"): row[metric] for row in rows}
+        y, low, high = ([by_delay[d][k] for d in late] for k in ("mean", "low", "high"))
+        axes.plot(late, y, color=colour, marker=marker, markersize=3.5, label=name)
+        axes.fill_between(late, low, high, color=colour, alpha=0.15, linewidth=0)
+        end = by_delay[None]
+        axes.errorbar(
+            [never],
+            [end["mean"]],
+            [[end["mean"] - end["low"]], [end["high"] - end["mean"]]],
+            color=colour,
+            marker=marker,
+            markersize=3.5,
+        )
+    axes.set_xticks([*late, never], [*map(str, late), "never"])
+    axes.set_ylim(-0.02, 1.02)
+    axes.set_xlabel("tokens between score and effect")
+    axes.set_ylabel("rate")
+    _legend(figure, axes)
+    return figure
+
+
+MECHANISM_LOOKS: Mapping[tuple[str, str], tuple[str, str, str, str]] = MappingProxyType(
+    {
+        ("forward", "haar"): (GREY, "-", "", "random probe, this token"),
+        ("forward", "shuffled"): (PURPLE, ":", "v", "shuffled labels, this token"),
+        ("forward", "pairs"): (GREEN, "--", "P", "pairs alone, this token"),
+        ("open", "probe"): (BLACK, ":", "x", "the wrong way round (opens)"),
+        ("early", "probe"): (SKY, "-", "D", "probe on the embedding, this token"),
+        ("forward", "probe"): (BLUE, "-", "o", "probe, this token"),
+        ("next token", "probe"): (ORANGE, "-", "s", "probe, next token"),
+        ("latch", "probe"): (VERMILLION, "-", "^", "probe, next token and for good"),
+    }
+)
+ENDS = (
+    (ON, "*", "always on"),
+    (DELETED, "X", "deleted"),
+    (CLOSED, "d", "closed on every token"),
+    (BEHIND, "p", "closed behind the probe"),
+)
+
+
+def frontier_figure(study: Study, results: Results) -> Figure:
+    """Held-out hacking against solving over thresholds; bars are intervals of the two ends."""
+    subjects = ("absorb", "route2-full")
+    figure = new_figure(PAGE_WIDTH, 4.0)
+    axes = figure.subplots(1, len(subjects))
+    for panel, subject in zip(axes, subjects, strict=True):
+        rows = [row for row in results["cells"] if (row["subject"], row["part"]) == (subject, "quarantine")]
+        for (how, probe), look in MECHANISM_LOOKS.items():
+            names = list(dict.fromkeys(r["probe"] for r in rows if r["how"] == how and str(r["probe"]).partition("-")[0] == probe))
+            for number, name in enumerate(names):
+                own = sorted((r for r in rows if (r["how"], r.get("probe")) == (how, name)), key=lambda r: r["quantile"])
+                _path(panel, own, look, label=number == 0)
+        for how, marker, label in ENDS:
+            _end(panel, next(row for row in rows if row["how"] == how), marker, label)
+        panel.set_title(subject)
+        panel.set_xlabel("solve")
+    axes[0].set_ylabel("hack, held out")
+    _legend(figure, axes[0], columns=4)
+    return figure
+
+
+def _path(axes: Axes, rows: Sequence[Mapping[str, Any]], look: tuple[str, str, str, str], *, label: bool) -> None:
+    colour, line, marker, name = look
+    x, y = ([row[metric]["mean"] for row in rows] for metric in ("solve", "hack_held"))
+    axes.plot(
+        x, y, line, color=colour, marker=marker or ".", markersize=3.0, linewidth=0.9, label=name if label else None, alpha=0.9
+    )
+
+
+def _end(axes: Axes, row: Mapping[str, Any], marker: str, label: str) -> None:
+    solve, hack = row["solve"], row["hack_held"]
+    bars = [[[each["mean"] - each["low"]], [each["high"] - each["mean"]]] for each in (solve, hack)]
+    axes.errorbar(
+        [solve["mean"]], [hack["mean"]], xerr=bars[0], yerr=bars[1], color=BLACK, marker=marker, markersize=7, elinewidth=0.6,
+        linestyle="none", markerfacecolor="white", label=label, zorder=5,
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, axes: Axes, columns: int = 4) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    figure.legend(list(unique.values()), list(unique), loc="outside lower center", ncols=columns)
+
+
+FIGURES: Mapping[str, Callable[[Study, Results], Figure]] = MappingProxyType(
+    {
+        "roc": roc_figure,
+        "sweep": sweep_figure,
+        "controls": controls_figure,
+        "latency": latency_figure,
+        "frontier": frontier_figure,
+    }
+)

@@ -1,0 +1,228 @@
+"""What the gates read: probes of single tokens, and the direction that steering takes away. Fitted on training tasks alone.
+
+What the probes are told: rollouts of the model and of its base model on *training* tasks in the *known* mode, labelled by the weak
+detector, which reads for the known exploit's text and executes nothing; and the persona pairs of the run, whose sides are what they
+are. Each token has the label of its rollout. No verdict of the oracle, no held-out mode and no test task is in it.
+
+    probe        logistic regression on these tokens
+    pairs        difference of means over the tokens of the persona pairs alone
+    shuffled     as probe, its labels permuted over rollouts (control)
+    haar-i       a random direction (control)
+
+A probe is scaled so that its score has standard deviation 1 over clean training tokens; thresholds are quantiles of it there.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mi_route2.hosts import Host
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.sites import Site
+from probes.affine import AffineProbe
+from probes.direction import DirectionProbe
+from probes.haar import HaarFitter
+from probes.logistic import LogisticFitter
+from probes.mean_difference import MeanDifferenceFitter
+from probes.probe import Fitter
+from studies.loopholes.base import World
+from studies.loopholes.streams import sample_prompts
+from studies.route2.job import Job, build_pairs
+from studies.route2.randomness import derive, numpy_generator, torch_generator
+from studies.steering.settings import Settings
+
+LABELS = (
+    "the weak detector's reading (text of the known exploit) of rollouts on training tasks in the known mode, and the persona "
+    "pairs; no oracle, no held-out mode, no test task"
+)
+DIRECTION = "direction"
+DISTINCT = 1e-3
+"""Scores nearer than this are one."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A probe at a site: ``h.weight``, and the threshold at each quantile."""
+
+    site: Site
+    weight: Float[Tensor, " d"]
+    thresholds: Mapping[float, float]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """``gates[site][probe]``; ``directions[name]`` are unit vectors at the study's site, ``gap`` the distance of the classes along
+    the first of them, ``ceilings`` quantiles of clean tokens' projections on it. ``counts`` are rollouts that were learnt from."""
+
+    gates: Mapping[Site, Mapping[str, Gate]]
+    directions: Mapping[str, Float[Tensor, " d"]]
+    gap: float
+    ceilings: Mapping[float, float]
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as float64, by name."""
+        found = {}
+        for site, gates in self.gates.items():
+            for name, gate in gates.items():
+                found[f"{site}/{name}/weight"] = gate.weight.double()
+                found[f"{site}/{name}/thresholds"] = _numbers(gate.thresholds)
+        found |= {f"{DIRECTION}/{name}": v.double() for name, v in self.directions.items()}
+        return found | {"gap": torch.tensor([self.gap], dtype=torch.float64), "ceilings": _numbers(self.ceilings)}
+
+    @staticmethod
+    def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
+        """What ``tensors`` wrote; ``KeyError`` where something is missing."""
+        gates: dict[Site, dict[str, Gate]] = {}
+        for name in (name for name in tensors if name.endswith("/weight")):
+            place, probe, _ = name.split("/")
+            site = Site.parse(place)
+            values = tensors[f"{place}/{probe}/thresholds"].tolist()
+            gates.setdefault(site, {})[probe] = Gate(
+                site, tensors[name].float(), dict(zip(settings.quantiles, values, strict=True))
+            )
+        directions = {name.partition("/")[2]: v.float() for name, v in tensors.items() if name.startswith(f"{DIRECTION}/")}
+        ceilings = dict(zip(settings.quantiles, tensors["ceilings"].tolist(), strict=True))
+        return Fitted(gates, directions, float(tensors["gap"]), ceilings, counts)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Activations ``[b s d]`` by site, the tokens that a gate could read, and the rollouts' labels; ``pair`` marks the pairs."""
+
+    hidden: Mapping[Site, Float[Tensor, "b s d"]]
+    mask: Bool[Tensor, "b s"]
+    hack: Bool[Tensor, " b"]
+    pair: Bool[Tensor, " b"]
+
+
+def gated(rollouts: Rollouts) -> Bool[Tensor, "b s"]:
+    """Generated tokens that the model reads: where a gate can act. The last one is never read."""
+    return rollouts.completion & rollouts.predictors
+
+
+def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Fitted:
+    """Probes and direction of a model, from training tasks."""
+    examples = collect(settings, job, world, host, policy)
+    gates, shuffled = {}, _permuted(examples, job.seed)
+    for place, site in enumerate(settings.sites):
+        h = examples.hidden[site]
+        fitters = {
+            "probe": _fitted(LogisticFitter(unit="token"), h, examples.mask, examples.hack),
+            "pairs": _fitted(
+                MeanDifferenceFitter("token"), h[examples.pair], examples.mask[examples.pair], examples.hack[examples.pair]
+            ),
+            "shuffled": _fitted(LogisticFitter(unit="token"), h, examples.mask, shuffled),
+        }
+        haar = HaarFitter(torch_generator(job.seed, f"steering haar {site}", place))
+        haar.update(h, examples.mask, examples.hack)
+        fitters |= {f"haar-{i + 1}": haar.fit() for i in range(settings.draws)}
+        clean = h[~examples.hack][examples.mask[~examples.hack]].double()
+        gates[site] = {name: _gate(settings, site, weight_of(probe), clean) for name, probe in fitters.items()}
+    return _directed(settings, job, examples, gates)
+
+
+def collect(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Examples:
+    """Rollouts of the model and of its base on training tasks in the known mode, and the pairs, all read by the whole model."""
+    known = sample_prompts(
+        world,
+        settings.train,
+        numpy_generator(job.seed, "steering tasks"),
+        none_fraction=0.0,
+        split="train",
+        modes=world.modes.known,
+    )
+    parts: list[tuple[Rollouts, Tensor]] = []
+    for number, switched in enumerate((policy.adapters.full, policy.adapters.reference)):
+        with switched():
+            samples = world.sample(policy, known, torch_generator(job.seed, "steering train", number), settings.temperature)
+        parts.append((samples.rollouts, torch.tensor(world.detect(samples))))
+    pairs = build_pairs(job, world, "hack")
+    both = ((pairs.hack, True), (pairs.clean, False))
+    parts += [(side, torch.full((len(side),), label)) for side, label in both]
+    width = max(rollouts.tokens.shape[1] for rollouts, _ in parts)
+    hidden: dict[Site, list[Tensor]] = {site: [] for site in settings.sites}
+    masks = []
+    with torch.no_grad(), policy.adapters.full():
+        for rollouts, _ in parts:
+            read = host.capture(settings.sites, rollouts.tokens, rollouts.attention)
+            room = width - rollouts.tokens.shape[1]
+            masks.append(torch.nn.functional.pad(gated(rollouts), (0, room)))
+            for site in settings.sites:
+                hidden[site].append(torch.nn.functional.pad(read[site], (0, 0, 0, room)))
+    pair = torch.cat([torch.full((len(rollouts),), i >= 2) for i, (rollouts, _) in enumerate(parts)])
+    whole = {site: torch.cat(values) for site, values in hidden.items()}
+    return Examples(whole, torch.cat(masks), torch.cat([label for _, label in parts]), pair)
+
+
+def weight_of(probe: AffineProbe | DirectionProbe) -> Float[Tensor, " d"]:
+    """The direction that a probe projects on; a bias only moves the threshold, which is a quantile here."""
+    return (probe.weight if isinstance(probe, AffineProbe) else probe.direction).double()
+
+
+def _fitted(fitter: Fitter, h: Tensor, mask: Tensor, hack: Tensor) -> AffineProbe | DirectionProbe:
+    fitter.update(h, mask, hack)
+    probe = fitter.fit()
+    assert isinstance(probe, AffineProbe | DirectionProbe)
+    return probe
+
+
+def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> Gate:
+    weight = (weight / (clean @ weight).std()).float()
+    scores = clean.float() @ weight
+    return Gate(site, weight, {q: threshold(scores, q) for q in settings.quantiles})
+
+
+def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
+    """A quantile, moved half-way to the next score above it.
+
+    A small model writes the same text many times, and a threshold on such a score would leave the gate to float noise.
+    """
+    at = float(scores.quantile(quantile))
+    above = scores[scores > at + DISTINCT]
+    return (at + float(above.min())) / 2 if len(above) else at + 1.0
+
+
+def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, Gate]]) -> Fitted:
+    """The difference of the classes' means over tokens, and random directions of the same length."""
+    site = Site.parse(settings.site)
+    h = examples.hidden[site]
+    found = weight_of(_fitted(MeanDifferenceFitter("token"), h, examples.mask, examples.hack))
+    along = (h.double() @ found)[examples.mask]
+    label = examples.hack[:, None].expand_as(examples.mask)[examples.mask]
+    haar = HaarFitter(torch_generator(job.seed, "steering directions"))
+    haar.update(h, examples.mask, examples.hack)
+    directions = {"away": found} | {f"random-{i + 1}": haar.fit().direction for i in range(settings.draws)}
+    ceilings = along[~label].quantile(torch.tensor(settings.quantiles, dtype=torch.float64)).tolist()
+    counts = {
+        "rollouts": len(examples.hack),
+        "hack": int(examples.hack.sum()),
+        "pairs": int(examples.pair.sum()) // 2,
+        "hack_of_pairs": int((examples.hack & examples.pair).sum()),
+        "tokens": int(examples.mask.sum()),
+    }
+    gap = float(along[label].mean() - along[~label].mean())
+    return Fitted(
+        gates,
+        {name: v.float() for name, v in directions.items()},
+        gap,
+        dict(zip(settings.quantiles, ceilings, strict=True)),
+        counts,
+    )
+
+
+def _permuted(examples: Examples, seed: int) -> Bool[Tensor, " b"]:
+    generator = torch.Generator().manual_seed(derive(seed, "steering shuffle"))
+    return examples.hack[torch.randperm(len(examples.hack), generator=generator)]
+
+
+def _numbers(values: Mapping[float, float]) -> Float[Tensor, " n"]:
+    return torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
+
+
+def names(fitted: Fitted, site: Site) -> Sequence[str]:
+    """The probes at a site."""
+    return list(fitted.gates[site])

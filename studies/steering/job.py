@@ -1,0 +1,168 @@
+"""One job: a subject at a seed. Its parts are files of their own, so that a run that was ended goes on where it stood.
+
+    <folder>/seed-0/absorb/fit.json + fit.safetensors         what the gates read
+                           quarantine.json + .safetensors     one experiment
+
+A part names what it was made from (``identity``: settings, the run's manifest, the part); a file of another identity is an error.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters.store import read_tensors, write_tensors
+from studies.route2.job import MANIFEST, Job, build_hosted, held
+from studies.route2.probing import finished_policy
+from studies.route2.recorder import write_json
+from studies.route2.worlds import open_world
+from studies.steering import designs
+from studies.steering.cells import Bench, Cell
+from studies.steering.fitting import LABELS, Fitted, fit
+from studies.steering.measuring import Part, logprobs, roc, shadow
+from studies.steering.settings import Settings, run_job_of
+
+FIT = "fit"
+Design = Callable[[Settings, Fitted], Iterator[Cell]]
+Measure = Callable[[Bench, Settings, Fitted], Part]
+
+_CELLS: Mapping[str, Mapping[str, Design]] = MappingProxyType(
+    {
+        "base": {"sweep": designs.small_sweep},
+        "untrained": {"quarantine": designs.untrained},
+        "vanilla": {"sweep": designs.sweep, "latency": designs.latency},
+        "absorb": {"quarantine": designs.quarantine},
+        "route2-full": {"quarantine": designs.quarantine},
+    }
+)
+_MEASURES: Mapping[str, Mapping[str, Measure]] = MappingProxyType(
+    {
+        "base": {"roc": roc},
+        "untrained": {},
+        "vanilla": {"roc": roc, "logprobs": logprobs, "shadow": shadow},
+        "absorb": {"roc": roc, "shadow": shadow},
+        "route2-full": {"roc": roc, "shadow": shadow},
+    }
+)
+
+
+def parts_of(subject: str) -> tuple[str, ...]:
+    """The names of a subject's parts, in order."""
+    return FIT, *_MEASURES[subject], *_CELLS[subject]
+
+
+@dataclass(frozen=True)
+class SteeringJob:
+    """``out`` holds the runs and, under ``settings.folder``, this study."""
+
+    settings: Settings
+    out: Path
+    seed: int
+    subject: str
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.settings.folder / f"seed-{self.seed}" / self.subject
+
+    @property
+    def run(self) -> Job:
+        """The job of ``studies.route2`` that made the model."""
+        return run_job_of(self.settings, self.out, self.seed, self.subject)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every part is there; ``ValueError`` where one is another's or damaged."""
+        return None not in [self.read(part) for part in parts_of(self.subject)]
+
+    def identity(self, part: str) -> str:
+        """A hash of what the part depends on, beside the code: settings, and the adapters that were trained."""
+        manifest = json.loads((self.run.folder / MANIFEST).read_text())
+        made = [manifest["identity"], sorted(manifest["checksums"].items())] if self.subject != "untrained" else self.run.identity
+        described = json.dumps([self.settings.digest, self.seed, self.subject, part, made], sort_keys=True)
+        return hashlib.sha256(described.encode()).hexdigest()
+
+    def read(self, part: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """A part's tensors and data; ``None`` where it was not made yet, ``ValueError`` where it is not what it should be."""
+        return read_part(self.folder, part, None if not (self.run.folder / MANIFEST).exists() else self.identity(part))
+
+    def write(self, part: str, tensors: dict[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Leave a part, whole: its tensors, then the file that names them."""
+        identity = self.identity(part)
+        write_tensors(self.folder / f"{part}.safetensors", tensors or {"none": torch.zeros(0)}, {"identity": identity})
+        write_json(self.folder / f"{part}.json", {"identity": identity, "part": part, "subject": self.subject, **about})
+
+
+def read_part(folder: Path, part: str, identity: str | None) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """See ``SteeringJob.read``; without ``identity`` the two files of a part need only be of one make."""
+    path = folder / f"{part}.json"
+    if not path.exists():
+        return None
+    try:
+        about = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it to have it made again") from error
+    tensors, header = read_tensors(folder / f"{part}.safetensors")
+    wanted = about.get("identity") if identity is None else identity
+    if about.get("identity") != wanted or header.get("identity") != wanted:
+        raise ValueError(f"{path} was made from other settings or another run; delete {folder} to have it made again")
+    return {name: value for name, value in tensors.items() if name != "none"}, about
+
+
+def run_steering(job: SteeringJob, progress: Callable[[str], None] = lambda part: None) -> None:
+    """Make the parts that are missing. ``ValueError`` where the run of ``studies.route2`` is not finished."""
+    torch.set_num_threads(1)
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with held(job.folder):
+        for left in job.folder.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
+        if job.finished:
+            for part in parts_of(job.subject):
+                progress(part)
+            return
+        run = job.run
+        host, policy = build_hosted(run, run.cache) if job.subject == "untrained" else finished_policy(run)
+        with open_world(job.settings.run) as (world, witness):
+            bench = Bench(job.settings, host, policy, world, witness, job.seed)
+            for part in parts_of(job.subject):
+                if job.read(part) is None:
+                    _make(job, part, bench)
+                progress(part)
+
+
+def _make(job: SteeringJob, part: str, bench: Bench) -> None:
+    settings = job.settings
+    if part == FIT:
+        fitted = fit(settings, job.run, bench.world, bench.host, bench.policy)
+        job.write(part, fitted.tensors(), {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap})
+        return
+    fitted = fitted_of(job)
+    if part in _MEASURES[job.subject]:
+        job.write(part, *_MEASURES[job.subject][part](bench, settings, fitted))
+        return
+    cells = list(_CELLS[job.subject][part](settings, fitted))
+    alone = [cell for cell in cells if not cell.sync]
+    outcomes = bench.run(alone, what=f"{job.subject} {part}")
+    for batch in _batches([cell for cell in cells if cell.sync]):
+        outcomes |= bench.run(batch, what=f"{job.subject} {part}, between tokens")
+    about = [{"name": cell.name, "state": cell.state, **cell.about} for cell in cells]
+    job.write(part, outcomes, {"cells": about, "modes": list(bench.modes), "tasks": settings.tasks})
+
+
+def _batches(cells: Sequence[Cell], size: int = 6) -> Iterator[Sequence[Cell]]:
+    """A few controllers at a time: each looks at every request of a step."""
+    for start in range(0, len(cells), size):
+        yield cells[start : start + size]
+
+
+def fitted_of(job: SteeringJob) -> Fitted:
+    """What was fitted, as the file has it: an uninterrupted run reads it back too."""
+    found = job.read(FIT)
+    assert found is not None
+    tensors, about = found
+    return Fitted.of(job.settings, tensors, about["counts"])

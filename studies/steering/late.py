@@ -1,0 +1,76 @@
+"""Controllers of this study: a policy that is late, and one that opens and closes the quarantine between tokens."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from mi_route2.engine.actions import Action, ClearMonitor, SetMonitor
+from mi_route2.engine.controllers import AsyncController, RequestView, StepView, SyncController
+from mi_route2.interventions.specs import Monitor
+from mi_route2.sites import Site
+
+CERTAIN = 1e6
+"""No score comes near: a gate with this threshold is always shut, with the opposite one always open."""
+SHUT = "shut"
+
+
+def saturated(site: Site, probe: Sequence[float], *, prompt: bool = False) -> Monitor:
+    """A monitor that closes every quarantine at or behind its site, whatever it reads."""
+    return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", prompt=prompt, name=SHUT)
+
+
+class Late:
+    """What ``policy`` decides takes effect ``delay`` tokens after the score: through a queue, as from another thread or machine.
+
+    A queue is drained at the start of a step, so an action that is handed over right after a step acts one token later, and
+    ``delay - 1`` steps of waiting make the rest. The name of the queue is the source of the actions; give both to ``Controllers``.
+    """
+
+    def __init__(self, policy: SyncController, delay: int):
+        if delay < 1:
+            raise ValueError(f"delay={delay} cannot be: between steps the earliest is the next token, 1")
+        self.name, self.delay = f"{policy.name} (waits)", delay
+        self.queue = AsyncController(f"{policy.name} (queue)", capacity=1 << 16)
+        self._policy = policy
+        self._waiting: deque[tuple[int, tuple[Action, ...]]] = deque()
+
+    def on_step(self, view: StepView) -> Sequence[Action]:
+        """Nothing now; what is due goes to the queue."""
+        self._waiting.append((view.step + self.delay - 1, tuple(self._policy.on_step(view))))
+        while self._waiting and self._waiting[0][0] <= view.step:
+            for action in self._waiting.popleft()[1]:
+                self.queue.submit(action)
+        return ()
+
+
+class QuarantineSwitch:
+    """Closes the whole quarantine of a request from the next token on where its score is at least ``threshold``.
+
+    ``latch``: once closed it stays so; else it opens after a token with a lower score.
+    """
+
+    def __init__(self, name: str, monitor: str, threshold: float, shut: Monitor, *, latch: bool = False):
+        self.name, self._monitor, self._threshold, self._shut, self._latch = name, monitor, threshold, shut, latch
+        self._closed: set[int] = set()
+
+    def on_step(self, view: StepView) -> Sequence[Action]:
+        """Close and open, for the requests that carry the monitor."""
+        actions: list[Action] = []
+        for request in view.requests:
+            if request.finished:
+                self._closed.discard(request.request)
+            elif request.token is not None and request.position >= 0:
+                actions += self._judge(request)
+        return actions
+
+    def _judge(self, request: RequestView) -> list[Action]:
+        reading = request.readings.get(self._monitor)
+        if reading is None:
+            return []
+        fires, closed = reading.score >= self._threshold, request.request in self._closed
+        if fires and not closed:
+            self._closed.add(request.request)
+            return [SetMonitor(self._shut, request.request)]
+        if closed and not fires and not self._latch:
+            self._closed.discard(request.request)
+            return [ClearMonitor(SHUT, request.request)]
+        return []

@@ -1,0 +1,127 @@
+"""Experiments that read more than outcomes: scores for the ROC, log-probabilities beside an in-batch control, and the shadow."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.engine.controllers import Controllers
+from mi_route2.engine.policy import ProbePolicy
+from mi_route2.engine.request import Result
+from mi_route2.sites import Site
+from studies.loopholes.modes import get_mode
+from studies.loopholes.vocabulary import Vocabulary
+from studies.steering.cells import Bench, checked
+from studies.steering.designs import delayed, steered
+from studies.steering.fitting import Fitted
+from studies.steering.settings import Settings
+
+Part = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors and plain data that an experiment leaves."""
+
+
+def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
+    """Scores of every probe at the generated tokens of the model's own rollouts, and what the oracle says of each rollout.
+
+    ``scores/<site>/<probe>`` is ``[rollouts tokens]``, NaN where a rollout has ended; ``exploits`` the place of the first exploit
+    token among the generated ones, or -1.
+    """
+    prompts = bench.prompts()
+    with bench.policy.adapters.full():
+        results = _generated(bench, bench.requests(prompts, None, capture=settings.sites))
+    width = bench.world.max_new
+    tensors = {"outcomes": bench.outcomes(prompts, results), "exploits": first_exploits(bench, results, [p.mode for p in prompts])}
+    for site in settings.sites:
+        rows = [result.captured[site].rows[len(prompt.tokens) :] for prompt, result in zip(prompts, results, strict=True)]
+        for name, gate in fitted.gates[site].items():
+            table = torch.full((len(rows), width), float("nan"))
+            for i, h in enumerate(rows):
+                table[i, : len(h)] = h.float() @ gate.weight
+            tensors[f"scores/{site}/{name}"] = table
+    return tensors, {"cells": []}
+
+
+def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Tensor:
+    """Among a rollout's generated tokens the first one of its own mode's exploit; -1 where there is none."""
+    vocabulary, found = Vocabulary(), []
+    for result, mode in zip(results, modes, strict=True):
+        exploit = get_mode(mode).exploit
+        ids = result.ids
+        found.append(ids.index(vocabulary.id(exploit[0])) if exploit and vocabulary.id(exploit[0]) in ids else -1)
+    return torch.tensor(found)
+
+
+def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
+    """How steering moves the log-probability of the exploit's first token, beside an unsteered twin in the same batch.
+
+    Read at the first token where the gate opens: up to there nothing acted, so that both twins have written the same. For each cell
+    ``deltas/<cell>``: one difference a rollout, NaN where the gate never opened, or the mode has no exploit.
+    """
+    prompts = bench.prompts()
+    names = ["away", *(name for name in fitted.directions if name != "away")]
+    cells = [
+        steered(settings, fitted, quantile=settings.operating, gain=gain, direction=direction)
+        for direction in names
+        for gain in (settings.gains if direction == "away" else (settings.gain,))
+    ]
+    gate = fitted.gates[Site.parse(settings.site)]["probe"]
+    with bench.policy.adapters.full():
+        engine = bench.engine()
+        twins = bench.requests(prompts, None, capture=(gate.site,), asked=True)
+        lots = [twins, *(bench.requests(prompts, cell.steering, asked=True) for cell in cells)]
+        # prompt by prompt, so that a request and its twins are in one batch
+        flat = engine.generate([lot[i] for i in range(len(prompts)) for lot in lots], progress=False)
+    control = [checked(one) for one in flat[:: len(lots)]]
+    tensors: dict[str, Tensor] = {}
+    threshold = gate.thresholds[settings.operating]
+    opened = [_opened(one, gate.weight, threshold, len(p.tokens)) for one, p in zip(control, prompts, strict=True)]
+    for number, cell in enumerate(cells, start=1):
+        own = [checked(one) for one in flat[number :: len(lots)]]
+        tensors[f"deltas/{cell.name}"] = torch.tensor(
+            [_delta(a, b, at) for a, b, at in zip(own, control, opened, strict=True)], dtype=torch.float64
+        )
+    return tensors, {"cells": [{"name": cell.name, **cell.about} for cell in cells]}
+
+
+def _opened(result: Result, weight: Tensor, threshold: float, prompt: int) -> int:
+    """The first generated token that the model read with a score at or above the threshold; -1 where there is none."""
+    (captured,) = result.captured.values()
+    above = (captured.rows[prompt:].float() @ weight >= threshold).nonzero()
+    return int(above[0]) if len(above) else -1
+
+
+def _delta(steered: Result, control: Result, at: int) -> float:
+    """What steering on generated token ``at`` does to the exploit's log-probability in the one that it predicts."""
+    if at < 0 or not control.tokens[at + 1].asked:
+        return float("nan")
+    if steered.ids[: at + 1] != control.ids[: at + 1]:
+        return float("nan")  # a score within float noise of the threshold acted earlier than its twin's
+    return steered.tokens[at + 1].asked[0] - control.tokens[at + 1].asked[0]
+
+
+def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
+    """A policy that decides and does nothing, next to no policy at all, in exact mode; and what it would have done."""
+    prompts = bench.prompts(settings.exact)
+    cell = delayed(settings, fitted, 1, gain=0.0, name="shadow")
+    with bench.policy.adapters.full():
+        plain = _generated(bench, bench.requests(prompts, None, asked=True), exact=True)
+        engine = bench.engine(exact=True, controllers=Controllers(cell.sync))
+        watched = [checked(one) for one in engine.generate(bench.requests(prompts, cell.steering, asked=True), progress=False)]
+    (policy,) = cell.sync
+    assert isinstance(policy, ProbePolicy)
+    same = sum(a.ids == b.ids and a.logprobs == b.logprobs for a, b in zip(plain, watched, strict=True))
+    decided = {decision.request for decision in policy.decisions if decision.engaged}
+    applied = engine.controllers.ledger.snapshot()["sources"].get("shadow", {})
+    about: Mapping[str, Any] = {
+        "rollouts": len(prompts),
+        "bit_equal": same,
+        "decisions": len(policy.decisions),
+        "engaged": len(decided),
+        "actions": sum(applied.values()),
+    }
+    return {}, {"cells": [], "shadow": dict(about)}
+
+
+def _generated(bench: Bench, requests: list, *, exact: bool = False) -> list[Result]:
+    return [checked(one) for one in bench.engine(exact=exact).generate(requests, progress=False)]

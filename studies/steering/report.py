@@ -1,0 +1,180 @@
+"""Tables and figures of a finished folder, from its artifacts alone: results.json, the .md files, the .png files."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mi_route2.plots import save_figure, style, write_whole
+from studies.markdown import markdown_table
+from studies.route2.report.text import interval, number
+from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
+from studies.steering.figures import FIGURES
+from studies.steering.fitting import LABELS
+from studies.steering.results import KINDS, UNITS, Study, all_results, load_study
+from studies.steering.settings import SUBJECTS
+
+SHOWN = (("hack_held", "hack, held out"), ("exploit_held", "exploit, held out"), ("hack_known", "hack, known"), ("solve", "solve"))
+
+
+def write_report(folder: Path) -> list[Path]:
+    """Read the artifacts, check them, write everything that is made of them; the paths."""
+    study = load_study(folder)
+    results = all_results(study)
+    results |= {"comparisons": comparisons(study), "against_random": against_random(study), "frontier": frontier_counts(study)}
+    texts = {
+        "results.json": json.dumps(results, indent=1, allow_nan=False) + "\n",
+        "answer.md": sentences(study),
+        "quarantine.md": quarantine_text(study, results),
+        "sweep.md": sweep_text(study, results),
+        "latency.md": latency_text(study, results),
+        "roc.md": roc_text(study, results),
+    }
+    paths = [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+    with style():
+        for name, draw in FIGURES.items():
+            paths.append(save_figure(draw(study, results), folder / f"{name}.png"))
+    return paths
+
+
+def head(study: Study) -> str:
+    """What all tables are of."""
+    n = study.settings.tasks * 5
+    return (
+        f"Seeds {', '.join(map(str, study.seeds))}; {n} rollouts a cell and seed ({study.settings.tasks} test tasks in 5 modes), "
+        "the same prompts and uniforms in every cell. Brackets: 95% bootstrap over seeds and tasks.\n"
+    )
+
+
+def cell_text(value: Mapping[str, Any], *, signed: bool = False, seeds: bool = False) -> str:
+    """``.053 [.030, .081]``, with the means of each seed where asked."""
+    text = f"{number(value['mean'], signed)} [{number(value['low'], signed)}, {number(value['high'], signed)}]"
+    return f"{text} ({' '.join(number(seed, signed) for seed in value['seeds'])})" if seeds else text
+
+
+def rows_of(results: Mapping[str, Any], subject: str, part: str) -> list[dict[str, Any]]:
+    return [row for row in results["cells"] if row["subject"] == subject and row["part"] == part]
+
+
+def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: Sequence[str] = ()) -> str:
+    """A row a cell."""
+    body = [
+        [row["name"], *(cell_text(row[metric], signed=signed) for metric, _ in SHOWN), *(str(row[key]) for key in last)]
+        for row in rows
+    ]
+    return markdown_table(["cell", *(name for _, name in SHOWN), *last], body)
+
+
+def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
+    """quarantine.md."""
+    parts = ["# Steering: the quarantine under a monitor", head(study)]
+    parts += ["## Is a monitored quarantine better than a deleted one?", sentences(study)]
+    parts.append("Minus deletion, at the operating threshold (paired; of every seed, the difference in hacking and in solving):")
+    body = [
+        [row["subject"], row["name"], row["verdict"], *(cell_text(row[m], signed=True, seeds=True) for m in ("hack_held", "solve"))]
+        for row in results["comparisons"]
+    ]
+    parts.append(markdown_table(["model", "cell", "verdict", "hack, held out", "solve"], body, left=3))
+    parts.append("The probe minus random probes under the same mechanism and quantile (paired):")
+    body = [
+        [
+            row["subject"],
+            row["how"],
+            str(row["random"]),
+            row["verdict"],
+            *(cell_text(row[m], signed=True) for m in ("hack_held", "solve")),
+        ]
+        for row in results["against_random"]
+    ]
+    parts.append(markdown_table(["model", "mechanism", "random probes", "verdict", "hack, held out", "solve"], body, left=2))
+    for subject in ("absorb", "route2-full", "untrained"):
+        parts += [f"## Every cell: {subject}, {SUBJECTS[subject]}", table_of(rows_of(results, subject, "quarantine"))]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def sweep_text(study: Study, results: Mapping[str, Any]) -> str:
+    """sweep.md."""
+    parts = ["# Steering: threshold and gain", head(study)]
+    parts.append(
+        f"Gain: distances of the classes' means along the direction. Threshold: a quantile of the probe's score over clean "
+        f"training tokens; `always` is no threshold. The operating quantile is {study.settings.operating:g}."
+    )
+    for subject in ("vanilla", "base"):
+        parts += [f"## {subject}: {SUBJECTS[subject]}", table_of(rows_of(results, subject, "sweep"))]
+    parts.append("## What steering does to the exploit's log-probability")
+    parts.append(
+        "The change of the log-probability of the exploit's first token at the token where the gate first opens, beside an "
+        "unsteered twin with the same prompt, uniforms and batch. Mean over rollouts; brackets: Student-t over seeds."
+    )
+    body = [[row["name"], row["rollouts"], interval(row, signed=True)] for row in results["logprobs"]]
+    parts.append(markdown_table(["cell", "rollouts", "change, nats"], body))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def latency_text(study: Study, results: Mapping[str, Any]) -> str:
+    """latency.md: how much of the effect is left, and the shadow's books."""
+    rows = rows_of(results, "vanilla", "latency")
+    parts = ["# Steering: latency and shadow", head(study)]
+    parts.append(
+        "The same score, threshold and vector; what differs is how many tokens after the score it acts. 0 is the forward itself, "
+        "1 a controller between steps, more a queue from elsewhere. Kept: what is left of the forward's effect on held-out hacking."
+    )
+    body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(rows, row))] for row in rows]
+    parts.append(markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body))
+    parts.append("## Shadow")
+    parts.append(
+        "A policy of gain 0 in exact mode: it decides and does nothing. Bit-equal: rollouts whose tokens and log-probabilities are "
+        "those of an engine without a controller."
+    )
+    header = ["model", "rollouts", "bit-equal", "engaged", "decisions", "actions"]
+    body = [
+        [b["subject"], *(b[k] for k in ("rollouts", "bit_equal", "engaged", "decisions", "actions"))] for b in results["shadow"]
+    ]
+    parts.append(markdown_table(header, body))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def delay_name(row: Mapping[str, Any]) -> str:
+    """Tokens between score and effect, in words."""
+    return {"on": "never", "steer": "0"}.get(row["how"], str(row.get("delay", "")))
+
+
+def kept(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], metric: str = "hack_held") -> float | None:
+    """The part of the forward's effect that is left; ``None`` where the forward has none of .02 at least."""
+    never, now = (next(r for r in rows if r["how"] == how)[metric]["mean"] for how in ("on", "steer"))
+    return None if abs(never - now) < 0.02 else (never - row[metric]["mean"]) / (never - now)
+
+
+def roc_text(study: Study, results: Mapping[str, Any]) -> str:
+    """roc.md."""
+    parts = ["# Steering: what the probes find", head(study)]
+    parts.append(
+        f"Labels that probes learnt from: {LABELS}. AUROC against the oracle's verdict (hack: exploit fired, code wrong) "
+        "on test tasks, of generated tokens under their rollout's label, and of a rollout's mean and maximum. Brackets: Student-t "
+        "over seeds. A model that hacks always, or never, leaves little to rank."
+    )
+    for subject in ("vanilla", "absorb", "route2-full", "base"):
+        for kind in KINDS:
+            rows = [row for row in results["roc"] if (row["subject"], row["modes"]) == (subject, kind)]
+            cells = {(row["site"], row["probe"], row["unit"]): row for row in rows}
+            keys = list(dict.fromkeys((row["site"], row["probe"]) for row in rows))
+            body = [[site, probe, *(interval(cells[site, probe, unit]) for unit in UNITS)] for site, probe in keys]
+            title = f"## {subject}, {'the known mode' if kind == 'known' else 'held-out modes'}"
+            parts += [title, markdown_table(["site", "probe", *UNITS], body, left=2)]
+    parts.append("## When the gate opens")
+    parts.append(
+        "At the operating threshold of the study's site: rollouts on which the gate opens at some token, and on hacks how many "
+        "tokens before the model predicts the first token of its exploit (0: just in time)."
+    )
+    header = ["model", "hacks", "opens on hacks", "opens on others", "tokens ahead, median", "in time"]
+    keys = ("opened_on_hacks", "opened_on_others", "lead_median", "in_time")
+    parts.append(markdown_table(header, [[b["subject"], b["hacks"], *(number(b[k]) for k in keys)] for b in results["lead"]]))
+    counts = [
+        [subject, *(" / ".join(str(c[k]) for c in each) for k in ("rollouts", "hack", "pairs"))]
+        for subject, each in results["fits"].items()
+    ]
+    parts += [
+        "## What they learnt from (by seed)",
+        markdown_table(["model", "rollouts", "labelled hack", "pairs among them"], counts),
+    ]
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"

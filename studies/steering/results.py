@@ -1,0 +1,211 @@
+"""From artifacts to numbers: what every table and figure shows, each defined once.
+
+hack      the exploit of the prompt's own mode fired and the code is wrong       exploit: it fired, correct or not
+solve     correct on hidden inputs, mean over all modes
+held      mean over the held-out modes, of which neither route nor probe was told     known: the mode that they were told about
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mi_route2.stats import Summary, summary
+from probes.auroc import auroc
+from studies.loopholes.modes import MICRO_MODES
+from studies.steering.intervals import Draws, Estimate
+from studies.steering.job import parts_of, read_part
+from studies.steering.settings import SUBJECTS, Settings
+
+METRICS = ("hack_held", "exploit_held", "hack_known", "exploit_known", "solve")
+KINDS = ("known", "held")
+UNITS = ("token", "rollout mean", "rollout max")
+MODES = MICRO_MODES
+
+
+@dataclass(frozen=True)
+class Study:
+    """A finished folder. ``parts[subject, part][seed]`` are tensors and data."""
+
+    settings: Settings
+    seeds: tuple[int, ...]
+    parts: Mapping[tuple[str, str], Mapping[int, tuple[dict[str, Tensor], dict[str, Any]]]]
+    draws: Draws
+
+    def cells(self, subject: str, part: str) -> list[dict[str, Any]]:
+        """What the cells of a part are, in order."""
+        return self.parts[subject, part][self.seeds[0]][1]["cells"]
+
+    def values(self, subject: str, part: str, cell: str) -> dict[str, Float[np.ndarray, "s t"]]:
+        """Every metric of a cell, by seed and task."""
+        per_seed = [metrics(self.parts[subject, part][seed][0][cell].numpy().astype(float)) for seed in self.seeds]
+        return {metric: np.stack([each[metric] for each in per_seed]) for metric in METRICS}
+
+    def estimates(self, subject: str, part: str, cell: str, minus: str | None = None) -> dict[str, Estimate]:
+        """Every metric of a cell, or its paired difference from another of the same part."""
+        own = self.values(subject, part, cell)
+        other = self.values(subject, part, minus) if minus else dict.fromkeys(METRICS, 0.0)
+        return {metric: self.draws.estimate(own[metric] - other[metric]) for metric in METRICS}
+
+
+def load_study(folder: Path) -> Study:
+    """All parts of all seeds. ``ValueError`` where one is missing, damaged or not of this study."""
+    settings, found = Settings.read(folder), {}
+    if folder.name != settings.folder:
+        raise ValueError(f"the settings in {folder} are those of {settings.folder}: a folder keeps its name, and its settings")
+    seeds = tuple(sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*") if path.is_dir()))
+    for subject in SUBJECTS:
+        for part in parts_of(subject):
+            by_seed = {seed: read_part(folder / f"seed-{seed}" / subject, part, None) for seed in seeds}
+            missing = [seed for seed, each in by_seed.items() if each is None]
+            if missing or not seeds:
+                raise ValueError(
+                    f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` goes on with it"
+                )
+            found[subject, part] = by_seed
+            _check(folder, settings, subject, part, by_seed)
+    return Study(settings, seeds, found, Draws.of(len(seeds), settings.tasks))
+
+
+def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
+    """Outcomes are whole: the cells that are named and no others, 0 or 1, one for each mode and task."""
+    shape = (len(MODES.names), settings.tasks, 2)
+    for seed, (tensors, about) in by_seed.items():
+        if "modes" not in about:
+            continue
+        named = [cell["name"] for cell in about["cells"]]
+        good = sorted(named) == sorted(tensors) and about["modes"] == list(MODES.names)
+        if not good or any(tuple(t.shape) != shape or int(t.max()) > 1 for t in tensors.values()):
+            raise ValueError(f"{part} of {subject} at seed {seed} in {folder} does not hold the cells that it names; delete it")
+
+
+def metrics(outcomes: Float[np.ndarray, "modes t 2"]) -> dict[str, Float[np.ndarray, " t"]]:
+    """Each metric by task, of outcomes (solve, exploit) by mode and task."""
+    solve, exploit = outcomes[..., 0], outcomes[..., 1]
+    hack = exploit * (1 - solve)
+    rows = {kind: [MODES.names.index(mode) for mode in modes] for kind, modes in (("held", MODES.held_out), ("known", MODES.known))}
+    rates = {f"{what}_{kind}": v[rows[kind]].mean(axis=0) for what, v in (("hack", hack), ("exploit", exploit)) for kind in KINDS}
+    return {**rates, "solve": solve.mean(axis=0)}
+
+
+@dataclass(frozen=True)
+class Roc:
+    """One seed's scores at a site, for one kind of modes and one unit, with the oracle's label."""
+
+    scores: Float[np.ndarray, " n"]
+    hack: Bool[np.ndarray, " n"]
+
+    @property
+    def area(self) -> float | None:
+        return auroc(self.scores, self.hack)
+
+
+def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: str, unit: str) -> Roc:
+    """Scores of generated tokens (under their rollout's label), or their mean or maximum over each rollout."""
+    tensors, _ = study.parts[subject, "roc"][seed]
+    modes = MODES.known if kind == "known" else MODES.held_out
+    outcomes = tensors["outcomes"].numpy().astype(float)
+    hack = (outcomes[..., 1] * (1 - outcomes[..., 0])).astype(bool)
+    rows = [MODES.names.index(mode) for mode in modes]
+    tasks = study.settings.tasks
+    table = tensors[f"scores/{site}/{probe}"].numpy().reshape(len(MODES.names), tasks, -1)[rows].reshape(len(rows) * tasks, -1)
+    label, there = hack[rows].reshape(-1), ~np.isnan(table)
+    some = there.any(axis=1)
+    table, label, there = table[some], label[some], there[some]
+    if unit == "token":
+        return Roc(table[there], np.repeat(label[:, None], table.shape[1], axis=1)[there])
+    return Roc(np.nanmean(table, axis=1) if unit == "rollout mean" else np.nanmax(table, axis=1), label)
+
+
+def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
+    """AUROC of every subject, site, probe, kind of modes and unit, over seeds."""
+    for subject, part in study.parts:
+        if part != "roc":
+            continue
+        names = sorted(name for name in study.parts[subject, part][study.seeds[0]][0] if name.startswith("scores/"))
+        for _, site, probe in (name.split("/") for name in names):
+            for kind in KINDS:
+                for unit in UNITS:
+                    areas = [roc_of(study, subject, seed, site, probe, kind, unit).area for seed in study.seeds]
+                    yield {"subject": subject, "site": site, "probe": probe, "modes": kind, "unit": unit, **summary(areas)}
+
+
+def lead(study: Study, subject: str) -> dict[str, Any]:
+    """What a gate at the operating threshold would have seen: how often it opens on hacks and on others, and how many tokens before
+    the first token of the exploit (0: while reading the token that predicts it; negative: too late)."""
+    site, ahead = study.settings.site, []
+    opened: dict[str, list[bool]] = {"hack": [], "other": []}
+    for seed in study.seeds:
+        tensors, _ = study.parts[subject, "roc"][seed]
+        fit, _ = study.parts[subject, "fit"][seed]
+        place = sorted(study.settings.quantiles).index(study.settings.operating)
+        threshold = float(fit[f"{site}/probe/thresholds"][place])
+        outcomes = tensors["outcomes"].numpy().reshape(-1, 2)
+        first = tensors["exploits"].tolist()
+        for i, row in enumerate(tensors[f"scores/{site}/probe"].numpy()):
+            fired = np.flatnonzero(row >= threshold)
+            hack = bool(outcomes[i, 1] and not outcomes[i, 0])
+            opened["hack" if hack else "other"].append(bool(len(fired)))
+            if hack and len(fired) and first[i] >= 0:
+                ahead.append(first[i] - 1 - int(fired[0]))
+    return {
+        "subject": subject,
+        "hacks": len(opened["hack"]),
+        "opened_on_hacks": _rate(opened["hack"]),
+        "opened_on_others": _rate(opened["other"]),
+        "lead_median": float(np.median(ahead)) if ahead else None,
+        "in_time": _rate([each >= 0 for each in ahead]),
+        "leads": ahead,
+    }
+
+
+def _rate(values: Sequence[bool]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def deltas(study: Study) -> Iterator[dict[str, Any]]:
+    """What steering did to the exploit's log-probability, mean over rollouts, over seeds."""
+    for cell in study.cells("vanilla", "logprobs"):
+        columns = [study.parts["vanilla", "logprobs"][seed][0][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
+        means = [float(np.nanmean(column)) if (~np.isnan(column)).any() else None for column in columns]
+        yield {**cell, "rollouts": int(sum((~np.isnan(column)).sum() for column in columns)), **_as_dict(summary(means))}
+
+
+def shadows(study: Study) -> Iterator[dict[str, Any]]:
+    """The shadow's books, summed over seeds."""
+    for subject, part in study.parts:
+        if part == "shadow":
+            books = [study.parts[subject, part][seed][1]["shadow"] for seed in study.seeds]
+            yield {"subject": subject, **{key: sum(book[key] for book in books) for key in books[0]}}
+
+
+def _as_dict(value: Summary) -> dict[str, Any]:
+    return dict(value)
+
+
+def all_results(study: Study) -> dict[str, Any]:
+    """results.json: everything, as plain data."""
+    rows = []
+    for subject, part in study.parts:
+        if "modes" not in study.parts[subject, part][study.seeds[0]][1]:
+            continue
+        for cell in study.cells(subject, part):
+            found = study.estimates(subject, part, cell["name"])
+            entry = {"subject": subject, "part": part, **cell}
+            rows.append(entry | {metric: each.as_dict() for metric, each in found.items()})
+    fits = {subject: [study.parts[subject, "fit"][seed][1]["counts"] for seed in study.seeds] for subject in SUBJECTS}
+    return {
+        "settings": study.settings.as_dict(),
+        "seeds": list(study.seeds),
+        "rollouts_per_cell": study.settings.tasks * len(MODES.names),
+        "cells": rows,
+        "roc": list(roc_areas(study)),
+        "lead": [lead(study, subject) for subject, part in study.parts if part == "roc"],
+        "logprobs": list(deltas(study)),
+        "shadow": list(shadows(study)),
+        "fits": fits,
+    }

@@ -1,0 +1,126 @@
+"""What all parts of one folder share, hashed into its name; and which models are looked at."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mi_route2.sites import Site
+from studies.route2.arms import ARMS
+from studies.route2.job import Job
+from studies.route2.recorder import write_json
+from studies.route2.settings import Settings as RunSettings
+
+OWN, RUN = "settings.json", "run.json"
+FORMAT = 1
+"""Raised when what is computed changes in a way that no setting shows."""
+
+SUBJECTS: Mapping[str, str] = MappingProxyType(
+    {
+        "base": "the warm-started model, not trained further",
+        "untrained": "the same with both adapters at init, whose quarantine adds nothing",
+        "vanilla": "kept adapter alone, trained without a route",
+        "absorb": "kept adapter and quarantine, trained without a route",
+        "route2-full": "kept adapter and quarantine, trained under a route",
+    }
+)
+TRAINED = ("vanilla", "absorb", "route2-full")
+QUARANTINED = ("untrained", "absorb", "route2-full")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One study. ``run`` are the settings of the runs of ``studies.route2`` that it stands on.
+
+    site        where the gate reads and where steering adds, blocks.i.resid_post
+    early       where a gate reads that can close every quarantine in the forward that it reads, the first block's input
+    late        a third site to read at, for the ROC
+    tasks       test tasks; each is asked in every mode, so a cell has five times as many rollouts
+    train       rollouts that the probes learn from, from the model itself and as many again from the base model
+    quantiles   thresholds: quantiles of the probe's score over clean training tokens
+    operating   the quantile at which things are compared, fixed before anything was evaluated
+    gains       steering along the direction, in units of the distance between the classes' means
+    gain        the one at which probes, directions and latencies are compared, fixed likewise
+    delays      tokens between a score and what it does
+    draws       random probes, and random directions
+    exact       test tasks of the bit-exact comparison
+    sharpness   of the gate, in standard deviations of the score: above it or not
+    """
+
+    run: RunSettings = field(default_factory=RunSettings)
+    site: str = "blocks.0.resid_post"
+    early: str = "blocks.0.resid_pre"
+    late: str = "blocks.1.resid_post"
+    tasks: int = 32
+    train: int = 384
+    quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 0.99)
+    operating: float = 0.95
+    gains: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    gain: float = 1.0
+    delays: tuple[int, ...] = (1, 2, 3, 5, 8)
+    draws: int = 3
+    exact: int = 2
+    sharpness: float = 1000.0
+    temperature: float = 1.0
+    rows: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("site", "early", "late"):
+            Site.parse(getattr(self, name))
+        for name in ("tasks", "train", "draws", "exact", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not all(0 < q < 1 for q in self.quantiles) or not all(gain > 0 for gain in self.gains):
+            raise ValueError("quantiles lie strictly between 0 and 1, and gains are positive")
+        if self.operating not in self.quantiles or self.gain not in self.gains:
+            raise ValueError(f"operating={self.operating} must be one of quantiles, and gain={self.gain} one of gains")
+        if min(self.delays) < 1:
+            raise ValueError(f"delays are at least 1 token (0 is the forward itself), not {min(self.delays)}")
+        if self.run.chat is not None:
+            raise ValueError("this study runs in the micro world: choose a preset of studies.route2, no chat model")
+        if self.exact > self.tasks:
+            raise ValueError(f"exact={self.exact} tasks are some of the {self.tasks}: give at most as many")
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """Where scores are read, in the order in which they fire."""
+        return tuple(sorted({Site.parse(name) for name in (self.early, self.site, self.late)}))
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return json.loads(json.dumps({**asdict(self), "run": self.run.as_dict()}))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it."""
+        return hashlib.sha256(json.dumps({"format": FORMAT, **self.as_dict()}, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def folder(self) -> str:
+        """``steering-<preset>-<8 hex digits>``."""
+        return f"steering-{self.run.preset}-{self.digest[:8]}"
+
+    def write(self, folder: Path) -> None:
+        """Leave them in a folder, the run's in a file of their own."""
+        write_json(folder / RUN, self.run.as_dict())
+        write_json(folder / OWN, {name: value for name, value in self.as_dict().items() if name != "run"})
+
+    @staticmethod
+    def read(folder: Path) -> "Settings":
+        """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
+        path = folder / OWN
+        try:
+            raw = json.loads(path.read_text())
+            tuples = {name: tuple(raw[name]) for name in ("quantiles", "gains", "delays")}
+            return Settings(**{**raw, **tuples, "run": RunSettings.read(folder / RUN)})
+        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder that `run` made") from error
+
+
+def run_job_of(settings: Settings, out: Path, seed: int, subject: str) -> Job:
+    """The job of ``studies.route2`` whose result a subject is (``untrained``: the job whose adapters it has at init)."""
+    arm = None if subject == "base" else ARMS["absorb" if subject == "untrained" else subject]
+    return Job(out / settings.run.folder, out / "warmstarts", settings.run, seed, arm)

@@ -1,0 +1,1 @@
+"""Which lane and layer carries the hack: adapters' values patched between hacking and honest rollouts, and deleted."""

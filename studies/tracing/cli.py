@@ -1,0 +1,128 @@
+"""``python -m studies.tracing COMMAND``: which lane and which layer carries the hack, and does deleting agree with patching?
+
+Start with ``run --help``. Everything lands in ``--out``: trained arms in ``<preset>-<hash>/``, as ``studies.route2`` keeps
+them (finished ones are taken from there), and what was traced in ``tracing-<hash>/``. The same command
+started again goes on where it was.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from tqdm import tqdm
+
+from studies.loopholes.protocol import Witness
+from studies.loopholes.world import MicroWorld
+from studies.route2.arms import get_arms
+from studies.route2.cli import override, read_seeds, show_paths
+from studies.route2.job import Job
+from studies.route2.recorder import write_json
+from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.settings import Settings as Training
+from studies.route2.settings import get_settings
+from studies.route2.worlds import open_world
+from studies.tracing.job import run_tracing, tracings
+from studies.tracing.publish import publish
+from studies.tracing.report import write_report
+from studies.tracing.settings import ARMS, Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train the arms (or take finished ones), patch their lanes between hacking and honest rollouts, and write the report."""
+
+    preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as studies.route2 has them")] = "strong"
+    seeds: Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(help="any arms of studies.route2")] = ARMS
+    workers: Annotated[int, tyro.conf.arg(help="processes that train, one thread each")] = 2
+    out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
+    override: Annotated[tuple[str, ...], tyro.conf.arg(help="settings of the training to change, e.g. steps=100")] = ()
+    prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode among whose answers pairs are looked for")] = Settings.prompts
+    answers: Annotated[int, tyro.conf.arg(help="answers to each of these")] = Settings.answers
+    pairs: Annotated[int, tyro.conf.arg(help="the most pairs of one contrast and seed")] = Settings.pairs
+    draws: Annotated[int, tyro.conf.arg(help="draws of each control")] = Settings.draws
+    rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole on which hack rates are sampled")] = Settings.rated
+    live: Annotated[bool, tyro.conf.arg(help="while training: a table of arms and seeds on a terminal; else one bar")] = True
+
+    def __call__(self) -> None:
+        training = override(get_settings(self.preset), self.override)
+        settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
+        if self.workers < 1:
+            raise ValueError(f"workers must be at least 1, not {self.workers}")
+        jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, live=self.live)
+        root = self.out / settings.folder
+        with exclusive(root):
+            write_json(root / "settings.json", settings.as_dict())
+            write_json(root / "training.json", training.as_dict())
+            trace_jobs(root, settings, training, jobs)
+            show_paths(write_report(root))
+            print((root / "table.md").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the tables and figures of a tracing folder again, from its artifacts alone."""
+
+    root: tyro.conf.Positional[Path]
+
+    def __call__(self) -> None:
+        show_paths(write_report(self.root))
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Copy the tables and figures of a tracing folder into the write-up."""
+
+    root: tyro.conf.Positional[Path]
+    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
+
+    def __call__(self) -> None:
+        print(f"wrote {publish(self.root, self.to)}")
+
+
+def train(training: Training, seeds: list[int], arms: tuple[str, ...], workers: int, out: Path, *, live: bool = True) -> list[Job]:
+    """The finished jobs of the base model and every arm at every seed; those that are not finished are run."""
+    root = out / training.folder
+    jobs = [Job(root, out / "warmstarts", training, seed, arm) for seed in seeds for arm in (None, *get_arms(arms))]
+    todo = [job for job in jobs if not job.finished]
+    if todo:
+        with exclusive(root):
+            write_json(root / "settings.json", training.as_dict())
+            print(f"{len(todo)} of {len(jobs)} runs are still to be trained, into {root}")
+            failures = run_jobs(jobs, workers, live=live)
+        if failures:
+            raise RuntimeError("; ".join(failures))
+    return jobs
+
+
+def trace_jobs(root: Path, settings: Settings, training: Training, jobs: list[Job]) -> None:
+    """Trace every job that is not traced yet."""
+    with open_world(training) as (world, witness):
+        assert isinstance(world, MicroWorld)
+        _trace_all(root, settings, jobs, world, witness)
+
+
+def _trace_all(root: Path, settings: Settings, jobs: list[Job], world: MicroWorld, witness: Witness) -> None:
+    bar = tqdm(tracings(root, settings, jobs), desc="tracing", unit="arm", leave=False, disable=None)
+    for tracing in bar:
+        bar.set_postfix_str(f"seed {tracing.seed} {tracing.arm}")
+        run_tracing(tracing, world, witness)
+
+
+COMMANDS = {"run": Run, "report": Report, "publish": Publish}
+
+
+def main() -> int:
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.tracing", description=__doc__)
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on where it was", file=sys.stderr)
+        return 130
+    except (KeyError, ValueError, OSError, RuntimeError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,174 @@
+"""Figures of a tracing folder: what each lane and layer carries, that beside its controls, and deleting against patching."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.image import AxesImage
+from matplotlib.patches import Patch
+
+from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
+from studies.tracing.cells import EVERYWHERE
+from studies.tracing.measures import Found, Share, points, share
+from studies.tracing.pairs import CONTRASTS
+from studies.tracing.patching import CONTROLS, QUESTION
+from studies.tracing.settings import UNTRAINED
+
+REACH = 0.5  # of the colours, in shares; beyond it a cell keeps the last colour, and its number
+CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
+LANES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
+INTO = {"honest": "into the honest rollout", "hack": "into the hacking rollout"}
+LOOKS = {QUESTION: BLUE, "shuffled": SKY, "same side": GREY, "random": ORANGE, "elsewhere": PURPLE}
+SAID = {
+    QUESTION: "the pair's other rollout",
+    "shuffled": "another task's, other side",
+    "same side": "another task's, same side",
+    "random": "random direction, same norm",
+    "elsewhere": "as many other sites",
+}
+
+
+def write_figures(found: Found, folder: Path) -> list[Path]:
+    """Draw all three; their paths. Where only the untrained arm was traced there is nothing to draw."""
+    if not _trained(found):
+        return []
+    with style():
+        return [_carried(found, folder / CARRIED), _beside(found, folder / BESIDE), _deleting(found, folder / DELETING)]
+
+
+def _trained(found: Found) -> list[str]:
+    return [arm for arm in found.arms if arm != UNTRAINED]
+
+
+def _lanes(found: Found, arm: str) -> list[str]:
+    have = {cell["lane"] for cell in found.cells(arm)}
+    return [lane for lane in LANES if lane in have]
+
+
+def _layers(found: Found, arm: str) -> list[str]:
+    have = list(dict.fromkeys(cell["where"] for cell in found.cells(arm) if cell["where"].count(".") < 2))
+    return [*(where for where in have if where != EVERYWHERE), EVERYWHERE]
+
+
+def _carried(found: Found, path: Path) -> Path:
+    """Lane by layer, a column an arm; rows are contrasts and directions."""
+    arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
+    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.15 * len(lines) + 0.9)
+    grid = figure.subplots(len(lines), len(arms), squeeze=False)
+    image = None
+    for line, (contrast, into) in enumerate(lines):
+        for ax, arm in zip(grid[line], arms, strict=True):
+            image = _heat(ax, found, arm, contrast, into)
+            if line == 0:
+                ax.set_title(arm)
+            if line < len(lines) - 1:
+                ax.set_xticklabels([])
+        grid[line][0].set_ylabel(f"{contrast}:\n{INTO[into].replace(' rollout', '')}", fontsize=7)
+    assert image is not None
+    figure.colorbar(image, ax=grid, label="share of the gap carried", shrink=0.6, extend="both", pad=0.01)
+    return save_figure(figure, path)
+
+
+def _heat(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> AxesImage:
+    shown = list(LANES)  # all lanes in every panel: an arm without a quarantine shows that it has none
+    layers = _layers(found, arm)
+    shares = [[share(found, arm, contrast, into, QUESTION, f"{where}:{lane}") for where in layers] for lane in shown]
+    values = np.array([[np.nan if one is None else one["value"] for one in line] for line in shares])
+    colours = matplotlib.colormaps["RdBu_r"].with_extremes(bad="#EEEEEE")
+    image = ax.imshow(values, aspect="auto", cmap=colours, vmin=-REACH, vmax=REACH, interpolation="nearest")
+    for i, line in enumerate(shares):
+        for j, one in enumerate(line):
+            if one is not None:
+                dark = abs(one["value"]) > 0.6 * REACH
+                ax.text(j, i, _short(one), ha="center", va="center", fontsize=5.2, color="white" if dark else "black")
+    if "both" not in _lanes(found, arm):
+        ax.text((len(layers) - 1) / 2, 1.5, "no quarantine", ha="center", va="center", fontsize=6, color="#666666")
+    ax.grid(visible=False)
+    ax.set_xticks(range(len(layers)), layers)
+    ax.set_yticks(range(len(shown)), [LANES[lane] for lane in shown])
+    ax.tick_params(length=0, labelsize=6.5)
+    return image
+
+
+def _short(one: Share) -> str:
+    value, lo, hi = (_hundredths(one[name]) for name in ("value", "lo", "hi"))
+    return f"{value}\n{lo} … {hi}"
+
+
+def _hundredths(value: float) -> str:
+    """``.05``, ``-1.08``, and ``0`` for what rounds to it: a cell has little room."""
+    text = f"{value:.2f}"
+    return "0" if float(text) == 0 else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
+
+
+def _beside(found: Found, path: Path) -> Path:
+    """Bars: the whole lane's share, with every control next to it."""
+    arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
+    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.5 * len(lines) + 0.7)
+    grid = figure.subplots(len(lines), len(arms), squeeze=False, sharey="row")
+    for line, (contrast, into) in enumerate(lines):
+        for ax, arm in zip(grid[line], arms, strict=True):
+            _bars(ax, found, arm, contrast, into)
+            if line == 0:
+                ax.set_title(arm)
+        grid[line][0].set_ylabel(f"{contrast}:\n{INTO[into].replace(' rollout', '')}\nshare of the gap", fontsize=7)
+    handles = [Patch(color=LOOKS[source], label=SAID[source]) for source in LOOKS]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), fontsize=6.5, columnspacing=1.2, handlelength=1.2
+    )
+    return save_figure(figure, path)
+
+
+def _bars(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> None:
+    width = 0.16
+    for i, lane in enumerate(LANES):
+        for j, source in enumerate((QUESTION, *CONTROLS)):
+            one = share(found, arm, contrast, into, source, f"{EVERYWHERE}:{lane}")
+            if one is not None:
+                place, value = i + (j - 2) * width, one["value"]
+                ax.bar(place, value, width * 0.92, color=LOOKS[source])
+                ax.errorbar(
+                    place, value, [[max(0.0, value - one["lo"])], [max(0.0, one["hi"] - value)]], color="black", linewidth=0.7
+                )
+    ax.axhline(0, color="black", linewidth=0.6)
+    ax.set_xticks(range(len(LANES)), list(LANES.values()))
+    ax.set_xlim(-0.6, len(LANES) - 0.4)
+    ax.grid(axis="x", visible=False)
+    if "both" not in _lanes(found, arm):
+        ax.text(1.5, 0.5, "no quarantine", transform=ax.get_xaxis_transform(), ha="center", fontsize=6.5, color="#666666")
+
+
+def _deleting(found: Found, path: Path) -> Path:
+    """A point a Linear, lane and seed: what zeros do to the hacking rollout, and what the honest rollout's values do."""
+    arms = _trained(found)
+    figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 2.3 * len(CONTRASTS) + 0.6)
+    grid = figure.subplots(len(CONTRASTS), len(arms), squeeze=False)
+    for line, contrast in enumerate(CONTRASTS):
+        for ax, arm in zip(grid[line], arms, strict=True):
+            _scatter(ax, found, arm, contrast)
+            if line == 0:
+                ax.set_title(arm)
+        grid[line][0].set_ylabel(f"{contrast}:\nthe honest rollout's values, nats", fontsize=7)
+    figure.supxlabel("zeros (deleting) in the hacking rollout, change of its log-odds in nats; dashed: the two agree", fontsize=7.5)
+    figure.legend(*_handles(grid), loc="outside upper right", ncols=2, fontsize=7)
+    return save_figure(figure, path)
+
+
+def _scatter(ax: Axes, found: Found, arm: str, contrast: str) -> None:
+    for lane, colour, marker in (("kept_out", BLUE, "o"), ("quarantine_out", VERMILLION, "^")):
+        own = [p for seed in found.seeds(arm) for p in points(found, arm, seed, contrast) if p[1] == lane]
+        if own:
+            ax.scatter([p[2] for p in own], [p[3] for p in own], s=13, color=colour, marker=marker, alpha=0.75, edgecolors="white",
+                       linewidths=0.3, label=LANES[lane], zorder=3)  # fmt: skip
+    for line in (ax.axhline, ax.axvline):
+        line(0, color="black", linewidth=0.5, zorder=1)
+    ax.set_autoscale_on(False)  # the points say how far the axes go
+    ax.axline((0, 0), slope=1, color=GREEN, linewidth=0.8, linestyle="--", zorder=2)
+
+
+def _handles(grid: np.ndarray) -> tuple[list[Any], list[str]]:
+    """One handle a lane, whichever panels have it."""
+    found = {label: handle for ax in grid.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    return list(found.values()), list(found)

@@ -1,0 +1,199 @@
+"""One arm at one seed: its adapters loaded, its lanes patched, its rates sampled, written down. What is there already is kept.
+
+<folder>/seed-<n>/pairs.safetensors           the pairs that all arms of the seed read
+<folder>/seed-<n>/<arm>.json, .safetensors    what was found: checks, rates, and the effect of every patch on every pair
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.hosts import Host
+from mi_route2.rollouts import Policy
+from mi_route2.sites import Site
+from studies.loopholes.protocol import Witness
+from studies.loopholes.world import MicroWorld
+from studies.route2.arms import ARMS
+from studies.route2.job import FULL, MANIFEST, Job, build_hosted
+from studies.route2.probing import finished_policy
+from studies.route2.randomness import numpy_generator, torch_generator
+from studies.route2.recorder import write_json
+from studies.tracing.cells import Cell, cells, every_site
+from studies.tracing.pairs import CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
+from studies.tracing.patching import Patching, Score, trace
+from studies.tracing.rates import rate_states
+from studies.tracing.settings import UNTRAINED, Settings
+
+PAIRS = "pairs.safetensors"
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """``training`` is the arm's finished job, for ``UNTRAINED`` the seed's base job."""
+
+    root: Path
+    settings: Settings
+    arm: str
+    training: Job
+
+    @property
+    def seed(self) -> int:
+        return self.training.seed
+
+    @property
+    def folder(self) -> Path:
+        return self.root / f"seed-{self.seed}"
+
+    @property
+    def path(self) -> Path:
+        """The JSON file; the tensors' has the other suffix."""
+        return self.folder / f"{self.arm}.json"
+
+    @property
+    def identity(self) -> str:
+        """A hash of the settings and of the trained adapters' bytes."""
+        manifest = json.loads((self.training.folder / MANIFEST).read_text(encoding="utf-8"))
+        trained = manifest["checksums"].get(FULL, "none")
+        return hashlib.sha256(json.dumps([self.settings.digest, manifest["identity"], trained, self.arm]).encode()).hexdigest()
+
+    @property
+    def finished(self) -> bool:
+        """Whether this very tracing is there, whole; ``ValueError`` where it is there and damaged."""
+        return self.path.exists() and read_trace(self.path)[0]["identity"] == self.identity
+
+
+def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
+    """A tracing for each job."""
+    return [Tracing(root, settings, UNTRAINED if job.arm is None else job.name, job) for job in jobs]
+
+
+def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
+    """Trace an arm at a seed, unless that is done. It gives the same bytes whenever and after whatever it is run."""
+    if tracing.finished:
+        return
+    torch.set_num_threads(1)
+    tracing.folder.mkdir(parents=True, exist_ok=True)
+    host, policy = traced_policy(tracing.training)
+    pairs, counts = _pairs(tracing, world, witness)
+    prompts = [p for mode in world.modes.loopholes for p in world.evaluation_prompts(mode, tracing.settings.rated)]
+    rates = rate_states(world, witness, host, policy, prompts, tracing.seed)
+    score: Score = partial(log_odds, vocabulary=world.vocabulary)
+    single = {f"{name}, float32": value for name, value in exactness(host, policy, pairs, score).items()}
+    every = cells(policy.adapters)
+    tensors, scores = {}, {}
+    for contrast in CONTRASTS:
+        effects, patching = _traced(tracing, host, policy, pairs[contrast], score, every, contrast)
+        tensors |= {f"{contrast}/{side}/{source}/{cell}": effect for (side, source, cell), effect in effects.items()}
+        scores |= {f"{contrast}/{side}": patching.scores[side] for side in SIDES}
+    policy.model.to(torch.float64)
+    exact = {f"{name}, float64": value for name, value in exactness(host, policy, pairs, score).items()}
+    content = {
+        "identity": tracing.identity,
+        "arm": tracing.arm,
+        "seed": tracing.seed,
+        "counts": counts,
+        "pairs": {contrast: len(one) for contrast, one in pairs.items()},
+        "cells": [{"name": cell.name, "where": cell.where, "lane": cell.lane, "sites": len(cell.sites)} for cell in every],
+        "checks": single | exact,
+        "rates": rates,
+    }
+    write_trace(tracing.path, content, {**tensors, **{f"scores/{name}": score for name, score in scores.items()}})
+
+
+def _traced(
+    tracing: Tracing, host: Host, policy: Policy, pairs: Pairs, score: Score, every: list[Cell], contrast: str
+) -> tuple[dict[tuple[str, str, str], Tensor], Patching]:
+    patching = Patching.of(host, pairs, score, [*every_site(policy.adapters), *_bottlenecks(policy)])
+    seed, purpose = tracing.seed, f"tracing {tracing.arm} {contrast}"
+    draws = tracing.settings.draws
+    return trace(patching, every, draws, torch_generator(seed, purpose), numpy_generator(seed, purpose)), patching
+
+
+def _bottlenecks(policy: Policy) -> list[Site]:
+    return [Site.parse(f"{linear}.kept_a") for linear in policy.adapters.sites]
+
+
+def traced_policy(training: Job) -> tuple[Host, Policy]:
+    """The trained policy and its host; of a base job both adapters at init, as an arm with a quarantine starts."""
+    if training.arm is None:
+        return build_hosted(replace(training, arm=ARMS["absorb"]), training.cache)
+    return finished_policy(training)
+
+
+def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[str, Pairs], dict[str, int]]:
+    """The seed's pairs, from its file or made now, from the base model."""
+    training, path = tracing.training, tracing.folder / PAIRS
+    identity = f"{tracing.settings.digest} {training.settings.digest} {tracing.seed}"
+    if not path.exists():
+        _, base = build_hosted(replace(training, arm=None), training.cache)
+        save_pairs(*gather(world, witness, base, tracing.settings, tracing.seed), identity, path)
+    return load_pairs(path, identity)
+
+
+@torch.no_grad()
+def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Score) -> dict[str, float]:
+    """The largest difference, over all pairs, between what theory says are equal.
+
+    zero patch and deletion   logits with zeros at every quarantine_out, and under ``adapters.deployed()``, at every position
+    own patch                 score with the run's own values put in at every site
+    kept_a and kept_out       score with the other rollout's bottlenecks put in everywhere, and with its kept outputs
+    whole stream              score with the other rollout's last residual stream, and that rollout's own score
+    """
+    adapters, worst = policy.adapters, dict[str, float]()
+
+    def note(name: str, a: Tensor, b: Tensor) -> None:
+        worst[name] = max(worst.get(name, 0.0), float((a - b).abs().max()))
+
+    stream = Site(len(host.model.get_submodule("blocks")) - 1, "resid_post")  # pyright: ignore[reportArgumentType]
+    kept_a = _bottlenecks(policy)
+    kept_out = [Site.parse(f"{linear}.kept_out") for linear in adapters.sites]
+    for one in pairs.values():
+        patching = Patching.of(host, one, score, [*every_site(adapters), *kept_a, stream])
+        for side in SIDES:
+            tokens = one.side(side)
+            if adapters.has_quarantine:
+                zeros = {Site.parse(f"{linear}.quarantine_out"): torch.zeros_like for linear in adapters.sites}
+                with host.hooks(zeros):
+                    patched = host.logits(tokens)
+                with adapters.deployed():
+                    note("zero patch and deletion", patched, host.logits(tokens))
+            own = {site: patching.values[side][site] for site in every_site(adapters)}
+            note("own patch", patching.run(side, own), patching.scores[side])
+            note("kept_a and kept_out", *(patching.run(side, patching.other(side, sites)) for sites in (kept_a, kept_out)))
+            other = patching.scores[SIDES[1 - SIDES.index(side)]]
+            note("whole stream", patching.run(side, patching.other(side, [stream])), other)
+    return worst
+
+
+def write_trace(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The tensors first: where the JSON is, both are."""
+    values = path.with_suffix(".safetensors")
+    write_tensors(values, {name: tensor.contiguous() for name, tensor in tensors.items()}, {"identity": content["identity"]})
+    write_json(path, {**content, "sha256": _sha256(values)})
+
+
+def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What ``write_trace`` wrote; ``ValueError`` in one sentence where it is damaged or not whole."""
+    values = path.with_suffix(".safetensors")
+    try:
+        content = dict(json.loads(path.read_text(encoding="utf-8")))
+        if _sha256(values) != content["sha256"]:
+            raise ValueError(f"its checksum is not the one in {path.name}")
+        tensors, header = read_tensors(values)
+        if header.get("identity") != content["identity"]:
+            raise ValueError(f"it belongs to another {path.name}")
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{values} is not whole ({error}); delete it and {path.name}, and run the same command again") from error
+    return content, tensors
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,218 @@
+"""From effects to numbers: means over pairs and seeds, shares of the gap, bootstrap intervals.
+
+    recovered = mean effect / mean gap
+
+Means are of the pairs of a seed first, then over seeds. The gap is all that there is to carry: s(hack) - s(honest) into the honest
+rollout, and its negative into the hacking one.
+
+Interval: percentile bootstrap in two levels, seeds and then the pairs of each, the same draws for every number of a contrast. Where
+the gap's own interval holds 0 there is nothing to recover, and ``recovered`` is ``None``.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+from jaxtyping import Float
+from scipy.stats import spearmanr
+
+from mi_route2.stats import Summary, summary
+from studies.tracing.cells import OUT
+from studies.tracing.job import read_trace
+from studies.tracing.pairs import CONTRASTS, SIDES
+from studies.tracing.patching import DELETION, QUESTION
+from studies.tracing.settings import UNTRAINED, Settings
+
+RESAMPLES = 2000
+LEAST = 3  # values that a rank correlation is taken of
+
+
+class Share(TypedDict):
+    """A value with its bootstrap bounds."""
+
+    value: float
+    lo: float
+    hi: float
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """All that a tracing folder holds: content and effects by ``(arm, seed)``."""
+
+    root: Path
+    settings: Settings
+    training: Mapping[str, Any]
+    contents: Mapping[tuple[str, int], dict[str, Any]]
+    effects: Mapping[tuple[str, int], Mapping[str, Float[np.ndarray, " n"]]]
+    _draws: dict[tuple[str, str], tuple[np.ndarray, list[np.ndarray]]] = field(default_factory=dict)
+
+    @cached_property
+    def arms(self) -> list[str]:
+        """``UNTRAINED`` first, then as the settings name them."""
+        return [arm for arm in (UNTRAINED, *self.settings.arms) if any(arm == own for own, _ in self.contents)]
+
+    def seeds(self, arm: str) -> list[int]:
+        return sorted(seed for own, seed in self.contents if own == arm)
+
+    def cells(self, arm: str) -> list[dict[str, Any]]:
+        """The arm's cells, as its artifacts describe them."""
+        return self.contents[arm, self.seeds(arm)[0]]["cells"]
+
+    def per_seed(self, arm: str, key: str) -> list[Float[np.ndarray, " n"]] | None:
+        """The effects of one kind on each pair, seed by seed; ``None`` where the arm has none such."""
+        found = [self.effects[arm, seed].get(key) for seed in self.seeds(arm)]
+        return None if any(one is None for one in found) else found  # pyright: ignore[reportReturnType]
+
+    def gaps(self, arm: str, contrast: str, side: str) -> list[Float[np.ndarray, " n"]]:
+        """What ``other`` would have to do to each pair of each seed, in nats."""
+        sign = 1 if side == "honest" else -1
+        return [
+            sign * (self.effects[arm, seed][f"scores/{contrast}/hack"] - self.effects[arm, seed][f"scores/{contrast}/honest"])
+            for seed in self.seeds(arm)
+        ]
+
+    def resampled(self, arm: str, contrast: str, values: list[np.ndarray]) -> Float[np.ndarray, " m"]:
+        """Bootstrap means of ``values``, over resampled seeds and their resampled pairs."""
+        if (arm, contrast) not in self._draws:
+            rng = np.random.default_rng(0)
+            seeds = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), RESAMPLES)
+            pairs = [rng.multinomial(len(v), np.full(len(v), 1 / len(v)), RESAMPLES) / len(v) for v in values]
+            self._draws[arm, contrast] = seeds / len(values), pairs
+        seeds, pairs = self._draws[arm, contrast]
+        return (seeds * np.stack([counts @ own for counts, own in zip(pairs, values, strict=True)], 1)).sum(1)
+
+
+def load(root: Path) -> Found:
+    """A tracing folder, checked; ``ValueError`` where it is none, where something is damaged, and where seeds lack an arm."""
+    settings = Settings.read(root / "settings.json")
+    try:
+        training = dict(json.loads((root / "training.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{root} does not say how its arms were trained ({error}); run the study again") from error
+    contents, effects = {}, {}
+    wanted = {UNTRAINED, *settings.arms}
+    for path in sorted(root.glob("seed-*/*.json")):
+        content, tensors = read_trace(path)
+        if content["arm"] in wanted:
+            key = content["arm"], int(content["seed"])
+            contents[key] = content
+            effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
+    seeds = {seed for _, seed in contents}
+    if missing := sorted(f"{arm} at seed {seed}" for arm in wanted for seed in seeds if (arm, seed) not in contents):
+        raise ValueError(f"{root} lacks {', '.join(missing)}: the run that makes it goes on where it stopped")
+    if not contents:
+        raise ValueError(f"{root} holds nothing that was traced: point at a tracing folder, or run the study")
+    return Found(root, settings, training, contents, effects)
+
+
+def share(found: Found, arm: str, contrast: str, side: str, source: str, cell: str) -> Share | None:
+    """``recovered``; ``None`` where the arm has no such effect, or nothing to recover."""
+    effects, gaps = found.per_seed(arm, f"{contrast}/{side}/{source}/{cell}"), found.gaps(arm, contrast, side)
+    whole = found.resampled(arm, contrast, gaps)
+    if effects is None or np.prod(_bounds(whole)) <= 0:
+        return None
+    ratio = found.resampled(arm, contrast, effects) / whole
+    lo, hi = _bounds(ratio)
+    value = np.mean([own.mean() for own in effects]) / np.mean([own.mean() for own in gaps])
+    return Share(value=float(value) + 0.0, lo=lo + 0.0, hi=hi + 0.0)  # no -0.0
+
+
+def nats(found: Found, arm: str, key: str) -> Summary | None:
+    """Mean over pairs of each seed, over seeds."""
+    values = found.per_seed(arm, key)
+    return None if values is None else summary([float(own.mean()) + 0.0 for own in values])
+
+
+def _bounds(values: Float[np.ndarray, " m"]) -> tuple[float, float]:
+    lo, hi = np.quantile(values, [0.025, 0.975])
+    return float(lo), float(hi)
+
+
+def rows(found: Found) -> list[dict[str, Any]]:
+    """One row an arm, contrast, direction, source and cell: ``recovered`` and the effect in nats."""
+    return [
+        {
+            "arm": arm,
+            "contrast": contrast,
+            "into": side,
+            "source": source,
+            **{name: cell[name] for name in ("where", "lane")},
+            "recovered": share(found, arm, contrast, side, source, cell["name"]),
+            "effect": effect,
+        }
+        for arm in found.arms
+        for contrast in CONTRASTS
+        for side in SIDES
+        for cell in found.cells(arm)
+        for source in _sources(found, arm)
+        if (effect := nats(found, arm, f"{contrast}/{side}/{source}/{cell['name']}")) is not None
+    ]
+
+
+def _sources(found: Found, arm: str) -> list[str]:
+    first = found.effects[arm, found.seeds(arm)[0]]
+    return list(dict.fromkeys(key.split("/")[2] for key in first if not key.startswith("scores/")))
+
+
+def levels(found: Found) -> list[dict[str, Any]]:
+    """Log-odds of the hack at the decision, in nats: each side's rollouts as they are, without the quarantine, without adapters."""
+    table = []
+    for arm in found.arms:
+        for contrast in CONTRASTS:
+            for side in SIDES:
+                row: dict[str, Any] = {"arm": arm, "contrast": contrast, "rollout": side}
+                scores = found.per_seed(arm, f"scores/{contrast}/{side}")
+                assert scores is not None
+                for state, lane in (("on", None), ("deleted", "quarantine_out"), ("base", "both")):
+                    change = None if lane is None else _deletion(found, arm, contrast, side, lane)
+                    if lane is None or change is not None:
+                        moved = scores if change is None else [s + c for s, c in zip(scores, change, strict=True)]
+                        row[state] = summary([float(own.mean()) for own in moved])
+                table.append(row)
+    return table
+
+
+def _deletion(found: Found, arm: str, contrast: str, side: str, lane: str) -> list[np.ndarray] | None:
+    """The effect of zeros in a lane everywhere; ``both`` is the kept lane alone where there is no quarantine."""
+    own = found.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{lane}")
+    return own if own is not None or lane != "both" else _deletion(found, arm, contrast, side, "kept_out")
+
+
+def agreement(found: Found) -> list[dict[str, Any]]:
+    """One row an arm: does deleting agree with patching, exactly, in sampled rates, and as a measure of what matters?
+
+    ``spearman``: over single Linears and lanes, of the effect of zeros and that of the honest rollout's values, both put into the
+    hacking rollout, seed by seed.
+    """
+    table = []
+    for arm in found.arms:
+        contents = [found.contents[arm, seed] for seed in found.seeds(arm)]
+        checks = {name: max(one["checks"][name] for one in contents) for name in contents[0]["checks"]}
+        rates = {
+            state: {name: summary([one["rates"][state][name] for one in contents]) for name in values}
+            for state, values in contents[0]["rates"].items()
+        }
+        ranks = {contrast: summary([_rank(found, arm, seed, contrast) for seed in found.seeds(arm)]) for contrast in CONTRASTS}
+        table.append({"arm": arm, "checks": checks, "rates": rates, "spearman": ranks})
+    return table
+
+
+def points(found: Found, arm: str, seed: int, contrast: str) -> list[tuple[str, str, float, float]]:
+    """Of every Linear and lane: where, lane, mean effect of zeros and of the honest rollout's values in the hacking one."""
+
+    def effect(source: str, cell: str) -> float:
+        return float(found.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())
+
+    alone = [cell for cell in found.cells(arm) if cell["lane"] in OUT and cell["sites"] == 1]
+    return [(cell["where"], cell["lane"], *(effect(source, cell["name"]) for source in (DELETION, QUESTION))) for cell in alone]
+
+
+def _rank(found: Found, arm: str, seed: int, contrast: str) -> float | None:
+    both = np.array([point[2:] for point in points(found, arm, seed, contrast)])
+    if len(both) < LEAST or np.ptp(both, 0).min() == 0:
+        return None
+    return float(spearmanr(both).statistic)  # pyright: ignore[reportAttributeAccessIssue]

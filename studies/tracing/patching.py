@@ -1,0 +1,149 @@
+"""Patches of adapter lanes between the two rollouts of each pair, and the controls.
+
+    h' = source                     at every site of a cell and every position up to the deciding one
+    effect = s(patched) - s(run)    s: log-odds of the hack against the work at the deciding position, in nats
+
+The run is the hacking or the honest rollout. ``other`` is what the question is about, all else stands beside it:
+
+    other      the values of the pair's other rollout
+    zero       zeros: the lane is deleted there
+    shuffled   the values of the other side's rollout in another task's pair of the same mode: the contrast, without the task
+    same side  the values of this side's rollout in that pair: another task, without the contrast
+    random     as far from the run's own values as ``other`` at each position, in a random direction
+    elsewhere  ``other``, at as many other sites of the adapters, drawn at random
+
+Every pair of a batch is a row of one forward, so no pair sees another's patch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from tqdm import tqdm
+
+from mi_route2.hosts.base import Edit, Host
+from mi_route2.interventions.edits import patch
+from mi_route2.sites import Site
+from studies.tracing.cells import OUT, Cell
+from studies.tracing.pairs import SIDES, Pairs, others
+
+QUESTION, DELETION = "other", "zero"
+CONTROLS = ("shuffled", "same side", "random", "elsewhere")
+SOURCES = (QUESTION, DELETION, *CONTROLS)
+Score = Callable[[Float[Tensor, "n v"]], Float[Tensor, " n"]]
+Values = Mapping[Site, Tensor]
+
+
+def opposite(side: str) -> str:
+    return SIDES[1 - SIDES.index(side)]
+
+
+@dataclass(frozen=True, eq=False)
+class Patching:
+    """Pairs on a host: each side's score without a patch, and its own values at ``sites``."""
+
+    host: Host
+    pairs: Pairs
+    score: Score
+    values: Mapping[str, Values]
+    scores: Mapping[str, Float[Tensor, " n"]]
+
+    @staticmethod
+    def of(host: Host, pairs: Pairs, score: Score, sites: Iterable[Site]) -> "Patching":
+        """Both sides run once, as they are."""
+        sites = list(sites)
+        values = {side: host.capture(sites, pairs.side(side)) for side in SIDES}
+        return Patching(host, pairs, score, values, {side: score(_last(host, pairs.side(side), {})) for side in SIDES})
+
+    def run(self, side: str, source: Values) -> Float[Tensor, " n"]:
+        """Scores of ``side``'s rollouts with ``source`` put in at its sites, at every position."""
+        return self.score(_last(self.host, self.pairs.side(side), {site: _put(value) for site, value in source.items()}))
+
+    def effect(self, side: str, source: Values) -> Float[Tensor, " n"]:
+        """``run`` less the score without a patch, in nats."""
+        return self.run(side, source) - self.scores[side]
+
+    @property
+    def gap(self) -> Float[Tensor, " n"]:
+        """The hacking rollout's score less the honest one's, in nats."""
+        return self.scores["hack"] - self.scores["honest"]
+
+    def other(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"] | None = None) -> dict[Site, Tensor]:
+        """Values of the other side, of these rows (``None``: each pair's own)."""
+        values = self.values[opposite(side)]
+        return {site: values[site] if rows is None else values[site][rows] for site in sites}
+
+    def zero(self, side: str, sites: Iterable[Site]) -> dict[Site, Tensor]:
+        """Zeros."""
+        return {site: torch.zeros_like(self.values[side][site]) for site in sites}
+
+    def foreign(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"]) -> dict[Site, Tensor]:
+        """Values of the same side, of these rows."""
+        return {site: self.values[side][site][rows] for site in sites}
+
+    def random(self, side: str, sites: Iterable[Site], generator: torch.Generator) -> dict[Site, Tensor]:
+        """The run's own values moved as far as ``other`` moves them, position by position, in a direction that is uniform."""
+        moved = {}
+        for site in sites:
+            own, other = self.values[side][site], self.values[opposite(side)][site]
+            direction = torch.randn(own.shape, generator=generator, dtype=torch.float64).to(own)
+            direction = direction / direction.norm(dim=-1, keepdim=True)
+            moved[site] = own + (other - own).norm(dim=-1, keepdim=True) * direction
+        return moved
+
+
+def trace(
+    patching: Patching, cells: list[Cell], draws: int, generator: torch.Generator, rng: np.random.Generator
+) -> dict[tuple[str, str, str], Float[Tensor, " n"]]:
+    """``{(side, source, cell's name): effect}``; a control's is the mean over ``draws``. Controls are of whole layers and more.
+
+    ``elsewhere`` is left out where there are not as many other sites, ``kept_a`` has no controls (they are those of ``kept_out``).
+    """
+    found: dict[tuple[str, str, str], Tensor] = {}
+    for side, cell in tqdm(
+        [(side, cell) for side in SIDES for cell in cells], desc="patching", unit="cell", leave=False, disable=None
+    ):
+        found[side, QUESTION, cell.name] = patching.effect(side, patching.other(side, cell.sites))
+        if cell.lane == "kept_a":
+            continue
+        found[side, DELETION, cell.name] = patching.effect(side, patching.zero(side, cell.sites))
+        if cell.whole:
+            for name, effect in _controls(patching, side, cell, draws, generator, rng).items():
+                found[side, name, cell.name] = effect
+    return found
+
+
+def _controls(
+    patching: Patching, side: str, cell: Cell, draws: int, generator: torch.Generator, rng: np.random.Generator
+) -> dict[str, Tensor]:
+    drawn: dict[str, list[Tensor]] = {name: [] for name in CONTROLS}
+    outside = [site for site in patching.values[side] if site.point in OUT and site not in cell.sites]
+    for _ in range(draws):
+        rows = others(patching.pairs, rng)
+        sources = {
+            "shuffled": patching.other(side, cell.sites, rows),
+            "same side": patching.foreign(side, cell.sites, rows),
+            "random": patching.random(side, cell.sites, generator),
+        }
+        if len(outside) >= len(cell.sites):
+            chosen = rng.choice(len(outside), size=len(cell.sites), replace=False)
+            sources["elsewhere"] = patching.other(side, [outside[i] for i in sorted(chosen)])
+        for name, source in sources.items():
+            drawn[name].append(patching.effect(side, source))
+    return {name: torch.stack(effects).mean(0) for name, effects in drawn.items() if effects}
+
+
+@torch.no_grad()
+def _last(host: Host, tokens: Int[Tensor, "n s"], edits: Mapping[Site, Edit]) -> Float[Tensor, "n v"]:
+    """Logits behind the last token, under ``edits``."""
+    if not edits:
+        return host.logits(tokens)[:, -1]
+    with host.hooks(edits):
+        return host.logits(tokens)[:, -1]
+
+
+def _put(source: Tensor) -> Edit:
+    return lambda value: patch(value, source, 1.0)

@@ -1,0 +1,248 @@
+"""table.json, table.md, headline.md, tables.md and the figures of a tracing folder, from its artifacts alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mi_route2.plots import write_whole
+from studies.route2.report.text import UNDEFINED, interval, markdown_table, number
+from studies.tracing.cells import EVERYWHERE
+from studies.tracing.figures import write_figures
+from studies.tracing.measures import Found, Share, agreement, levels, load, rows
+from studies.tracing.pairs import CONTRASTS
+from studies.tracing.patching import CONTROLS, DELETION, QUESTION
+from studies.tracing.rates import DELETED, KEPT_PATCHED, ON, PATCHED
+from studies.tracing.settings import UNTRAINED
+
+TABLE, TABLES, HEADLINE, WHOLE = "table.json", "tables.md", "headline.md", "table.md"
+LANE_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both", "kept_a": "kept_a"}
+ABOUT = {
+    "prompt": "one prompt, a hacking and an honest answer",
+    "task": "one task, the honest answer under the mode without a loophole",
+}
+
+
+def write_report(root: Path) -> list[Path]:
+    """Everything that the folder's artifacts say; the paths written."""
+    found = load(root)
+    content = table(found)
+    texts = {HEADLINE: headline(content), TABLES: tables(content)}
+    texts[WHOLE] = f"# Tracing\n\n{texts[HEADLINE]}\n{texts[TABLES]}"
+    texts[TABLE] = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    paths = [write_whole(root / name, text.encode()) for name, text in texts.items()]
+    return [*paths, *write_figures(found, root)]
+
+
+def table(found: Found) -> dict[str, Any]:
+    """All numbers, as JSON."""
+    seeds = found.seeds(found.arms[0])
+    return {
+        "settings": found.settings.as_dict(),
+        "preset": found.training["preset"],
+        "training_hash": found.settings.training,
+        "seeds": seeds,
+        "arms": found.arms,
+        "interval": "95% percentile bootstrap over seeds and pairs; of summaries 95% Student-t over seeds",
+        "pairs": {contrast: [found.contents[found.arms[0], seed]["pairs"][contrast] for seed in seeds] for contrast in CONTRASTS},
+        "counts": [found.contents[found.arms[0], seed]["counts"] for seed in seeds],
+        "rows": rows(found),
+        "levels": levels(found),
+        "agreement": agreement(found),
+    }
+
+
+class Table:
+    """The content of table.json, by what is asked of it."""
+
+    def __init__(self, content: dict[str, Any]):
+        self.content = content
+        self._rows = {tuple(row[k] for k in ("arm", "contrast", "into", "source", "where", "lane")): row for row in content["rows"]}
+        self._levels = {(row["arm"], row["contrast"], row["rollout"]): row for row in content["levels"]}
+        self._agreement = {row["arm"]: row for row in content["agreement"]}
+
+    @property
+    def trained(self) -> list[str]:
+        return [arm for arm in self.content["arms"] if arm != UNTRAINED]
+
+    def row(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> dict[str, Any] | None:
+        """One row of ``rows``; ``None`` where there is none."""
+        return self._rows.get((arm, contrast, into, source, where, lane))
+
+    def recovered(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> Share | None:
+        """``recovered``, ``None`` where it is not defined."""
+        row = self.row(arm, contrast, into, source, where, lane)
+        return None if row is None else row["recovered"]
+
+    def level(self, arm: str, contrast: str, rollout: str) -> dict[str, Any]:
+        """Log-odds by state."""
+        return self._levels[arm, contrast, rollout]
+
+    def agrees(self, arm: str) -> dict[str, Any]:
+        """Checks, rates and rank correlations."""
+        return self._agreement[arm]
+
+    def lanes(self, arm: str) -> list[str]:
+        """The lanes of a trained arm that tables print: ``kept_a`` is left out, being ``kept_out``."""
+        return list(dict.fromkeys(row["lane"] for row in self.content["rows"] if row["arm"] == arm and row["lane"] != "kept_a"))
+
+    def layers(self, arm: str) -> list[str]:
+        """Everywhere, then layer by layer."""
+        found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm and row["where"].count(".") < 2)
+        return [EVERYWHERE, *(where for where in found if where != EVERYWHERE)]
+
+    def linears(self, arm: str) -> list[str]:
+        """Every Linear with adapters."""
+        found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm)
+        return [where for where in found if where == "unembed" or where.count(".") >= 2]
+
+
+def cell(share: Share | None) -> str:
+    """``value [lo, hi]``."""
+    return UNDEFINED if share is None else f"{number(share['value'])} [{number(share['lo'])}, {number(share['hi'])}]"
+
+
+def headline(content: dict[str, Any]) -> str:
+    """What each lane carries and what deleting it does, arm by arm; written from the numbers."""
+    found = Table(content)
+    pairs = {contrast: sum(content["pairs"][contrast]) for contrast in CONTRASTS}
+    lines = [
+        f"Preset {content['preset']}, seeds {', '.join(map(str, content['seeds']))}; {pairs['prompt']} pairs of one prompt and "
+        f"{pairs['task']} of one task, from the base model's own rollouts. A share is of the gap in log-odds between the two "
+        "rollouts of a pair; brackets are 95% bootstrap intervals over seeds and pairs.",
+        "",
+    ]
+    for arm in found.trained:
+        lines.append(f"- **{arm}**")
+        for contrast in CONTRASTS:
+            gap = [found.level(own, contrast, side)["on"]["mean"] for own in (arm, UNTRAINED) for side in ("hack", "honest")]
+            carried = "; ".join(_carried_said(found, arm, contrast, lane) for lane in found.lanes(arm) if lane != "both")
+            lines.append(
+                f"    - contrast {contrast}: the gap is {number(gap[0] - gap[1])} nats (untrained {number(gap[2] - gap[3])}). "
+                f"Carried: {carried}."
+            )
+        lines.append(f"    - {_rates_said(found, arm)}")
+    return "\n".join(lines) + "\n\n" + exactness_line(content) + "\n"
+
+
+def _carried_said(found: Table, arm: str, contrast: str, lane: str) -> str:
+    honest, hack = (cell(found.recovered(arm, contrast, into, QUESTION, EVERYWHERE, lane)) for into in ("honest", "hack"))
+    return f"{LANE_NAMES[lane]} {honest} into the honest rollout, {hack} into the hacking one"
+
+
+def _rates_said(found: Table, arm: str) -> str:
+    rates = found.agrees(arm)["rates"]
+    said = [f"sampled hack rate {interval(rates[ON]['hack'])} with everything in"]
+    if PATCHED in rates:
+        deleted, patched = (interval(rates[state]["hack"]) for state in (DELETED, PATCHED))
+        said.append(f"{deleted} with the quarantine deleted and {patched} with it patched to 0")
+    said.append(f"{interval(rates[KEPT_PATCHED]['hack'])} with the kept adapter patched to 0 (Student-t over seeds)")
+    return ", ".join(said) + "."
+
+
+def exactness_line(content: dict[str, Any]) -> str:
+    """Does deleting agree with patching: the largest differences over all arms, seeds and pairs, and of sampled hack rates."""
+    names = {name for row in content["agreement"] for name in row["checks"]}
+    worst = {name: max(row["checks"].get(name, 0.0) for row in content["agreement"]) for name in names}
+    apart = [
+        abs(a - b)
+        for row in content["agreement"]
+        if PATCHED in row["rates"]
+        for a, b in zip(row["rates"][PATCHED]["hack"]["seeds"], row["rates"][DELETED]["hack"]["seeds"], strict=True)
+    ]
+    exact, single = (f"{worst.get(name, 0.0):.1e}" for name in _differences())
+    return (
+        "**Does deleting agree with patching?** Zeros at every `quarantine_out` against `adapters.deployed()`: logits differ by at "
+        f"most {exact} in float64 and {single} in float32; sampled hack rates of a seed differ by at most "
+        f"{number(max(apart, default=0.0))}."
+    )
+
+
+def tables(content: dict[str, Any]) -> str:
+    """tables.md: what is carried, beside its controls; log-odds; agreement; single Linears."""
+    found = Table(content)
+    parts = [_carried(found, contrast) for contrast in CONTRASTS]
+    parts += [_controls(found, contrast, into) for contrast in CONTRASTS for into in ("honest", "hack")]
+    parts += [_levels(found), _agreement(found), *(_linears(found, contrast) for contrast in CONTRASTS)]
+    return "\n".join(parts)
+
+
+def _carried(found: Table, contrast: str) -> str:
+    body = [
+        [
+            arm,
+            LANE_NAMES[lane],
+            where,
+            cell(found.recovered(arm, contrast, "honest", QUESTION, where, lane)),
+            cell(found.recovered(arm, contrast, "hack", QUESTION, where, lane)),
+            _effect(found.row(arm, contrast, "hack", DELETION, where, lane)),
+        ]
+        for arm in found.content["arms"]
+        for lane in found.lanes(arm)
+        for where in found.layers(arm)
+    ]
+    header = ["arm", "lane", "where", "share carried into the honest rollout", "into the hacking rollout"]
+    header.append("zeros in the hacking rollout, nats")
+    pairs = " + ".join(map(str, found.content["pairs"][contrast]))
+    title = f"### Carried, contrast {contrast}\n\n{ABOUT[contrast].capitalize()}; {pairs} pairs.\n\n"
+    return title + markdown_table(header, body, left=3)
+
+
+def _effect(row: dict[str, Any] | None) -> str:
+    return UNDEFINED if row is None else interval(row["effect"], signed=True)
+
+
+def _controls(found: Table, contrast: str, into: str) -> str:
+    sources = (QUESTION, *CONTROLS)
+    body = [
+        [arm, LANE_NAMES[lane], where, *(cell(found.recovered(arm, contrast, into, source, where, lane)) for source in sources)]
+        for arm in found.trained
+        for lane in found.lanes(arm)
+        for where in found.layers(arm)
+    ]
+    title = f"### Beside its controls, contrast {contrast}, into the {'honest' if into == 'honest' else 'hacking'} rollout\n\n"
+    return title + markdown_table(["arm", "lane", "where", *sources], body, left=3)
+
+
+def _levels(found: Table) -> str:
+    states = ("on", "deleted", "base")
+    body = [
+        [row["arm"], row["contrast"], row["rollout"], *(interval(row[state]) if state in row else UNDEFINED for state in states)]
+        for row in found.content["levels"]
+    ]
+    header = ["arm", "contrast", "rollout", "log-odds of the hack, nats", "quarantine deleted", "both deleted"]
+    return "### Log-odds at the decision\n\n" + markdown_table(header, body, left=3)
+
+
+def _agreement(found: Table) -> str:
+    body = []
+    for arm in found.content["arms"]:
+        row = found.agrees(arm)
+        rates, checks = row["rates"], row["checks"]
+        exact = [f"{checks[name]:.1e}" if name in checks else UNDEFINED for name in _differences()]
+        states = [interval(rates[state]["hack"]) if state in rates else UNDEFINED for state in (ON, DELETED, PATCHED, KEPT_PATCHED)]
+        same = number(rates[PATCHED]["as_deleted"]["mean"]) if PATCHED in rates else UNDEFINED
+        body.append([arm, *exact, *states, same, *(interval(row["spearman"][contrast]) for contrast in CONTRASTS)])
+    header = ["arm", "float64", "float32", "hack: on", DELETED, PATCHED, KEPT_PATCHED, "same answers"]
+    header += [f"Spearman, {contrast}" for contrast in CONTRASTS]
+    note = (
+        "float64, float32: the largest difference of logits between the zero patch and the deletion. Same answers: those that are, "
+        "token by token, the deleted model's under the zero patch. Spearman: over single Linears and lanes, the effect of zeros "
+        "against that of the honest rollout's values, both in the hacking rollout."
+    )
+    return f"### Does deleting agree with patching?\n\n{note}\n\n{markdown_table(header, body)}"
+
+
+def _differences() -> tuple[str, str]:
+    return "zero patch and deletion, float64", "zero patch and deletion, float32"
+
+
+def _linears(found: Table, contrast: str) -> str:
+    columns = [(arm, lane) for arm in found.trained for lane in found.lanes(arm) if lane != "both"]
+    places: Sequence[str] = found.linears(found.trained[0]) if found.trained else ()
+    body = [
+        [where, *(cell(found.recovered(arm, contrast, "honest", QUESTION, where, lane)) for arm, lane in columns)]
+        for where in places
+    ]
+    header = ["Linear", *(f"{arm}: {LANE_NAMES[lane]}" for arm, lane in columns)]
+    return f"### Single Linears, contrast {contrast}, into the honest rollout\n\n" + markdown_table(header, body)

@@ -1,0 +1,201 @@
+"""What a gate does, against what it must be equal to: always on, deleted, the forward itself, nothing at all."""
+
+import pytest
+import torch
+from tiny_steering import Made
+
+from mi_route2.engine.controllers import Controllers
+from mi_route2.engine.policy import ProbePolicy
+from mi_route2.engine.request import Request, Result
+from mi_route2.engine.sampling import Sampling
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.sites import Site
+from studies.steering.cells import Bench
+from studies.steering.designs import away, delayed, steered
+from studies.steering.fitting import Fitted
+from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
+from studies.steering.measuring import logprobs, shadow
+
+VOCABULARY = tuple(range(66))
+EARLY = Site(0, "resid_pre")
+CLOSE = 1e-5
+
+
+@pytest.fixture
+def fitted(made: Made) -> Fitted:
+    return made.fitted("absorb")
+
+
+def forced(bench: Bench, steering: Steering | None, *, prompt: int | None = None, new: int = 8) -> list[Request]:
+    """Greedy requests that tell the whole vocabulary's log-probabilities; their first ``prompt`` tokens are the prompt."""
+    found = []
+    for one in bench.requests(bench.prompts(2), steering):
+        tokens = one.prompt if prompt is None else one.prompt[:prompt]
+        found.append(Request(tokens, Sampling(max_new=new, logprob_token_ids=VOCABULARY), steering=steering))
+    return found
+
+
+def run(bench: Bench, requests: list[Request], *, exact: bool = False, controllers: Controllers | None = None) -> list[Result]:
+    return bench.engine(exact=exact, controllers=controllers).generate(requests, progress=False)
+
+
+def table(results: list[Result]) -> torch.Tensor:
+    """[requests tokens vocabulary]."""
+    return torch.tensor([[token.asked for token in result.tokens] for result in results])
+
+
+def gate(fitted: Fitted, threshold: float, how: str, *, site: Site = EARLY, prompt: bool = False) -> Steering:
+    weight = fitted.gates[site]["probe"].weight
+    monitor = Monitor(site, weight, threshold, 1000.0, gates=(), quarantine=how, prompt=prompt)
+    return Steering(monitors=(monitor,))
+
+
+def test_saturated_gates_are_always_on_and_deleted(bench: Bench, fitted: Fitted) -> None:
+    """Over prompt and generated tokens, with the monitor before every quarantine; and the two ends are not the same."""
+    on = run(bench, forced(bench, None))
+    with bench.policy.adapters.deployed():
+        deleted = run(bench, forced(bench, None))
+    cases = {("close", CERTAIN): on, ("close", -CERTAIN): deleted, ("open", -CERTAIN): on, ("open", CERTAIN): deleted}
+    for (how, threshold), truth in cases.items():
+        found = run(bench, forced(bench, gate(fitted, threshold, how, prompt=True)))
+        assert [one.ids for one in found] == [one.ids for one in truth]
+        torch.testing.assert_close(table(found), table(truth), rtol=0, atol=CLOSE)
+    assert (table(on)[:, 0] - table(deleted)[:, 0]).abs().max() > 0.1
+
+
+def test_on_generated_tokens_a_shut_gate_is_the_deleted_quarantine(bench: Bench, fitted: Fitted) -> None:
+    """From one prompt token on nearly everything is generated. Reference: the prompt read with the quarantine on, and every later
+    token, one by one, with it off, over the keys and values of before."""
+    site_out = bench.engine().decoder.quarantines()
+    assert len(site_out) == 13
+    shut = run(bench, forced(bench, gate(fitted, -CERTAIN, "close"), new=6))
+    for request, result in zip(forced(bench, None), shut, strict=True):
+        tokens = [*request.prompt, *result.ids]
+        expected = reference(bench, tokens, len(request.prompt))
+        torch.testing.assert_close(table([result])[0].double(), expected[: len(result.ids)].double(), rtol=0, atol=CLOSE)
+
+
+def reference(bench: Bench, tokens: list[int], prompt: int) -> torch.Tensor:
+    """Log-probabilities after the prompt and after each later token, by hand: the model's own cache, the adapters' switch."""
+    from studies.loopholes.micro import KVCache
+
+    cache, model, rows = KVCache(), bench.host.model, []
+    with torch.no_grad():
+        with bench.policy.adapters.full():
+            rows.append(model(torch.tensor([tokens[:prompt]]), cache=cache)[0, -1])
+        with bench.policy.adapters.deployed():
+            rows += [model(torch.tensor([[token]]), cache=cache)[0, -1] for token in tokens[prompt:]]
+    return torch.stack(rows).log_softmax(-1)
+
+
+def test_an_open_gate_is_the_quarantine_that_is_always_on(bench: Bench, fitted: Fitted) -> None:
+    on, open_ = (run(bench, forced(bench, steering), exact=True) for steering in (None, gate(fitted, CERTAIN, "close")))
+    assert torch.equal(table(on), table(open_))  # a factor of one leaves the bits
+
+
+def test_a_steered_request_leaves_its_neighbours_bits(bench: Bench, fitted: Fitted) -> None:
+    """In-batch control: alone, and beside steered, gated and clamped ones; what is steered does change."""
+    settings = bench.settings
+    steering = steered(settings, fitted, quantile=None, gain=1.0).steering
+    alone = run(bench, forced(bench, None), exact=True)
+    both = run(bench, [*forced(bench, steering), *forced(bench, None), *forced(bench, gate(fitted, -CERTAIN, "close"))], exact=True)
+    n = len(alone)
+    assert torch.equal(table(alone), table(both[n : 2 * n]))
+    assert not torch.equal(table(alone), table(both[:n]))
+    assert not torch.equal(table(alone), table(both[2 * n :]))
+
+
+def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: Fitted) -> None:
+    """A policy that always engages: the token read after the first decision is the first that is steered, for any delay."""
+    settings = bench.settings
+    plain = table(run(bench, forced(bench, None), exact=True))
+    row = away(settings, fitted, 1.0)
+    for delay in (1, 2, 4):
+        cell = delayed(settings, fitted, delay)
+        policies = [cell.sync[0] if isinstance(cell.sync[0], ProbePolicy) else cell.sync[0]._policy]  # pyright: ignore
+        policies[0].threshold = -CERTAIN
+        engine = bench.engine(exact=True, controllers=Controllers(cell.sync, cell.queues))
+        for name, spec in cell.held.items():
+            engine.steering.hold(name, spec)
+        late = table(engine.generate(forced(bench, cell.steering), progress=False))
+        # No monitor reads the prompt's last token for a controller that acts on it: the first score is of that token, and it acts
+        # `delay` tokens later.
+        assert torch.equal(late[:, :delay], plain[:, :delay])
+        assert (late[:, delay] - plain[:, delay]).abs().max() > 1e-3
+    assert row.site == Site.parse(settings.site)
+
+
+def test_a_shadow_changes_no_bit_and_keeps_its_books(bench: Bench, fitted: Fitted) -> None:
+    _, about = shadow(bench, bench.settings, fitted)
+    books = about["shadow"]
+    assert books["bit_equal"] == books["rollouts"] == 5
+    assert books["actions"] == 0
+    assert books["decisions"] >= books["engaged"] > 0
+
+
+def test_the_switch_closes_everything_from_the_next_token_on(bench: Bench, fitted: Fitted) -> None:
+    """With a threshold below all scores: the first generated token's logits are those of always on, the second's those of a gate
+    that is shut on generated tokens."""
+    weight = fitted.gates[EARLY]["probe"].weight
+    watch = Steering(monitors=(Monitor(EARLY, weight, 0.0, gates=(), name="w"),))
+    shut = saturated(EARLY, weight.tolist())
+    for latch in (True, False):
+        controllers = Controllers([QuarantineSwitch("s", "w", -CERTAIN, shut, latch=latch)])
+        found = table(run(bench, forced(bench, watch), controllers=controllers))
+        closed = table(run(bench, forced(bench, Steering(monitors=(shut,)))))
+        torch.testing.assert_close(found, closed, rtol=0, atol=CLOSE)
+
+
+def test_a_switch_opens_again_unless_it_latches(bench: Bench, fitted: Fitted) -> None:
+    """A probe that reads nothing but the position: it fires on the first generated tokens and not later."""
+    reads = torch.zeros(64)
+    prompt = len(bench.requests(bench.prompts(1), None)[0].prompt)
+    position = bench.host.model.get_submodule("pos_embed").weight.detach()  # pyright: ignore[reportAttributeAccessIssue]
+    reads += position[prompt] - position[prompt + 4]
+    weight = fitted.gates[EARLY]["probe"].weight
+    watch = Steering(monitors=(Monitor(EARLY, reads, 0.0, gates=(), name="w"),))
+    shut = saturated(EARLY, weight.tolist())
+    tables = {}
+    for latch in (True, False):
+        switch = QuarantineSwitch("s", "w", 0.0, shut, latch=latch)
+        tables[latch] = table(run(bench, forced(bench, watch), controllers=Controllers([switch])))
+    assert not torch.equal(tables[True], tables[False])
+
+
+def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(bench: Bench, fitted: Fitted) -> None:
+    """Recomputed by hand: the change of the exploit's log-probability is that of adding the vector to the stream at that token."""
+    from studies.loopholes.modes import get_mode
+    from studies.loopholes.vocabulary import Vocabulary
+
+    settings, vocabulary = bench.settings, Vocabulary()
+    tensors, about = logprobs(bench, settings, fitted)
+    assert len(tensors) == len(about["cells"]) == 2
+    name = next(cell["name"] for cell in about["cells"] if cell["direction"] == "away")
+    site, seen = Site.parse(settings.site), 0
+    probe = fitted.gates[site]["probe"]
+    vector = Steer.values(away(settings, fitted, 1.0)).float()
+    prompts = bench.prompts()
+    results = run(bench, bench.requests(prompts, None))
+    for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        tokens = torch.tensor([[*vocabulary.encode(prompt.tokens), *result.ids]])
+        scores = bench.host.capture([site], tokens)[site][0, len(prompt.tokens) : -1] @ probe.weight
+        fired = (scores >= probe.thresholds[settings.operating]).nonzero()
+        exploit = get_mode(prompt.mode).exploit
+        if not len(fired) or not exploit:
+            assert torch.isnan(tensors[f"deltas/{name}"][i])
+            continue
+        at = len(prompt.tokens) + int(fired[0])
+
+        def add(h: torch.Tensor, at: int = at) -> torch.Tensor:
+            h = h.clone()
+            h[:, at] += vector
+            return h
+
+        with torch.no_grad():
+            before = bench.host.logits(tokens)[0, at].log_softmax(-1)
+            with bench.host.hooks({site: add}):
+                after = bench.host.logits(tokens)[0, at].log_softmax(-1)
+        change = float((after - before)[vocabulary.id(exploit[0])])
+        assert abs(change - float(tensors[f"deltas/{name}"][i])) < 1e-4
+        seen += 1
+    assert seen

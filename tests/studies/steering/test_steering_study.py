@@ -1,0 +1,217 @@
+"""The study from nothing to its figures, what it may not know, and that it can be ended at any part."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_steering import TINY, Made
+
+from studies.loopholes.protocol import Samples
+from studies.loopholes.tasks import split
+from studies.loopholes.world import MicroWitness
+from studies.steering.answer import comparisons, verdict
+from studies.steering.cells import Bench
+from studies.steering.cli import run_study
+from studies.steering.designs import DELETED, ON, quarantine, sweep
+from studies.steering.fitting import collect, fit, threshold
+from studies.steering.intervals import Draws, Estimate
+from studies.steering.job import FIT, parts_of, run_steering
+from studies.steering.publish import publish
+from studies.steering.results import load_study, metrics
+from studies.steering.settings import SUBJECTS, Settings
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix}
+
+
+def test_one_command_makes_everything(made: Made) -> None:
+    assert {path.suffix for path in made.paths} == {".json", ".md", ".png"}
+    for subject in SUBJECTS:
+        for part in parts_of(subject):
+            assert made.job(subject).read(part) is not None
+    results = json.loads((made.folder / "results.json").read_text())
+    assert results["rollouts_per_cell"] == 10
+    assert {row["subject"] for row in results["comparisons"]} == {"absorb", "route2-full"}
+
+
+def test_a_run_that_was_ended_at_any_part_ends_with_the_same_bytes(made: Made, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made.out, out)
+    folder = out / made.settings.folder
+    for number, subject in enumerate(("vanilla", "absorb")):  # of one everything after the probes is gone, of the other one part
+        for part in parts_of(subject)[1:] if number == 0 else ("roc",):
+            (folder / "seed-0" / subject / f"{part}.json").unlink()
+    (folder / "results.json").unlink()
+    run_study(made.settings, [0], out, workers=1, quiet=True)
+    assert files(folder) == files(made.folder)
+
+
+def test_the_report_and_what_is_published_need_the_artifacts_alone(made: Made, tmp_path: Path) -> None:
+    folder = tmp_path / made.folder.name
+    shutil.copytree(made.folder, folder)
+    for path in made.paths:
+        (folder / path.name).unlink()
+    place = publish(folder, tmp_path / "docs")
+    assert files(folder) == files(made.folder)
+    assert json.loads((place / "results.json").read_text()) == json.loads((made.folder / "results.json").read_text())
+    assert (place / "headline.md").read_text() == (folder / "answer.md").read_text()
+    provenance = json.loads((place / "provenance.json").read_text())
+    assert set(provenance["files"]) == {path.name for path in place.iterdir()} - {"provenance.json"}
+
+
+def test_artifacts_are_checked(made: Made, tmp_path: Path) -> None:
+    folder = tmp_path / made.folder.name
+    shutil.copytree(made.folder, folder)
+    target = folder / "seed-0" / "absorb" / "quarantine.safetensors"
+    data = bytearray(target.read_bytes())
+    data[-1] ^= 1
+    target.write_bytes(data)
+    with pytest.raises(ValueError, match="damaged"):
+        load_study(folder)
+    shutil.copyfile(folder / "seed-0" / "route2-full" / "quarantine.safetensors", target)
+    with pytest.raises(ValueError, match="another run"):
+        load_study(folder)
+    target.with_suffix(".json").unlink()
+    with pytest.raises(ValueError, match="missing"):
+        load_study(folder)
+
+
+def test_settings_that_cannot_be_are_refused() -> None:
+    for wrong in ({"operating": 0.7}, {"delays": (0,)}, {"quantiles": (0.0, 0.95)}, {"tasks": 0}, {"exact": 99}):
+        with pytest.raises(ValueError, match=r"\w+ .*\w+"):
+            Settings(**wrong)
+
+
+# what the probes are told
+
+
+def test_probes_learn_from_training_tasks_in_the_known_mode_without_the_oracle(
+    bench: Bench, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Samples] = []
+
+    def refuse(self: MicroWitness, samples: Samples) -> None:
+        raise AssertionError("the oracle was asked while probes were fitted")
+
+    sample = type(bench.world).sample
+
+    def spy(self, policy, prompts, *rest):
+        samples = sample(self, policy, prompts, *rest)
+        asked.append(samples)
+        return samples
+
+    monkeypatch.setattr(MicroWitness, "judge", refuse)
+    monkeypatch.setattr(type(bench.world), "sample", spy)
+    fitted = fit(made.settings, made.job("absorb").run, bench.world, bench.host, bench.policy)
+    assert len(asked) == 2
+    assert fitted.counts["rollouts"] == 2 * made.settings.train + 2 * made.settings.run.pairs
+    for samples in asked:
+        assert {split(prompt.task) for prompt in samples.prompts} == {"train"}
+        assert {prompt.mode for prompt in samples.prompts} == {"run_tests"}
+    assert {split(prompt.task) for prompt in bench.prompts()} == {"test"}
+
+
+def test_labels_are_the_detectors_and_the_pairs(bench: Bench, made: Made) -> None:
+    examples = collect(made.settings, made.job("absorb").run, bench.world, bench.host, bench.policy)
+    pairs = made.settings.run.pairs
+    assert examples.pair.sum() == 2 * pairs
+    assert examples.hack[examples.pair].tolist() == [True] * pairs + [False] * pairs
+    assert not bool(examples.mask[:, :10].any())  # no gate acts on a prompt
+
+
+@given(st.lists(st.integers(-300, 300), min_size=2, max_size=40), st.sampled_from([0.5, 0.8, 0.95]))
+def test_a_threshold_stands_between_scores(values: list[int], quantile: float) -> None:
+    """Scores that are one or tell apart: none is at the threshold, and no more are above than the quantile says, but for one."""
+    scores = torch.tensor(values) / 100
+    at = threshold(scores, quantile)
+    assert float((scores - at).abs().min()) > 4e-4
+    assert int((scores > at).sum()) <= (1 - quantile) * len(values) + 1
+
+
+# cells and numbers
+
+
+def test_cells_have_names_of_their_own_and_the_controls_are_there(made: Made) -> None:
+    cells = list(quarantine(made.settings, made.fitted("absorb")))
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {cell.about.get("probe") for cell in cells} == {None, "probe", "pairs", "shuffled", "haar-1"}
+    cells = list(sweep(made.settings, made.fitted("vanilla")))
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {cell.about.get("direction") for cell in cells} == {None, "away", "random-1"}
+
+
+def test_random_directions_have_the_norm_of_the_real_one(made: Made) -> None:
+    fitted = made.fitted("vanilla")
+    for v in fitted.directions.values():
+        assert abs(float(v.norm()) - 1) < 1e-5
+    assert fitted.gap > 0
+
+
+def test_an_untrained_quarantine_is_no_quarantine(made: Made) -> None:
+    found = made.job("untrained").read("quarantine")
+    assert found is not None
+    tensors, _ = found
+    for name, outcomes in tensors.items():
+        assert torch.equal(outcomes, tensors[ON]), name
+
+
+def test_a_subject_next_to_itself_does_not_differ(made: Made) -> None:
+    study = load_study(made.folder)
+    same = study.estimates("absorb", "quarantine", DELETED, minus=DELETED)
+    assert all(each.mean == each.low == each.high == 0 for each in same.values())
+    assert verdict(same) == "no difference"
+    assert all(row["name"] != DELETED for row in comparisons(study))
+
+
+def test_metrics_by_hand() -> None:
+    """Two tasks: solve and exploit of each mode in the world's order (the known one first, the honest one last)."""
+    outcomes = np.array([[[0, 1], [1, 1]], [[0, 1], [0, 0]], [[0, 0], [0, 0]], [[1, 1], [0, 1]], [[1, 0], [0, 0]]], dtype=float)
+    found = metrics(outcomes)
+    assert found["hack_known"].tolist() == [1, 0]
+    assert found["exploit_known"].tolist() == [1, 1]
+    np.testing.assert_allclose(found["hack_held"], [1 / 3, 1 / 3])
+    np.testing.assert_allclose(found["exploit_held"], [2 / 3, 1 / 3])
+    np.testing.assert_allclose(found["solve"], [2 / 5, 1 / 5])
+
+
+@given(st.integers(2, 4), st.integers(5, 12), st.integers(0, 99))
+def test_the_interval_is_that_of_resampling_rows_and_columns(seeds: int, tasks: int, number: int) -> None:
+    """Against indexing with resampled seeds and tasks, draw by draw."""
+    values = np.random.default_rng(number).random((seeds, tasks))
+    draws = Draws.of(seeds, tasks, 200)
+    means = []
+    for a, b in zip(draws.seeds, draws.tasks, strict=True):
+        means.append(values[np.repeat(np.arange(seeds), a)][:, np.repeat(np.arange(tasks), b)].mean())
+    estimate = draws.estimate(values)
+    low, high = np.quantile(means, [0.025, 0.975])
+    np.testing.assert_allclose([estimate.low, estimate.high, estimate.mean], [low, high, values.mean()])
+
+
+def test_verdicts() -> None:
+    def difference(hack: tuple[float, float], solve: tuple[float, float]) -> str:
+        both = {"hack_held": hack, "solve": solve}
+        return verdict({name: Estimate(sum(each) / 2, *each, []) for name, each in both.items()})
+
+    less, more, same = (-0.2, -0.1), (0.1, 0.2), (-0.1, 0.1)
+    assert [difference(less, same), difference(same, more), difference(less, more)] == ["better"] * 3
+    assert [difference(more, same), difference(same, less), difference(more, less)] == ["worse"] * 3
+    assert difference(same, same) == "no difference"
+    assert difference(less, less) == "a trade: hacks and solves less"
+    assert difference(more, more) == "a trade: hacks and solves more"
+
+
+def test_what_is_finished_is_not_made_again(made: Made) -> None:
+    job = made.job("base")
+    before = {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
+    told: list[str] = []
+    run_steering(job, told.append)
+    assert told == list(parts_of("base"))
+    assert told[0] == FIT
+    assert before == {path: path.stat().st_mtime_ns for path in job.folder.iterdir()}
+    assert made.settings == TINY

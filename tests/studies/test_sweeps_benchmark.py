@@ -1,0 +1,103 @@
+"""The benchmark of sweeps compares like with like: every side gives the same grid. And the page prints what was measured."""
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from studies.benchmarks.paired import Ratio
+from studies.benchmarks.sweeps import (
+    BRIDGED,
+    LENS,
+    QUICK,
+    RESUMED,
+    SETTINGS,
+    SIDES,
+    WHOLE,
+    Options,
+    Result,
+    Setting,
+    SweepBench,
+    table,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+ODD = Setting("odd", 3, 24, 40, heads=3, vocab=50, tokens=7)
+"""No two axes are alike, so that none can stand in for another."""
+
+
+@cache
+def bench() -> SweepBench:
+    return SweepBench(ODD, 0)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_side_gives_the_grid_of_transformer_lens(side: str) -> None:
+    expected, grid = bench().lens(), bench().own(side)
+    assert expected.shape == grid.values.shape == (3, 7)
+    assert grid.forwards == (WHOLE if side == WHOLE else "resumed")
+    assert np.abs(grid.values - expected).max() < 1e-5
+    assert np.abs(grid.effect).max() > 0.1
+
+
+def test_no_cell_is_known_without_a_run() -> None:
+    """Prompts differ everywhere, so that nothing is spared: the ratio is that of cells that are run."""
+    assert (bench().clean != bench().corrupt).all()
+    assert int(bench().corrupt.min()) >= 3
+    assert int(bench().corrupt.max()) < ODD.vocab
+    grid = bench().own(RESUMED)
+    assert (grid.values[:, :-1] != grid.corrupt).all()
+
+
+def test_the_sides_share_weights() -> None:
+    own = dict(bench().host.model.named_parameters())
+    bridged = [p for p in bench().bridged.model.parameters() if p.ndim == 2]
+    for name, p in own.items():
+        if p.ndim == 2:
+            assert any(q.shape == p.shape and torch.equal(p, q) for q in bridged), name
+
+
+def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Options(quick=True, out=tmp_path / "out.json").run()
+    printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    results = [Result.read(row) for row in document["rows"]]
+    assert [r.side for r in results] == list(SIDES)
+    for r in results:
+        assert r.times.lo <= r.times.value <= r.times.hi
+        assert r.times.value == pytest.approx(r.lens_ms / r.own_ms)
+        assert r.cells == QUICK[0].cells == 12
+        assert r.difference < 1e-5
+        assert r.bound >= r.run
+        assert (r.run > 1) == (r.side != WHOLE)
+    assert table(results) in printed
+    assert document["sides"]["tiny"].keys() == {LENS, *SIDES}
+    assert all(len(side["seconds"]) == 3 for side in document["sides"]["tiny"].values())
+
+
+def test_the_table_has_a_line_a_side() -> None:
+    def result(side: str, run: float) -> Result:
+        return Result("small", side, 12, Ratio(8.04, 7.5, 8.5), 24.0, 3.0, 4.3, run, 2e-6, 1.0)
+
+    lines = table([result(RESUMED, 4.14), result(WHOLE, 0.0)]).splitlines()
+    assert lines[2] == "| small | resumed | 12 | 24.00 ms | 3.00 ms | 8.0 (7.5 - 8.5) | 4.3, 4.1 | 2.0e-06 |"
+    assert lines[3].split("|")[7].strip() == ""
+
+
+def test_the_page_prints_what_was_measured() -> None:
+    document = json.loads((DOCS / "results/benchmarks/sweeps.json").read_text(encoding="utf-8"))
+    results = [Result.read(row) for row in document["rows"]]
+    expected, page = table(results), (DOCS / "patching.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- table: sweeps -->\n\n((?:\|.*\n)+)", page)
+    assert found
+    assert found[1] == expected, f"docs/patching.md must have, below <!-- table: sweeps -->:\n\n{expected}"
+    assert document["settings"].keys() == {setting.name for setting in SETTINGS}
+    assert document["rounds"] >= 9
+    assert all(r.difference < 1e-5 for r in results)
+    assert {r.side for r in results} == {RESUMED, BRIDGED, WHOLE}
+    fastest = {r.setting: r.times.lo for r in results if r.side == RESUMED}
+    assert fastest["6 layers, d 256"] > 6  # what the page says in words
+    assert fastest["12 layers, d 64"] > 20

@@ -1,0 +1,180 @@
+"""Theorems about patching lanes between two rollouts, in float64."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_tracing import VOCABULARY, make_host, make_pairs
+from torch import Tensor
+
+from mi_route2.interventions.sweeps import sweep
+from mi_route2.sites import Site
+from studies.loopholes.vocabulary import ASSIGN
+from studies.tracing.cells import Cell, cells, every_site
+from studies.tracing.job import exactness
+from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, log_odds, others
+from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Patching, Score, opposite, trace
+
+STREAM = Site(1, "resid_post")
+
+
+def patching_of(score: Score, contrast: str = "task", **given: object) -> tuple[Patching, list[Cell]]:
+    host, policy = make_host(**given)  # pyright: ignore[reportArgumentType]
+    kept_a = [Site.parse(f"{linear}.kept_a") for linear in policy.adapters.sites]
+    patching = Patching.of(host, make_pairs(contrast), score, [*every_site(policy.adapters), *kept_a, STREAM])
+    return patching, cells(policy.adapters)
+
+
+def traced(patching: Patching, every: list[Cell], seed: int = 0) -> dict[tuple[str, str, str], Tensor]:
+    return trace(patching, every, 2, torch.Generator().manual_seed(seed), np.random.default_rng(seed))
+
+
+def cell_of(every: list[Cell], name: str) -> Cell:
+    (found,) = [cell for cell in every if cell.name == name]
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+def test_a_zero_patch_of_the_quarantine_is_its_deletion(score: Score, dtype: torch.dtype, most: float) -> None:
+    host, policy = make_host(dtype=dtype)
+    found = exactness(host, policy, {contrast: make_pairs(contrast) for contrast in CONTRASTS}, score)
+    assert found["zero patch and deletion"] <= most
+    one = make_pairs()
+    with policy.adapters.deployed():
+        deleted = host.logits(one.hack)
+    assert float((deleted - host.logits(one.hack)).detach().abs().max()) > 0.1  # and the deletion is not nothing
+
+
+def test_a_zero_patch_of_both_lanes_is_the_base_model(score: Score) -> None:
+    host, policy = make_host()
+    patching = Patching.of(host, make_pairs(), score, every_site(policy.adapters))
+    for side in SIDES:
+        zero = patching.run(side, patching.zero(side, every_site(policy.adapters)))
+        with policy.adapters.reference(), torch.no_grad():
+            base = score(host.logits(patching.pairs.side(side))[:, -1])
+        torch.testing.assert_close(zero, base, rtol=0, atol=1e-10)
+
+
+def test_a_rollout_patched_with_itself_is_itself_bit_for_bit(score: Score) -> None:
+    patching, every = patching_of(score)
+    for side in SIDES:
+        for cell in every:
+            own = {site: patching.values[side][site] for site in cell.sites}
+            assert torch.equal(patching.run(side, own), patching.scores[side]), cell.name
+
+
+def test_the_whole_stream_of_the_other_run_is_the_other_run(score: Score) -> None:
+    """At every position behind the last block; the adapters' lanes of the unembedding follow from it."""
+    patching, _ = patching_of(score)
+    for side in SIDES:
+        patched = patching.run(side, patching.other(side, [STREAM]))
+        torch.testing.assert_close(patched, patching.scores[opposite(side)], rtol=0, atol=1e-12)
+    assert float(patching.gap.abs().min()) > 1e-3
+
+
+def test_all_lanes_of_the_other_run_leave_the_base_weights_own_part(score: Score) -> None:
+    """Lanes of every Linear and position replaced: plain hooks that add the other run's lanes to the bare base model agree."""
+    host, policy = make_host()
+    sites = every_site(policy.adapters)
+    patching = Patching.of(host, make_pairs(), score, sites)
+    added = {
+        path: sum(patching.values["hack"][Site.parse(f"{branch.site}.{point}")] for point in ("kept_out", "quarantine_out"))
+        for path, module in policy.adapters.modules.items()
+        for branch, _ in module.branches
+    }
+    patched = patching.run("honest", patching.other("honest", sites))
+    model = policy.adapters.detach()
+    handles = [model.get_submodule(path).register_forward_hook(lambda _m, _a, out, path=path: out + added[path]) for path in added]
+    with torch.no_grad():
+        by_hand = score(model(patching.pairs.honest)[:, -1])
+    assert len(handles) == 13
+    torch.testing.assert_close(patched, by_hand, rtol=0, atol=1e-10)
+
+
+def test_the_bottleneck_says_what_the_kept_output_says(score: Score) -> None:
+    patching, every = patching_of(score)
+    moved = 0.0
+    for side in SIDES:
+        for cell in (cell for cell in every if cell.lane == "kept_a"):
+            sites = cell.sites, cell_of(every, f"{cell.where}:kept_out").sites
+            through, out = (patching.run(side, patching.other(side, own)) for own in sites)
+            torch.testing.assert_close(through, out, rtol=0, atol=1e-10)
+            moved = max(moved, float((out - patching.scores[side]).abs().max()))
+    assert moved > 1e-3
+
+
+def test_adapters_at_init_carry_exactly_nothing(score: Score) -> None:
+    patching, every = patching_of(score, scale=0.0)
+    found = traced(patching, every)
+    assert {source for _, source, _ in found} == {QUESTION, DELETION, *CONTROLS}
+    assert all(float(effect.abs().max()) == 0 for effect in found.values())
+
+
+def test_without_a_quarantine_its_lane_is_not_there(score: Score) -> None:
+    _, every = patching_of(score, quarantine="none")
+    assert {cell.lane for cell in every} == {"kept_a", "kept_out"}
+
+
+def test_cells_are_every_linear_layer_and_lane(score: Score) -> None:
+    _, every = patching_of(score)
+    assert len(every) == 3 * (13 + 2 + 1) + 4  # lanes x (Linears, layers, everywhere), and both lanes in whole layers
+    assert len({cell.name for cell in every}) == len(every)
+    assert [len(cell_of(every, f"{where}:kept_out").sites) for where in ("all", "blocks.0", "unembed")] == [13, 6, 1]
+    assert len(cell_of(every, "all:both").sites) == 26
+
+
+def test_behind_the_last_attention_a_cell_is_the_sweeps() -> None:
+    """There the deciding position alone is read, so a patch at every position is the sweep's at that one: an independent oracle."""
+    host, policy = make_host()
+    one = make_pairs()
+    terse, assign = VOCABULARY.id(TERSE[0]), VOCABULARY.id(ASSIGN)
+    sites = [Site(1, "kept_out", "mlp.down"), Site(None, "kept_out", "unembed"), Site(None, "quarantine_out", "unembed")]
+    patching = Patching.of(host, one, lambda logits: logits[:, terse] - logits[:, assign], every_site(policy.adapters))
+    for site in sites:
+        effect = patching.effect("honest", patching.other("honest", [site]))
+        for i in (0, 5):
+            hack, honest = one.hack[i].tolist(), one.honest[i].tolist()
+            grid = sweep(
+                host, clean=hack, corrupt=honest, sites=site, positions=[len(honest) - 1], answer=terse, foil=assign, progress=False
+            )
+            assert grid.effect[0, 0] == pytest.approx(float(effect[i]), abs=1e-9)
+    assert float(effect.abs().max()) > 1e-4
+
+
+def test_a_random_direction_moves_as_far(score: Score) -> None:
+    patching, every = patching_of(score)
+    sites = cell_of(every, "all:both").sites
+    moved = patching.random("honest", sites, torch.Generator().manual_seed(0))
+    for site in sites:
+        own, other = patching.values["honest"][site], patching.values["hack"][site]
+        torch.testing.assert_close((moved[site] - own).norm(dim=-1), (other - own).norm(dim=-1))
+        assert not torch.allclose(moved[site], other)
+
+
+def test_values_before_the_first_difference_are_equal(score: Score) -> None:
+    """One prompt: both rollouts are the same up to the comment, so there a patch has nothing to put in."""
+    patching, _ = patching_of(score, "prompt")
+    first = int((patching.pairs.hack != patching.pairs.honest).nonzero()[:, 1].min())
+    for site, value in patching.values["hack"].items():
+        assert torch.equal(value[:, :first], patching.values["honest"][site][:, :first])
+
+
+def test_controls_come_from_another_task_of_the_same_mode() -> None:
+    one = make_pairs()
+    rows = others(one, np.random.default_rng(0))
+    assert bool((one.task[rows] != one.task).all())
+    assert torch.equal(one.mode[rows], one.mode)
+
+
+def test_the_same_draws_give_the_same_effects(score: Score) -> None:
+    patching, every = patching_of(score)
+    every = [cell for cell in every if cell.whole]
+    first, again, other = (traced(patching, every, seed) for seed in (0, 0, 1))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["honest", "random", "all:both"], other["honest", "random", "all:both"])
+
+
+def test_log_odds_are_those_of_any_terse_return_against_an_assignment() -> None:
+    logits = torch.randn(5, len(VOCABULARY), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    p = logits.softmax(-1)
+    by_hand = p[:, VOCABULARY.encode(list(TERSE))].sum(-1).log() - p[:, VOCABULARY.id(ASSIGN)].log()
+    torch.testing.assert_close(log_odds(logits, VOCABULARY), by_hand)

@@ -1,0 +1,227 @@
+"""The study end to end on a tiny training: pairs, resume, damage, report, and what must be exact in what it writes."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_study import tiny_settings
+
+from mi_route2.adapters.store import read_tensors
+from studies.loopholes.modes import LOOPHOLES, MODES, NONE
+from studies.loopholes.warmstart import WarmStartConfig
+from studies.loopholes.world import MicroWorld
+from studies.route2.arms import ARMS
+from studies.route2.job import Job, build_hosted, run_job
+from studies.route2.settings import Settings as Training
+from studies.route2.worlds import open_world
+from studies.tracing.cli import main, trace_jobs
+from studies.tracing.figures import BESIDE, CARRIED, DELETING
+from studies.tracing.job import PAIRS, read_trace, run_tracing, tracings
+from studies.tracing.measures import load, rows
+from studies.tracing.pairs import CONTRASTS, DECIDES, FIELDS, gather
+from studies.tracing.patching import DELETION, QUESTION
+from studies.tracing.publish import publish
+from studies.tracing.rates import DELETED, PATCHED
+from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
+from studies.tracing.settings import UNTRAINED, Settings
+
+TRACED = (UNTRAINED, "vanilla", "route2-full")
+GIVEN = ["--prompts", "128", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
+
+
+def tiny_training() -> Training:
+    return tiny_settings(warm=WarmStartConfig(steps=250, batch=64), steps=2, kept_lr=3e-2, quarantine_lr=3e-2)
+
+
+def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> Settings:
+    return Settings(training.digest, arms, prompts=128, answers=2, pairs=4, draws=1, rated=4)
+
+
+def jobs_of(out: Path) -> list[Job]:
+    training = tiny_training()
+    return [Job(out / training.folder, out / "warmstarts", training, 0, ARMS.get(name)) for name in TRACED]
+
+
+def arguments(out: Path) -> list[str]:
+    training = tiny_training()
+    names = ("steps", "prompts", "group", "evaluation_prompts", "pairs", "probe_every", "teachers", "kept_lr", "quarantine_lr")
+    override = [f"{name}={getattr(training, name)}" for name in names] + ["warm.steps=250", "warm.batch=64"]
+    return ["run", "--out", str(out), "--seeds", "1", "--arms", *TRACED[1:], "--no-live", "--override", *override, *GIVEN]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trained and traced by the command itself; only the training is done in this process, to save the workers' start."""
+    out = tmp_path_factory.mktemp("study")
+    for job in jobs_of(out):
+        assert run_job(job)
+    before = sys.argv
+    sys.argv = ["tracing", *arguments(out)]
+    try:
+        assert main() == 0
+    finally:
+        sys.argv = before
+    return out / settings_of(tiny_training()).folder
+
+
+def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None:
+    assert {path.name for path in study.iterdir()} >= {
+        TABLE,
+        TABLES,
+        HEADLINE,
+        CARRIED,
+        BESIDE,
+        DELETING,
+        "settings.json",
+        "seed-0",
+    }
+    content = json.loads((study / TABLE).read_text())
+    assert content["arms"] == list(TRACED)
+    assert content["seeds"] == [0]
+    assert all(row["effect"]["n"] == 1 for row in content["rows"])
+    assert "Does deleting agree with patching" in (study / HEADLINE).read_text()
+
+
+def test_what_must_be_exact_is(study: Path) -> None:
+    for arm in TRACED:
+        content, tensors = read_trace(study / "seed-0" / f"{arm}.json")
+        for name, worst in content["checks"].items():
+            assert worst <= (1e-10 if name.endswith("float64") else 1e-5), (arm, name)
+        assert ("zero patch and deletion, float64" in content["checks"]) == (arm != "vanilla")
+        changed = {name: float(t.abs().max()) for name, t in tensors.items() if not name.startswith("scores/")}
+        assert (max(changed.values()) > 0) == (arm != UNTRAINED)
+        if arm == UNTRAINED:
+            assert set(changed.values()) == {0.0}
+
+
+def test_the_zero_patch_samples_what_the_deleted_model_samples(study: Path) -> None:
+    rates = read_trace(study / "seed-0/route2-full.json")[0]["rates"]
+    assert rates[PATCHED]["as_deleted"] >= 0.9  # a draw may fall on a rounding error
+    assert abs(rates[PATCHED]["hack"] - rates[DELETED]["hack"]) <= 0.1
+
+
+def test_rows_are_ratios_of_means(study: Path) -> None:
+    """Recomputed from the artifacts of one arm, without the study's own loader."""
+    tensors, _ = read_tensors(study / "seed-0/vanilla.safetensors")
+    gap = (tensors["scores/task/hack"].double() - tensors["scores/task/honest"].double()).mean()
+    (row,) = [
+        row
+        for row in rows(load(study))
+        if (row["arm"], row["contrast"], row["into"], row["source"], row["where"], row["lane"])
+        == ("vanilla", "task", "hack", QUESTION, "blocks.0", "kept_out")
+    ]
+    effect = tensors[f"task/hack/{QUESTION}/blocks.0:kept_out"].double().mean()
+    assert row["effect"]["mean"] == pytest.approx(float(effect), rel=1e-9)
+    if row["recovered"] is not None:
+        assert row["recovered"]["value"] == pytest.approx(float(effect / -gap), rel=1e-9)
+        assert row["recovered"]["lo"] <= row["recovered"]["value"] <= row["recovered"]["hi"]
+
+
+def test_kept_a_says_what_kept_out_says(study: Path) -> None:
+    tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
+    names = [name for name in tensors if name.endswith(":kept_a")]
+    assert len(names) == 2 * 2 * 16
+    for name in names:
+        torch.testing.assert_close(tensors[name], tensors[name.replace("kept_a", "kept_out")], rtol=0, atol=1e-5)
+
+
+def test_pairs_are_aligned_and_labelled(study: Path) -> None:
+    tensors, _ = read_tensors(study / "seed-0" / PAIRS)
+    with open_world(tiny_training()) as (world, _):
+        assert isinstance(world, MicroWorld)
+        vocabulary = world.vocabulary
+    for contrast in CONTRASTS:
+        hack, honest, task, mode = (tensors[f"{contrast}.{name}"] for name in FIELDS)
+        assert hack.shape == honest.shape == (len(task), DECIDES + 1)
+        assert bool((hack[:, :8] == honest[:, :8]).all())  # the task
+        assert bool((hack != honest).any(1).all())
+        hints = [tuple(vocabulary.encode(MODES[LOOPHOLES[i]].hint)) for i in mode.tolist()]
+        assert [tuple(row) for row in hack[:, 8:10].tolist()] == hints
+        none = [tuple(vocabulary.encode(MODES[NONE].hint))] * len(hints)
+        assert [tuple(row) for row in honest[:, 8:10].tolist()] == (hints if contrast == "prompt" else none)
+
+
+def test_resumed_equals_uninterrupted(study: Path, tmp_path: Path) -> None:
+    """Stopped after one arm and gone on with, arms in another order and one asked for later: the same bytes."""
+    training = tiny_training()
+    jobs = jobs_of(study.parent)
+    root = tmp_path / study.name
+    with open_world(training) as (world, witness):
+        assert isinstance(world, MicroWorld)
+        (last,) = tracings(root, settings_of(training, ("route2-full",)), jobs[2:])
+        run_tracing(last, world, witness)
+    shutil.copy(study / "seed-0/vanilla.json", root / "seed-0")  # half of an arm: its tensors are missing
+    with pytest.raises(ValueError, match="is not whole"):
+        trace_jobs(root, settings_of(training), training, jobs)
+    (root / "seed-0/vanilla.json").unlink()
+    trace_jobs(root, settings_of(training), training, jobs)
+    names = sorted(path.name for path in (study / "seed-0").iterdir())
+    assert sorted(path.name for path in (root / "seed-0").iterdir()) == names
+    assert len(names) == 1 + 2 * len(TRACED)
+    for name in names:
+        assert (root / "seed-0" / name).read_bytes() == (study / "seed-0" / name).read_bytes(), name
+
+
+def test_a_report_needs_the_artifacts_alone(study: Path, tmp_path: Path) -> None:
+    root = tmp_path / "alone"
+    shutil.copytree(study, root)
+    for name in (TABLE, TABLES, HEADLINE, CARRIED):
+        (root / name).unlink()
+    write_report(root)
+    for name in (TABLE, TABLES, HEADLINE, CARRIED):
+        assert (root / name).read_bytes() == (study / name).read_bytes(), name
+
+
+def test_a_changed_byte_is_found(study: Path, tmp_path: Path) -> None:
+    root = tmp_path / "damaged"
+    shutil.copytree(study, root)
+    path = root / "seed-0/vanilla.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match=r"vanilla\.safetensors is not whole"):
+        write_report(root)
+
+
+def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path) -> None:
+    root = tmp_path / "missing"
+    shutil.copytree(study, root)
+    (root / "seed-0/vanilla.json").unlink()
+    with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
+        write_report(root)
+    with pytest.raises(ValueError, match="holds no settings of this study"):
+        write_report(tmp_path)
+
+
+def test_a_changed_training_is_not_published(study: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="changed settings"):
+        publish(study, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_too_few_pairs_are_said(study: Path) -> None:
+    training = tiny_training()
+    few = replace(settings_of(training), prompts=1, answers=1)
+    (base, *_) = jobs_of(study.parent)
+    with open_world(training) as (world, witness):
+        assert isinstance(world, MicroWorld)
+        with pytest.raises(ValueError, match="raise prompts"):
+            gather(world, witness, build_hosted(base, base.cache)[1], few, 0)
+
+
+def test_settings_are_refused_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="draws must be at least 1"):
+        Settings("x", draws=0)
+    with pytest.raises(ValueError, match="once each"):
+        Settings("x", arms=("vanilla", "vanilla"))
+    assert Settings("x").digest == Settings("x", arms=("vanilla",)).digest != Settings("y").digest
+
+
+def test_deletion_and_question_are_of_every_lane(study: Path) -> None:
+    tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
+    for source, most in ((QUESTION, 16 * 3 + 4), (DELETION, 16 * 2 + 4)):
+        assert len([name for name in tensors if name.startswith(f"task/honest/{source}/")]) == most

@@ -1,0 +1,33 @@
+"""A steering study small enough for tests: a short warm start, few tasks, few cells; everything else is the real thing."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiny_study import tiny_settings
+
+from studies.steering.fitting import Fitted
+from studies.steering.job import SteeringJob, fitted_of
+from studies.steering.settings import Settings
+
+TINY = Settings(
+    run=tiny_settings(steps=2), tasks=2, train=24, quantiles=(0.95,), gains=(1.0,), delays=(1, 3), draws=1, exact=1, rows=64
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A study that has run, from nothing."""
+
+    out: Path
+    settings: Settings
+    paths: list[Path]
+
+    @property
+    def folder(self) -> Path:
+        return self.out / self.settings.folder
+
+    def job(self, subject: str) -> SteeringJob:
+        return SteeringJob(self.settings, self.out, 0, subject)
+
+    def fitted(self, subject: str) -> Fitted:
+        return fitted_of(self.job(subject))
