@@ -208,7 +208,7 @@ def points(found: Found, arm: str, seed: int, contrast: str) -> list[tuple[str, 
         return float(found.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())
 
     alone = [cell for cell in found.cells(arm) if cell["lane"] in OUT and cell["sites"] == 1]
-    return [(cell["where"], cell["lane"], *(effect(source, cell["name"]) for source in (DELETION, QUESTION))) for cell in alone]
+    return [(cell["where"], cell["lane"], effect(DELETION, cell["name"]), effect(QUESTION, cell["name"])) for cell in alone]
 
 
 def _rank(found: Found, arm: str, seed: int, contrast: str) -> float | None:

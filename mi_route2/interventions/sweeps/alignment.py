@@ -1,9 +1,9 @@
-"""Which position of the clean prompt stands for which of the corrupt one.
+"""Which position of the clean prompt stands for which of the corrupt one: its partner, whose value is put in.
 
-equal lengths    every position is its own partner
-otherwise        the common prefix by identity, the common suffix by the difference of the lengths; the middle has no partner
+    equal lengths    every position is its own partner
+    otherwise        the common prefix by identity, the common suffix by the difference of the lengths; the middle has no partner
 
-tokens_of("The cat sat on the cat", "cat", offsets, occurrence=1)      the tokens that overlap the second cat
+And which tokens a part of a text is: ``tokens_of("The cat sat on the cat", "cat", offsets, occurrence=1)``.
 """
 
 from collections.abc import Sequence

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
+from mi_route2.interventions.sweeps.grading import widened
 from mi_route2.interventions.sweeps.grid import Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.prompts import Given, Positions
@@ -59,8 +60,8 @@ def attribute(
         here, source = pair.values(target)
         slope = slopes[target.site] if target.head is None else slopes[target.site][:, target.head]
         # A difference of half-precision numbers would lose what the gradient is to be multiplied with.
-        step = patch(here, source, float(alpha)).double() - here.double()
-        change = (step * slope.double()).flatten(1).sum(1)
+        step = widened(patch(here, source, float(alpha))) - widened(here)
+        change = (step * widened(slope)).flatten(1).sum(1)
         for position, places in question.columns:
             values[target, position] = pair.scores[1] + float(change[list(places)].sum())
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}

@@ -16,22 +16,47 @@ from mi_route2.interventions.sweeps.question import Skip
 from mi_route2.interventions.sweeps.targets import Target
 
 FORMAT = "mi-route2 patch sweep 1"
-_NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "together", "kind", "forwards", "seconds", "flops")
+_NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "together", "kind", "forwards")
+
+
+def describe(grid: Grid) -> dict[str, Any]:
+    """See ``Grid.to_json``."""
+
+    def rows(values: np.ndarray) -> list[list[float | None]]:
+        return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
+
+    cells = {name: getattr(grid, name) for name in ("argmax", "argmin", "argabs")}
+    return {
+        **_said(grid),
+        "metric": grid.metric,
+        "noise_floor": grid.noise_floor,
+        "values": rows(grid.values),
+        "recovered": rows(grid.recovered) if grid.defined else None,
+        "summary": grid.alignment.summary,
+        **{name: {"site": str(cell.target), "position": cell.position, "value": cell.value} for name, cell in cells.items()},
+    }
+
+
+def _said(grid: Grid) -> dict[str, Any]:
+    """All but the numbers of the cells."""
+    return {
+        **{name: getattr(grid, name) for name in _NUMBERS},
+        "seconds": dict(grid.seconds),
+        "flops": dict(grid.flops),
+        "sites": [str(target) for target in grid.sites],
+        "positions": list(grid.positions),
+        "labels": list(grid.labels),
+        "grader": asdict(grid.grader),
+        "replicas": list(grid.replicas),
+        "skipped": [asdict(skip) for skip in grid.skipped],
+        "alignment": asdict(grid.alignment),
+    }
 
 
 def write(grid: Grid, path: Path) -> None:
     """Write ``grid`` to ``path``; ``OSError`` where that is not possible."""
-    said = {
-        **{name: getattr(grid, name) for name in _NUMBERS},
-        "sites": [str(target) for target in grid.sites],
-        "positions": grid.positions,
-        "labels": grid.labels,
-        "grader": asdict(grid.grader),
-        "replicas": grid.replicas,
-        "skipped": [asdict(skip) for skip in grid.skipped],
-        "alignment": asdict(grid.alignment),
-    }
-    write_tensors(path, {"values": torch.from_numpy(grid.to_numpy())}, {"format": FORMAT, "grid": json.dumps(said)})
+    header = {"format": FORMAT, "grid": json.dumps(_said(grid))}
+    write_tensors(path, {"values": torch.from_numpy(grid.to_numpy())}, header)
 
 
 def read(path: Path) -> Grid:
@@ -50,6 +75,8 @@ def read(path: Path) -> Grid:
 def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
     return Grid(
         **{name: said[name] for name in _NUMBERS},
+        seconds=dict(said["seconds"]),
+        flops=dict(said["flops"]),
         sites=tuple(map(Target.parse, said["sites"])),
         positions=tuple(said["positions"]),
         labels=tuple(said["labels"]),

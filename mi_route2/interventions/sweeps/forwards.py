@@ -80,8 +80,7 @@ def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) ->
 
 
 def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
-    """Edits that put the rows' values in, but of rows that are ``apart``, in a forward over ``columns`` columns from ``start``
-    on."""
+    """Edits that put the rows' values in, but those of rows ``apart``, in a forward over ``columns`` columns from ``start`` on."""
     by_site: dict[Site, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.target is not None and not apart(row):

@@ -1,6 +1,8 @@
 """What a sweep found: a value a cell, with the two runs between which it lies and the noise that it is to be read against.
 
-recovered = (patched - corrupt) / (clean - corrupt)        0: the patch did nothing; 1: the clean run's score came back
+    recovered = (patched - corrupt) / (clean - corrupt)
+
+is 0 where the patch did nothing, and 1 where the clean run's score came back.
 """
 
 from collections.abc import Mapping
@@ -174,6 +176,13 @@ class Grid:
         cells = ~np.isnan(self.values)
         correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
         return float(correlation.statistic)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as JSON has it: numbers, texts, lists and ``None`` (for a position that was skipped, and for ``recovered``
+        where that is not defined)."""
+        from mi_route2.interventions.sweeps.files import describe
+
+        return describe(self)
 
     def heatmap(self, path: Path | str) -> Path:
         """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""

@@ -4,8 +4,7 @@ The direct path from a sender S to a receiver R is the one through the residual 
 the Wild", appendix B; Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"). For a sender at position p:
 
     1  the corrupt prompt with S at p patched, h' = (1 - alpha) * h + alpha * clean, and with the output of every attention and
-    every
-       MLP behind S set to what it was in the corrupt run, at all positions; but for the one that S itself is inside of.
+       every MLP behind S set to what it was in the corrupt run, at all positions; but for the one that S itself is inside of.
        R takes some value there, which is kept.
     2  the corrupt prompt with R set to that value, and everything else computed as always. This run is scored.
 

@@ -1,5 +1,4 @@
-"""Prompts as callers give them: token ids, or a text with a tokenizer; and positions by number, by range or by what stands
-there."""
+"""Prompts as callers give them: token ids, or a text with a tokenizer; positions by number, or by what stands there."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -16,6 +16,8 @@ from mi_route2.hosts.base import Host
 from mi_route2.interventions.sweeps.alignment import Alignment, align
 from mi_route2.interventions.sweeps.grading import Grader, one_token
 from mi_route2.interventions.sweeps.prompts import Given, Positions, Prompt, inside, places, read
+from mi_route2.interventions.sweeps.targets import Choice, choose
+from mi_route2.interventions.sweeps.whole import Whole
 from mi_route2.sites import Site
 
 
@@ -34,6 +36,14 @@ class CleanRun:
         lengths = {len(value) for value in self.values.values()} | ({len(self.tokens)} if self.tokens is not None else set())
         if len(lengths) != 1:
             raise ValueError(f"a clean run has one number of positions, not {sorted(lengths)}")
+
+    @staticmethod
+    def capture(host: Host, prompt: Given, sites: Choice, tokenizer: Any = None) -> "CleanRun":
+        """Runs ``prompt`` once, for sweeps over several corrupt ones; what it is scored by stands behind its last token."""
+        tokens = read(prompt, tokenizer, "clean").tokens
+        chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
+        found = Whole(host).record(tokens, chosen, range(len(tokens)))
+        return CleanRun(found.values, found.logits, tokens)
 
     @property
     def length(self) -> int:

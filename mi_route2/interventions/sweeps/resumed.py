@@ -1,5 +1,4 @@
-"""Cells resumed over the corrupt run: its keys and values below the lowest patched position, its stream in front of the entered
-block.
+"""Cells resumed over the corrupt run: its keys and values below the lowest patched position, its stream where a cell enters.
 
 A cell at block L and position p enters at block L with the corrupt stream from p on, its own value put in; hooks are needed only
 inside a block. In the last block only the scored column matters behind attention: its MLP and the unembedding see one column a
@@ -189,7 +188,7 @@ def _keep_stream(streams: dict[int, Tensor], site: Site, also: Edit | None, valu
         also(value)
 
 
-Called = tuple[tuple[Any, ...], dict[str, Any]]
+_Called = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _join(
@@ -200,7 +199,7 @@ def _join(
     _module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Called:
+) -> _Called:
     """A block's arguments with the stream of more rows; ``None`` for ``stream``: with that of these rows alone."""
     before: Tensor = args[0] if args else kwargs["hidden_states"]
     new = (before if stream is None else stream).repeat(len(joining), 1, 1)

@@ -207,8 +207,26 @@ def sweep(
     ``KeyError`` for an unknown site, ``ValueError`` for a position outside of the prompt, an answer of several tokens, prompts that
     cannot be aligned, and a model that drops activations at random; ``RuntimeError`` for a site that does not fire.
     """
-    given = {key: value for key, value in locals().items() if key not in ("host", "progress")}
-    return prepare(host, **given).grid(progress)
+    planned = prepare(
+        host,
+        clean=clean,
+        corrupt=corrupt,
+        sites=sites,
+        positions=positions,
+        answer=answer,
+        foil=foil,
+        metric=metric,
+        alpha=alpha,
+        heads=heads,
+        together=together,
+        at=at,
+        tokenizer=tokenizer,
+        batch=batch,
+        replicas=replicas,
+        how=how,
+        shortcuts=shortcuts,
+    )
+    return planned.grid(progress)
 
 
 def cells(host: Host, **given: Any) -> Iterator[tuple[Cell, ...]]:

@@ -270,7 +270,13 @@ def test_a_clean_run_can_be_one_that_was_captured() -> None:
     longer = CORRUPT.repeat(2)[:-2]
     with pytest.raises(ValueError, match="give the clean prompt's tokens"):
         one.sweep(clean=captured, corrupt=longer, sites=sites)
-    told = CleanRun(captured.values, captured.logits, tuple(CLEAN.tolist()))
+    told = CleanRun.capture(one.host, CLEAN, sites)
+    for site in sites:
+        torch.testing.assert_close(told.values[site], captured.values[site], rtol=0, atol=1e-12)
+    shorter = torch.cat([CLEAN[:1], CLEAN[2:]])
+    aligned = one.sweep(clean=told, corrupt=shorter, sites=sites)
+    assert_equal(aligned.values, one.sweep(corrupt=shorter, sites=sites).values, 1e-12)
+    assert not aligned.skipped  # a token fewer: all that is left has its partner
     with pytest.raises(ValueError, match="neither their beginning nor their end"):
         one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
     with pytest.raises(ValueError, match="one number of positions"):

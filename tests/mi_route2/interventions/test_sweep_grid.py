@@ -131,6 +131,18 @@ def test_a_file_gives_the_grid_back(grid: Grid, tmp_path: Path) -> None:
     assert inside["sites"] == ["blocks.2.resid_pre", "blocks.5.z[1]", "unembed.kept_a"]
 
 
+def test_json_has_all_of_it() -> None:
+    grid = make()
+    found = json.loads(json.dumps(grid.to_json(), allow_nan=False))
+    assert found["values"] == [[0.5, 1.0, None, 3.0], [0.0, -4.0, None, 2.0], [1.0, 1.25, None, 0.75]]
+    assert found["recovered"][0] == [-0.125, 0.0, None, 0.5]
+    assert found["argmin"] == {"site": "blocks.5.z[1]", "position": 3, "value": -4.0}
+    assert found["skipped"] == [{"position": 4, "why": "it has no partner in the clean prompt"}]
+    assert (found["metric"], found["noise_floor"], found["grader"]["answer"]) == ("logit_diff", grid.noise_floor, 7)
+    assert make(clean=1.0).to_json()["recovered"] is None
+    assert together().to_json()["argmax"]["position"] is None
+
+
 def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "g.safetensors"
     with pytest.raises(FileNotFoundError, match=r"Grid\.save"):
