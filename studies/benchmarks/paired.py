@@ -59,9 +59,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return int(max(np.cumsum(changes), default=0))
 
 
-def measure(
-    contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True
-) -> dict[str, Measured]:
+def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True) -> dict[str, Measured]:
     """``rounds`` turns each, after one turn that warms up and one under the memory record (0 without ``memory``)."""
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}

@@ -1,8 +1,8 @@
 """Is a monitored quarantine better than a deleted one? The comparison, its rule fixed before any rollout was judged.
 
 Better: by paired 95% intervals it hacks no more (held out) and solves more, or hacks less and solves no less. Worse: the other way
-round. Both told apart in opposite senses is a trade; neither is no difference. The comparison is made at the operating threshold;
-the other thresholds are shown as a frontier, and how many of them look better by their means alone is counted, not chosen from.
+round. Both told apart in opposite senses is a trade; neither is no difference. The comparison is made at the operating threshold,
+with always on too: where that does as well as the monitor next to deletion, nothing comes from the monitor. The other thresholds are shown as a frontier, and how many of them look better by their means alone is counted, not chosen from.
 """
 
 from collections.abc import Mapping
@@ -30,15 +30,17 @@ def verdict(difference: Mapping[str, Estimate]) -> str:
 
 
 def comparisons(study: Study) -> list[dict[str, Any]]:
-    """Every cell of the operating threshold, and both ends, next to deletion; paired."""
+    """Every cell of the operating threshold, and the ends, next to deletion and next to always on; paired."""
     found = []
     for subject in SUBJECTS:
-        for cell in study.cells(subject, "quarantine"):
-            if cell.get("quantile", study.settings.operating) != study.settings.operating or cell["name"] == DELETED:
-                continue
-            difference = study.estimates(subject, "quarantine", cell["name"], minus=DELETED)
-            entry = {"subject": subject, **cell, "verdict": verdict(difference)}
-            found.append(entry | {metric: each.as_dict() for metric, each in difference.items()})
+        cells = study.cells(subject, "quarantine")
+        for reference in (DELETED, ON):
+            for cell in cells:
+                if cell.get("quantile", study.settings.operating) != study.settings.operating or cell["name"] == reference:
+                    continue
+                difference = study.estimates(subject, "quarantine", cell["name"], minus=reference)
+                entry = {"subject": subject, "reference": reference, **cell, "verdict": verdict(difference)}
+                found.append(entry | {metric: each.as_dict() for metric, each in difference.items()})
     return found
 
 
@@ -80,15 +82,18 @@ def sentences(study: Study) -> str:
     rows = comparisons(study)
     counts, lines = frontier_counts(study), []
     for subject in SUBJECTS:
-        own = [row for row in rows if row["subject"] == subject and row.get("probe") == "probe" and row["how"] in MECHANISMS]
-        said = "; ".join(f"{row['how']}: **{row['verdict']}**" for row in own)
+        lines.append(f"- **{subject}**, at the threshold that was fixed before:")
+        for reference, text in ((DELETED, "a deleted quarantine"), (ON, "one that is always on")):
+            own = [row for row in rows if (row["subject"], row["reference"]) == (subject, reference)]
+            gated = [row for row in own if row.get("probe") == "probe" and row["how"] in MECHANISMS]
+            said = [f"{row['how']} **{row['verdict']}**" for row in gated]
+            if reference == DELETED:
+                (always,) = [row for row in own if row["name"] == ON]
+                said.append(f"(always on, without any monitor: {always['verdict']})")
+            lines.append(f"    - next to {text}: {', '.join(said)}")
         count = counts[subject]
         lines.append(
-            f"- **{subject}**, at the threshold that was fixed before, next to a deleted quarantine: {said}. Over all "
-            f"{count['tried']} thresholds and mechanisms {count['better_by_means']} look better by their means and "
-            f"{count['better_by_intervals']} by their intervals (uncorrected)."
+            f"    - over all {count['tried']} thresholds and mechanisms {count['better_by_means']} look better than deletion by their "
+            f"means, and {count['better_by_intervals']} by their intervals (uncorrected)"
         )
     return "\n".join(lines) + "\n"
-
-
-ENDS = (ON, DELETED, CLOSED, BEHIND)

@@ -9,12 +9,14 @@ from mi_route2.plots import save_figure, style, write_whole
 from studies.markdown import markdown_table
 from studies.route2.report.text import interval, number
 from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
+from studies.steering.designs import DELETED, ON
 from studies.steering.figures import FIGURES
 from studies.steering.fitting import LABELS
 from studies.steering.results import KINDS, UNITS, Study, all_results, load_study
 from studies.steering.settings import SUBJECTS
 
 SHOWN = (("hack_held", "hack, held out"), ("exploit_held", "exploit, held out"), ("hack_known", "hack, known"), ("solve", "solve"))
+DIFFERENCES = ("hack_held", "solve")
 
 
 def write_report(folder: Path) -> list[Path]:
@@ -69,12 +71,15 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
     """quarantine.md."""
     parts = ["# Steering: the quarantine under a monitor", head(study)]
     parts += ["## Is a monitored quarantine better than a deleted one?", sentences(study)]
-    parts.append("Minus deletion, at the operating threshold (paired; of every seed, the difference in hacking and in solving):")
-    body = [
-        [row["subject"], row["name"], row["verdict"], *(cell_text(row[m], signed=True, seeds=True) for m in ("hack_held", "solve"))]
-        for row in results["comparisons"]
-    ]
-    parts.append(markdown_table(["model", "cell", "verdict", "hack, held out", "solve"], body, left=3))
+    parts.append("At the operating threshold, minus deletion and minus always on (paired; in round brackets, each seed):")
+    for reference in (DELETED, ON):
+        body = [
+            [row["subject"], row["name"], row["verdict"], *(cell_text(row[m], signed=True, seeds=True) for m in DIFFERENCES)]
+            for row in results["comparisons"]
+            if row["reference"] == reference
+        ]
+        header = ["model", f"cell, minus {reference}", "verdict", "hack, held out", "solve"]
+        parts.append(markdown_table(header, body, left=3))
     parts.append("The probe minus random probes under the same mechanism and quantile (paired):")
     body = [
         [

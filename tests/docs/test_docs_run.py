@@ -60,6 +60,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         "docs/patching.md",
         "docs/runs.md",
         "docs/engine.md",
+        "docs/steering.md",
     ],
 )
 def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:

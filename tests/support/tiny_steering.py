@@ -5,12 +5,21 @@ from pathlib import Path
 
 from tiny_study import tiny_settings
 
+from studies.loopholes.warmstart import WarmStartConfig
 from studies.steering.fitting import Fitted
 from studies.steering.job import SteeringJob, fitted_of
 from studies.steering.settings import Settings
 
 TINY = Settings(
-    run=tiny_settings(steps=2), tasks=2, train=24, quantiles=(0.95,), gains=(1.0,), delays=(1, 3), draws=1, exact=1, rows=64
+    run=tiny_settings(steps=2, warm=WarmStartConfig(steps=40, batch=32)),
+    tasks=2,
+    train=24,
+    quantiles=(0.95,),
+    gains=(1.0,),
+    delays=(1, 3),
+    draws=1,
+    exact=1,
+    rows=64,
 )
 
 

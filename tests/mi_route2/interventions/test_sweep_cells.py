@@ -78,7 +78,7 @@ def test_every_point_of_every_decoder_is_patched_as_by_plain_hooks(family: str) 
     assert_equal(grid.values, expected)
     for row, target in zip(grid.values, grid.sites):  # no site is a blank: each has an effect somewhere
         assert np.abs(row - grid.corrupt).max() > 1e-6, target
-    assert_equal(bench(family).sweep(shortcuts=False).values, expected)
+    assert_equal(bench(family).sweep(shortcuts=False, batch=70).values, expected)  # groups that start at other positions
 
 
 @pytest.mark.parametrize("family", OTHERS)

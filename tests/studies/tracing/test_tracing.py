@@ -34,7 +34,8 @@ GIVEN = ["--prompts", "128", "--answers", "2", "--pairs", "4", "--draws", "1", "
 
 
 def tiny_training() -> Training:
-    return tiny_settings(warm=WarmStartConfig(steps=250, batch=64), steps=2, kept_lr=3e-2, quarantine_lr=3e-2)
+    rates = {"kept_lr": 3e-2, "quarantine_lr": 3e-2}  # two steps that tell
+    return tiny_settings(warm=WarmStartConfig(steps=250, batch=64), steps=2, adapt=("blocks.1.mlp.*", "unembed"), **rates)
 
 
 def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> Settings:
@@ -49,7 +50,11 @@ def jobs_of(out: Path) -> list[Job]:
 def arguments(out: Path) -> list[str]:
     training = tiny_training()
     names = ("steps", "prompts", "group", "evaluation_prompts", "pairs", "probe_every", "teachers", "kept_lr", "quarantine_lr")
-    override = [f"{name}={getattr(training, name)}" for name in names] + ["warm.steps=250", "warm.batch=64"]
+    override = [f"{name}={getattr(training, name)}" for name in names] + [
+        "warm.steps=250",
+        "warm.batch=64",
+        f"adapt={','.join(training.adapt)}",
+    ]
     return ["run", "--out", str(out), "--seeds", "1", "--arms", *TRACED[1:], "--no-live", "--override", *override, *GIVEN]
 
 
@@ -112,9 +117,9 @@ def test_rows_are_ratios_of_means(study: Path) -> None:
         row
         for row in rows(load(study))
         if (row["arm"], row["contrast"], row["into"], row["source"], row["where"], row["lane"])
-        == ("vanilla", "task", "hack", QUESTION, "blocks.0", "kept_out")
+        == ("vanilla", "task", "hack", QUESTION, "blocks.1", "kept_out")
     ]
-    effect = tensors[f"task/hack/{QUESTION}/blocks.0:kept_out"].double().mean()
+    effect = tensors[f"task/hack/{QUESTION}/blocks.1:kept_out"].double().mean()
     assert row["effect"]["mean"] == pytest.approx(float(effect), rel=1e-9)
     if row["recovered"] is not None:
         assert row["recovered"]["value"] == pytest.approx(float(effect / -gap), rel=1e-9)
@@ -124,7 +129,7 @@ def test_rows_are_ratios_of_means(study: Path) -> None:
 def test_kept_a_says_what_kept_out_says(study: Path) -> None:
     tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
     names = [name for name in tensors if name.endswith(":kept_a")]
-    assert len(names) == 2 * 2 * 16
+    assert len(names) == 2 * 2 * 5
     for name in names:
         torch.testing.assert_close(tensors[name], tensors[name.replace("kept_a", "kept_out")], rtol=0, atol=1e-5)
 
@@ -223,5 +228,5 @@ def test_settings_are_refused_in_one_sentence() -> None:
 
 def test_deletion_and_question_are_of_every_lane(study: Path) -> None:
     tensors, _ = read_tensors(study / "seed-0/route2-full.safetensors")
-    for source, most in ((QUESTION, 16 * 3 + 4), (DELETION, 16 * 2 + 4)):
+    for source, most in ((QUESTION, 5 * 3 + 3), (DELETION, 5 * 2 + 3)):
         assert len([name for name in tensors if name.startswith(f"task/honest/{source}/")]) == most
