@@ -366,3 +366,56 @@ def test_a_model_that_drops_at_random_is_not_run() -> None:
     drops.p = 0.1
     with pytest.raises(RuntimeError, match=r"call eval\(\) on it"):
         Engine(made).generate([Request((3, 4), greedy(1))], progress=False)
+
+
+class Letters:
+    """Token ids as letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(ord("A") + token) for token in ids)
+
+
+def test_a_stop_text_ends_a_request_also_across_tokens_and_is_not_in_its_text() -> None:
+    made, _ = make("Qwen3")
+    prompt = prompts(1)[0]
+    whole = Letters().decode(alone(made, Request(prompt, greedy(8))).ids)
+    engine = Engine(made, tokenizer=Letters())
+    cut, free = engine.generate(
+        [Request(prompt, Sampling(max_new=8, stop=("~~", whole[2:4]))), Request(prompt, Sampling(max_new=8))], progress=False
+    )
+    end = whole.find(whole[2:4])
+    assert (cut.finish, cut.text, len(cut.ids)) == ("stop", whole[:end], end + 2)
+    assert (free.finish, free.text) == ("length", whole)
+
+
+def test_log_probabilities_are_those_of_the_whole_vocabulary_whatever_is_drawn() -> None:
+    made, close = make("Llama")
+    prompt = prompts(1)[0]
+    how = Sampling(max_new=5, temperature=1.3, top_k=4, seed=11, logprobs=3, logprob_token_ids=(7, 2))
+    (result,) = Engine(made).generate([Request(prompt, how)], progress=False)
+    with torch.no_grad():
+        logits = made.logits(torch.tensor([[*prompt, *result.ids[:-1]]]))[0, len(prompt) - 1 :]
+    truth = logits.log_softmax(-1)
+    for i, token in enumerate(result.tokens):
+        assert token.token in truth[i].topk(4).indices
+        best = truth[i].topk(3)
+        assert list(token.top) == best.indices.tolist()
+        found = torch.tensor([token.logprob, *token.top.values(), *token.asked], dtype=torch.float64)
+        torch.testing.assert_close(found, torch.cat([truth[i, [token.token]], best.values, truth[i, [7, 2]]]), rtol=0, atol=close)
+
+
+def test_higher_priority_takes_the_row_of_a_lower_one_which_ends_as_ever() -> None:
+    made, close = make("Qwen3")
+    low, high = (Request(prompt, greedy(6), priority=i) for i, prompt in enumerate(prompts(2, seed=5)))
+    engine = Engine(made, rows=1)
+    engine.submit(low)
+    engine.step()
+    engine.step()
+    engine.submit(high)
+    results: list[Result] = []
+    while engine.busy:
+        results += engine.step()
+    assert [result.request for result in results] == [1, 0]
+    assert results[1].preemptions == 1
+    check(results[0], made, high, close)
+    check(results[1], made, low, close)
