@@ -68,7 +68,9 @@ class Inner(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        return self.inner(input_ids, attention_mask, cache, position_ids)
+        # under left padding the bridge counts positions for every model that takes them; beside a 2-D mask this one counts its own
+        told = attention_mask is not None and attention_mask.ndim == 4
+        return self.inner(input_ids, attention_mask, cache, position_ids if told else None)
 
 
 class InnerAdapter(ArchitectureAdapter):
