@@ -107,7 +107,7 @@ def _beside(found: Found, path: Path) -> Path:
     """Bars: the whole lane's share, with every control next to it."""
     arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.5 * len(lines) + 0.7)
-    grid = figure.subplots(len(lines), len(arms), squeeze=False, sharey="row")
+    grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for one axis
     for line, (contrast, into) in enumerate(lines):
         for ax, arm in zip(grid[line], arms, strict=True):
             _bars(ax, found, arm, contrast, into)

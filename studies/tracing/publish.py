@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from studies.route2.headline import seeds_text
-from studies.route2.packing import repacked
+from studies.route2.packing import compact, repacked
 from studies.route2.publish import replace_folder
 from studies.route2.settings import PRESETS
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
@@ -36,6 +36,8 @@ def publish(root: Path, to: Path) -> Path:
         part.mkdir(parents=True)
         for name in PUBLISHED:
             content = (root / name).read_bytes()
+            if name == TABLE:
+                content = compact(json.loads(content)).encode()
             (part / name).write_bytes(repacked(content) if name.endswith(".png") else content)
         (part / "provenance.json").write_text(provenance(found, part), encoding="utf-8")
         replace_folder(part, place)

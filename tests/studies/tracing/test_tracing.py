@@ -30,7 +30,7 @@ from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 
 TRACED = (UNTRAINED, "vanilla", "route2-full")
-GIVEN = ["--prompts", "128", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
+GIVEN = ["--prompts", "400", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
 
 
 def tiny_training() -> Training:
@@ -39,7 +39,7 @@ def tiny_training() -> Training:
 
 
 def settings_of(training: Training, arms: tuple[str, ...] = TRACED[1:]) -> Settings:
-    return Settings(training.digest, arms, prompts=128, answers=2, pairs=4, draws=1, rated=4)
+    return Settings(training.digest, arms, prompts=400, answers=2, pairs=4, draws=1, rated=4)
 
 
 def jobs_of(out: Path) -> list[Job]:
