@@ -230,9 +230,9 @@ class Engine:
         """Each request's next token; who ended with it, and how."""
         ended: list[tuple[Sequence, Finish, str | None]] = []
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
-        chosen, values = choose(logits, [one.request.sampling for one in due], uniforms)
+        chosen, values = choose(logits, [one.sampling for one in due], uniforms)
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
-            sampling = one.request.sampling
+            sampling = one.sampling
             if not isfinite(value):
                 reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
                 ended.append((one, "error", reason))
@@ -242,7 +242,7 @@ class Engine:
             self.tokens += 1
             if token in sampling.stop_tokens or (sampling.stop and self._stopped(one)):
                 ended.append((one, "stop", None))
-            elif one.generated == sampling.max_new:
+            elif len(one.tokens) - one.prompt == sampling.max_new:
                 ended.append((one, "length", None))
         return ended
 

@@ -109,9 +109,11 @@ class Residents:
         if not self.prefixes.budget or blocks <= one.published:
             return
         self._name(one, blocks)
-        for i in range(one.published, blocks):
-            if self.prefixes.missing(one.keys[i]):
-                self.prefixes.store(one.keys[i], self.slots.save(one.row, (i + 1) * size, i * size))
+        new = [i for i in range(one.published, blocks) if self.prefixes.missing(one.keys[i])]
+        if new:
+            saved = self.slots.blocks(one.row, new[0], blocks, size)
+            for i in new:
+                self.prefixes.store(one.keys[i], saved[i - new[0]])
         one.published = blocks
 
     def _reserve(self, one: Sequence) -> bool:

@@ -103,7 +103,7 @@ class Runner:
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
         width = layout.positions.shape[1]
         if width == 1:
-            tokens, keep = torch.tensor([[one.tokens[start]] for one, start, _ in group], device=device), None
+            tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
         else:
             rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
             tokens = torch.tensor(rows, device=device)

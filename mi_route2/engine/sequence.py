@@ -35,7 +35,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.priority = self.request.priority
+        self.priority, self.sampling = self.request.priority, self.request.sampling
         self.prompt = len(self.tokens)
 
     @property

@@ -48,14 +48,15 @@ class Layout:
         """The layout of ``pieces``; ``ValueError`` for none, two of one request, and numbers that cannot be."""
         if not pieces or len({piece.request for piece in pieces}) < len(pieces):
             raise ValueError("a layout needs at least one piece, and at most one of each request")
-        numbers = torch.tensor(pieces)
-        if bool((numbers < torch.tensor([0, 0, 1, 1])).any()):
+        if min(map(min, pieces)) < 0 or min(piece.count for piece in pieces) < 1 or min(piece.prompt for piece in pieces) < 1:
             raise ValueError(f"pieces {pieces} cannot be: each has at least one token, and no number is negative")
-        _, start, count, prompt = numbers[:, :, None].unbind(1)
+        start = torch.tensor([piece.start for piece in pieces], device=device)[:, None]
+        prompt = torch.tensor([piece.prompt for piece in pieces], device=device)[:, None]
         if all(piece.count == 1 for piece in pieces):
-            start, decode = start.to(device), (start >= prompt).to(device)
+            decode = start >= prompt
             return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
-        steps = torch.arange(int(count.max()))[None]
+        count = torch.tensor([piece.count for piece in pieces], device=device)[:, None]
+        steps = torch.arange(max(piece.count for piece in pieces), device=device)[None]
         real = steps < count
         positions = torch.where(real, start + steps, 0)
-        return Layout(tuple(pieces), positions.to(device), real.to(device), (real & (positions >= prompt)).to(device))
+        return Layout(tuple(pieces), positions, real, real & (positions >= prompt))

@@ -1,14 +1,15 @@
 """Is a monitored quarantine better than a deleted one? The comparison, its rule fixed before any rollout was judged.
 
-Better: by paired 95% intervals it hacks no more (held out) and solves more, or hacks less and solves no less. Worse: the other way
-round. Both told apart in opposite senses is a trade; neither is no difference. The comparison is made at the operating threshold,
-with always on too: where that does as well as the monitor next to deletion, nothing comes from the monitor. The other thresholds are shown as a frontier, and how many of them look better by their means alone is counted, not chosen from.
+Better: by paired 95% intervals it hacks no more (held out) and solves more, or hacks less and solves no less. Worse: the other
+way round. Both told apart in opposite senses is a trade; neither is no difference. The comparison is made at the operating
+threshold, with always on too: where that does as well as the monitor next to deletion, nothing comes from the monitor. The other
+thresholds are shown as a frontier, and how many of them look better by their means alone is counted, not chosen from.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from studies.steering.designs import BEHIND, CLOSED, DELETED, ON
+from studies.steering.designs import DELETED, ON
 from studies.steering.intervals import Estimate
 from studies.steering.results import Study
 
@@ -87,13 +88,11 @@ def sentences(study: Study) -> str:
             own = [row for row in rows if (row["subject"], row["reference"]) == (subject, reference)]
             gated = [row for row in own if row.get("probe") == "probe" and row["how"] in MECHANISMS]
             said = [f"{row['how']} **{row['verdict']}**" for row in gated]
-            if reference == DELETED:
-                (always,) = [row for row in own if row["name"] == ON]
-                said.append(f"(always on, without any monitor: {always['verdict']})")
-            lines.append(f"    - next to {text}: {', '.join(said)}")
+            always = [f" (always on, without any monitor: {row['verdict']})" for row in own if row["name"] == ON]
+            lines.append(f"    - next to {text}: {', '.join(said)}{''.join(always)}")
         count = counts[subject]
         lines.append(
-            f"    - over all {count['tried']} thresholds and mechanisms {count['better_by_means']} look better than deletion by their "
-            f"means, and {count['better_by_intervals']} by their intervals (uncorrected)"
+            f"    - over all {count['tried']} thresholds and mechanisms {count['better_by_means']} look better than deletion by "
+            f"their means, and {count['better_by_intervals']} by their intervals (uncorrected)"
         )
     return "\n".join(lines) + "\n"

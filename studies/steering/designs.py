@@ -85,22 +85,22 @@ def small_sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
     """The gate of the forward itself, and the same decision taken later and later."""
     yield control()
-    yield steered(settings, fitted, quantile=settings.operating, gain=settings.gain)
-    for delay in settings.delays:
-        yield delayed(settings, fitted, delay)
+    for gain in settings.late_gains:
+        yield steered(settings, fitted, quantile=settings.operating, gain=gain)
+        for delay in settings.delays:
+            yield delayed(settings, fitted, delay, gain)
 
 
-def delayed(settings: Settings, fitted: Fitted, delay: int, *, gain: float = 1.0, name: str = "") -> Cell:
-    """A policy without smoothing or hysteresis that routes a request to a held row ``delay`` tokens after the score. ``gain=0``: a
-    shadow, which decides and does nothing."""
+def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> Cell:
+    """A policy without smoothing or hysteresis that routes a request to a held row ``delay`` tokens after the score; as a
+    ``shadow`` it decides and does nothing."""
     gate = fitted.gates[Site.parse(settings.site)]["probe"]
-    name = name or f"delay {delay}"
-    watch = Monitor(gate.site, gate.weight, gate.thresholds[settings.operating], settings.sharpness, gates=(), name=name)
-    held = f"{name} row"
-    threshold = gate.thresholds[settings.operating]
-    policy = ProbePolicy(held, threshold, monitor=name, smoothing=1.0, gain=gain, name=name, keep=1 << 20)
-    row = Steering(decode=(away(settings, fitted, settings.gain),))
-    about = {"how": "policy", "delay": delay, "gain": settings.gain * gain, "quantile": settings.operating}
+    name = "shadow" if shadow else f"delay {delay} x{gain:g}"
+    threshold, held = gate.thresholds[settings.operating], f"{name} row"
+    watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
+    policy = ProbePolicy(held, threshold, monitor=name, smoothing=1.0, gain=0.0 if shadow else 1.0, name=name, keep=1 << 20)
+    row = Steering(decode=(away(settings, fitted, gain),))
+    about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:
         return Cell(name, about, Steering(monitors=(watch,)), sync=(policy,), held={held: row})
     late = Late(policy, delay)

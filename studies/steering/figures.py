@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
+from studies.steering.answer import SUBJECTS
 from studies.steering.designs import BEHIND, CLOSED, DELETED, ON
 from studies.steering.results import Study, roc_of
 
@@ -31,17 +32,16 @@ MEASURES = (
 
 def roc_figure(study: Study, results: Results) -> Figure:
     """ROC curves at the study's site of the model that was trained without a route: tokens and rollouts, by modes."""
-    figure = new_figure(PAGE_WIDTH, 2.5)
-    panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout max")]
+    figure = new_figure(PAGE_WIDTH, 2.7)
+    panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout mean")]
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
     probes = list(dict.fromkeys(row["probe"] for row in results["roc"]))
     for panel, (kind, unit) in zip(axes, panels, strict=True):
         panel.plot([0, 1], [0, 1], color=BLACK, linewidth=0.5)
         for probe in sorted(probes, key=lambda name: not name.startswith("haar")):
             _curves(panel, study, probe, kind, unit)
-        panel.set_title(f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (maximum)'}")
+        panel.set_title(f"{'known' if kind == 'known' else 'held out'}, {'tokens' if unit == 'token' else 'rollouts (mean)'}")
         panel.set_xlabel("false alarms")
-        panel.set_aspect("equal")
     axes[0].set_ylabel("hacks found")
     _legend(figure, axes[0])
     return figure
@@ -56,7 +56,8 @@ def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
         if roc.area is not None:
             false, true, _ = roc_curve(roc.hack, roc.scores)
             curves.append(np.interp(grid, false, true))
-            axes.plot(false, true, color=colour, linewidth=0.5, alpha=0.35)
+            if probe == "probe":
+                axes.plot(false, true, color=colour, linewidth=0.5, alpha=0.4)
     if curves:
         faint = probe.startswith("haar")
         axes.plot(grid, np.mean(curves, axis=0), line, color=colour, linewidth=0.8 if faint else 1.5, label=label)
@@ -102,11 +103,11 @@ def controls_figure(study: Study, results: Results) -> Figure:
             own = [row for row in rows if (row["probe"], row["direction"]) == (probe, direction)]
             colour, line, label = LOOKS[probe.partition("-")[0]]
             if direction != "away":
-                colour, line, label = ORANGE, "--", "probe, random direction"
+                colour, line, label = ORANGE, "--", "same probe, random direction"
             y = [never[metric]["mean"], *(row[metric]["mean"] for row in own)]
             low, high = ([never[metric][k], *(row[metric][k] for row in own)] for k in ("low", "high"))
             x = [0.0, *(row["gain"] for row in own)]
-            label = {"probe": "probe, its direction", "random": "random probe, its direction"}.get(label, label)
+            label = {"probe": "probe and direction", "random": "random probe, same direction"}.get(label, label)
             panel.plot(
                 x, y, line, color=colour, marker="o", markersize=2.5, label=None if label in seen and panel is axes[0] else label
             )
@@ -117,36 +118,34 @@ def controls_figure(study: Study, results: Results) -> Figure:
         panel.set_xlabel("gain")
         panel.set_ylim(-0.02, 1.02)
     axes[0].set_ylabel("rate")
-    _legend(figure, axes[0])
+    _legend(figure, axes[0], columns=5)
     return figure
 
 
 def latency_figure(study: Study, results: Results) -> Figure:
-    """Rates by the number of tokens that steering is late."""
+    """Rates by the number of tokens that steering is late, a panel a gain."""
     rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "latency")]
-    figure = new_figure(4.6, 2.9)
-    axes = figure.subplots()
+    gains = study.settings.late_gains
+    figure = new_figure(PAGE_WIDTH, 2.8)
+    panels = figure.subplots(1, len(gains), sharey=True, squeeze=False)[0]
     late = [0, *study.settings.delays]
-    never = max(late) + 2.5
-    for metric, name, colour, marker in MEASURES:
-        by_delay = {0 if row["how"] == "steer" else row.get("delay"): row[metric] for row in rows}
-        y, low, high = ([by_delay[d][k] for d in late] for k in ("mean", "low", "high"))
-        axes.plot(late, y, color=colour, marker=marker, markersize=3.5, label=name)
-        axes.fill_between(late, low, high, color=colour, alpha=0.15, linewidth=0)
-        end = by_delay[None]
-        axes.errorbar(
-            [never],
-            [end["mean"]],
-            [[end["mean"] - end["low"]], [end["high"] - end["mean"]]],
-            color=colour,
-            marker=marker,
-            markersize=3.5,
-        )
-    axes.set_xticks([*late, never], [*map(str, late), "never"])
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("tokens between score and effect")
-    axes.set_ylabel("rate")
-    _legend(figure, axes)
+    never = max(late) + 2.0
+    for axes, gain in zip(panels, gains, strict=True):
+        own = [row for row in rows if row.get("gain", gain) == gain]
+        for shift, (metric, name, colour, marker) in zip((-0.08, 0.08, 0.0), MEASURES, strict=True):
+            by_delay = {0 if row["how"] == "steer" else row.get("delay"): row[metric] for row in own}
+            for places, keys in ((late, late), ([never], [None])):
+                found = [by_delay[key] for key in keys]
+                y = [each["mean"] for each in found]
+                bars = [[each["mean"] - each["low"] for each in found], [each["high"] - each["mean"] for each in found]]
+                look = {"color": colour, "marker": marker, "markersize": 3.5, "elinewidth": 0.6}
+                axes.errorbar([place + shift for place in places], y, bars, label=None if None in keys else name, **look)
+        axes.set_xticks([*late, never], [*map(str, late), "never"])
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_title(f"gain {gain:g}")
+        axes.set_xlabel("tokens between score and effect")
+    panels[0].set_ylabel("rate")
+    _legend(figure, panels[0])
     return figure
 
 
@@ -171,41 +170,58 @@ ENDS = (
 
 
 def frontier_figure(study: Study, results: Results) -> Figure:
-    """Held-out hacking against solving over thresholds; bars are intervals of the two ends."""
-    subjects = ("absorb", "route2-full")
-    figure = new_figure(PAGE_WIDTH, 4.0)
-    axes = figure.subplots(1, len(subjects))
-    for panel, subject in zip(axes, subjects, strict=True):
-        rows = [row for row in results["cells"] if (row["subject"], row["part"]) == (subject, "quarantine")]
+    """Held-out hacking against solving over thresholds, as differences from deletion (the cross at zero): below and to the right of
+    it a gated quarantine would be better. Bars are paired intervals, of the ends and of the operating threshold."""
+    figure = new_figure(PAGE_WIDTH, 4.2)
+    axes = figure.subplots(1, len(SUBJECTS))
+    for panel, subject in zip(axes, SUBJECTS, strict=True):
+        cells = study.cells(subject, "quarantine")
+        rows = [{**cell, **study.estimates(subject, "quarantine", cell["name"], minus=DELETED)} for cell in cells]
         for (how, probe), look in MECHANISM_LOOKS.items():
             names = list(dict.fromkeys(r["probe"] for r in rows if r["how"] == how and str(r["probe"]).partition("-")[0] == probe))
             for number, name in enumerate(names):
                 own = sorted((r for r in rows if (r["how"], r.get("probe")) == (how, name)), key=lambda r: r["quantile"])
-                _path(panel, own, look, label=number == 0)
+                _path(panel, own, look, study.settings.operating, label=number == 0)
         for how, marker, label in ENDS:
             _end(panel, next(row for row in rows if row["how"] == how), marker, label)
+        _shade(panel)
         panel.set_title(subject)
-        panel.set_xlabel("solve")
-    axes[0].set_ylabel("hack, held out")
-    _legend(figure, axes[0], columns=4)
+        panel.set_xlabel("solve, minus deleted")
+    axes[0].set_ylabel("hack (held out), minus deleted")
+    _legend(figure, axes[0])
     return figure
 
 
-def _path(axes: Axes, rows: Sequence[Mapping[str, Any]], look: tuple[str, str, str, str], *, label: bool) -> None:
+def _shade(axes: Axes, least: float = 0.03) -> None:
+    """The quadrant where a gated quarantine is better than a deleted one."""
+    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    left, right, low, high = min(left, -least), max(right, least), min(low, -least), max(high, least)
+    axes.fill_between([0, right], [low, low], [0, 0], color=GREEN, alpha=0.08, linewidth=0)
+    axes.text(right, low, "better than deleted ", ha="right", va="bottom", fontsize=7, color=GREEN)
+    axes.axhline(0, color=BLACK, linewidth=0.5)
+    axes.axvline(0, color=BLACK, linewidth=0.5)
+    axes.set_xlim(left, right)
+    axes.set_ylim(low, high)
+
+
+def _path(axes: Axes, rows: Sequence[Mapping[str, Any]], look: tuple[str, str, str, str], operating: float, *, label: bool) -> None:
     colour, line, marker, name = look
-    x, y = ([row[metric]["mean"] for row in rows] for metric in ("solve", "hack_held"))
-    axes.plot(
-        x, y, line, color=colour, marker=marker or ".", markersize=3.0, linewidth=0.9, label=name if label else None, alpha=0.9
-    )
+    x, y = ([row[metric].mean for row in rows] for metric in ("solve", "hack_held"))
+    axes.plot(x, y, line, color=colour, marker=marker or ".", markersize=3.5, linewidth=0.9, label=name if label else None)
+    if rows[0]["probe"] == "probe" and rows[0]["how"] != "open":
+        _bars(axes, next(row for row in rows if row["quantile"] == operating), color=colour, alpha=0.5)
 
 
 def _end(axes: Axes, row: Mapping[str, Any], marker: str, label: str) -> None:
+    look = {"color": BLACK, "markerfacecolor": "white", "markersize": 7, "zorder": 5}
+    axes.plot([row["solve"].mean], [row["hack_held"].mean], marker=marker, linestyle="none", label=label, **look)
+    _bars(axes, row, color=BLACK)
+
+
+def _bars(axes: Axes, row: Mapping[str, Any], **look: Any) -> None:
     solve, hack = row["solve"], row["hack_held"]
-    bars = [[[each["mean"] - each["low"]], [each["high"] - each["mean"]]] for each in (solve, hack)]
-    axes.errorbar(
-        [solve["mean"]], [hack["mean"]], xerr=bars[0], yerr=bars[1], color=BLACK, marker=marker, markersize=7, elinewidth=0.6,
-        linestyle="none", markerfacecolor="white", label=label, zorder=5,
-    )  # fmt: skip
+    bars = [[[each.mean - each.low], [each.high - each.mean]] for each in (solve, hack)]
+    axes.errorbar([solve.mean], [hack.mean], xerr=bars[0], yerr=bars[1], elinewidth=0.6, linestyle="none", **look)
 
 
 def _legend(figure: Figure, axes: Axes, columns: int = 4) -> None:

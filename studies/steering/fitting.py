@@ -12,7 +12,7 @@ are. Each token has the label of its rollout. No verdict of the oracle, no held-
 A probe is scaled so that its score has standard deviation 1 over clean training tokens; thresholds are quantiles of it there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -181,9 +181,12 @@ def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
 
     A small model writes the same text many times, and a threshold on such a score would leave the gate to float noise.
     """
-    at = float(scores.quantile(quantile))
-    above = scores[scores > at + DISTINCT]
-    return (at + float(above.min())) / 2 if len(above) else at + 1.0
+    ordered = scores[scores >= scores.quantile(quantile, interpolation="lower")].sort().values
+    gaps = (ordered.diff() > DISTINCT).nonzero()
+    if not len(gaps):
+        return float(ordered[-1]) + 1.0
+    below, above = ordered[int(gaps[0])], ordered[int(gaps[0]) + 1]
+    return float((below + above) / 2)
 
 
 def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, Gate]]) -> Fitted:
@@ -221,8 +224,3 @@ def _permuted(examples: Examples, seed: int) -> Bool[Tensor, " b"]:
 
 def _numbers(values: Mapping[float, float]) -> Float[Tensor, " n"]:
     return torch.tensor([values[key] for key in sorted(values)], dtype=torch.float64)
-
-
-def names(fitted: Fitted, site: Site) -> Sequence[str]:
-    """The probes at a site."""
-    return list(fitted.gates[site])

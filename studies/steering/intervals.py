@@ -15,6 +15,8 @@ from jaxtyping import Float, Int
 
 from probes.auroc import cluster_draws
 
+ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -27,8 +29,8 @@ class Estimate:
 
     @property
     def direction(self) -> int:
-        """-1 below 0, 1 above, 0 not told apart."""
-        return -1 if self.high < 0 else 1 if self.low > 0 else 0
+        """-1 below 0, 1 above, 0 not told apart; a bound that is 0 but for rounding is 0."""
+        return -1 if self.high < -ROUNDING else 1 if self.low > ROUNDING else 0
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -58,7 +58,7 @@ class QuarantineSwitch:
         for request in view.requests:
             if request.finished:
                 self._closed.discard(request.request)
-            elif request.token is not None and request.position >= 0:
+            elif request.token is not None:
                 actions += self._judge(request)
         return actions
 

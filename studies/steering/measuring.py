@@ -103,7 +103,7 @@ def _delta(steered: Result, control: Result, at: int) -> float:
 def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
     """A policy that decides and does nothing, next to no policy at all, in exact mode; and what it would have done."""
     prompts = bench.prompts(settings.exact)
-    cell = delayed(settings, fitted, 1, gain=0.0, name="shadow")
+    cell = delayed(settings, fitted, 1, settings.gain, shadow=True)
     with bench.policy.adapters.full():
         plain = _generated(bench, bench.requests(prompts, None, asked=True), exact=True)
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync))

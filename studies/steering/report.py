@@ -122,10 +122,13 @@ def latency_text(study: Study, results: Mapping[str, Any]) -> str:
     parts = ["# Steering: latency and shadow", head(study)]
     parts.append(
         "The same score, threshold and vector; what differs is how many tokens after the score it acts. 0 is the forward itself, "
-        "1 a controller between steps, more a queue from elsewhere. Kept: what is left of the forward's effect on held-out hacking."
+        "1 a controller between steps, more a queue from elsewhere. Kept: what is left of the forward's effect on held-out hacking,"
+        " where that is .1 at least."
     )
-    body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(rows, row))] for row in rows]
-    parts.append(markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body))
+    for gain in study.settings.late_gains:
+        own = [row for row in rows if row.get("gain", gain) == gain]
+        body = [[delay_name(row), *(cell_text(row[metric]) for metric, _ in SHOWN), number(kept(own, row))] for row in own]
+        parts += [f"Gain {gain:g}:", markdown_table(["tokens late", *(name for _, name in SHOWN), "kept"], body)]
     parts.append("## Shadow")
     parts.append(
         "A policy of gain 0 in exact mode: it decides and does nothing. Bit-equal: rollouts whose tokens and log-probabilities are "
@@ -145,9 +148,9 @@ def delay_name(row: Mapping[str, Any]) -> str:
 
 
 def kept(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], metric: str = "hack_held") -> float | None:
-    """The part of the forward's effect that is left; ``None`` where the forward has none of .02 at least."""
+    """The part of the forward's effect that is left; ``None`` where that effect is below .1, so that a part of it means nothing."""
     never, now = (next(r for r in rows if r["how"] == how)[metric]["mean"] for how in ("on", "steer"))
-    return None if abs(never - now) < 0.02 else (never - row[metric]["mean"]) / (never - now)
+    return None if abs(never - now) < 0.1 else (never - row[metric]["mean"]) / (never - now)
 
 
 def roc_text(study: Study, results: Mapping[str, Any]) -> str:

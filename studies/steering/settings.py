@@ -43,7 +43,9 @@ class Settings:
     quantiles   thresholds: quantiles of the probe's score over clean training tokens
     operating   the quantile at which things are compared, fixed before anything was evaluated
     gains       steering along the direction, in units of the distance between the classes' means
-    gain        the one at which probes, directions and latencies are compared, fixed likewise
+    gain        the one at which things are compared, fixed likewise
+    late_gains  the gains at which latencies are compared: the fixed one, and one with an effect that can be late (chosen after a
+                first run of the sweep, where the fixed one had nearly none)
     delays      tokens between a score and what it does
     draws       random probes, and random directions
     exact       test tasks of the bit-exact comparison
@@ -60,6 +62,7 @@ class Settings:
     operating: float = 0.95
     gains: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     gain: float = 1.0
+    late_gains: tuple[float, ...] = (1.0, 4.0)
     delays: tuple[int, ...] = (1, 2, 3, 5, 8)
     draws: int = 3
     exact: int = 2
@@ -77,6 +80,8 @@ class Settings:
             raise ValueError("quantiles lie strictly between 0 and 1, and gains are positive")
         if self.operating not in self.quantiles or self.gain not in self.gains:
             raise ValueError(f"operating={self.operating} must be one of quantiles, and gain={self.gain} one of gains")
+        if not set(self.late_gains) <= set(self.gains):
+            raise ValueError(f"late_gains={self.late_gains} must be some of gains={self.gains}")
         if min(self.delays) < 1:
             raise ValueError(f"delays are at least 1 token (0 is the forward itself), not {min(self.delays)}")
         if self.run.chat is not None:
@@ -114,7 +119,7 @@ class Settings:
         path = folder / OWN
         try:
             raw = json.loads(path.read_text())
-            tuples = {name: tuple(raw[name]) for name in ("quantiles", "gains", "delays")}
+            tuples = {name: tuple(raw[name]) for name in ("quantiles", "gains", "late_gains", "delays")}
             return Settings(**{**raw, **tuples, "run": RunSettings.read(folder / RUN)})
         except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder that `run` made") from error

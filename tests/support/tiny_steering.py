@@ -16,6 +16,7 @@ TINY = Settings(
     train=24,
     quantiles=(0.95,),
     gains=(1.0,),
+    late_gains=(1.0,),
     delays=(1, 3),
     draws=1,
     exact=1,

@@ -111,7 +111,7 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
     plain = table(run(bench, forced(bench, None), exact=True))
     row = away(settings, fitted, 1.0)
     for delay in (1, 2, 4):
-        cell = delayed(settings, fitted, delay)
+        cell = delayed(settings, fitted, delay, 1.0)
         policies = [cell.sync[0] if isinstance(cell.sync[0], ProbePolicy) else cell.sync[0]._policy]  # pyright: ignore
         policies[0].threshold = -CERTAIN
         engine = bench.engine(exact=True, controllers=Controllers(cell.sync, cell.queues))

@@ -83,7 +83,14 @@ def test_artifacts_are_checked(made: Made, tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for wrong in ({"operating": 0.7}, {"delays": (0,)}, {"quantiles": (0.0, 0.95)}, {"tasks": 0}, {"exact": 99}):
+    for wrong in (
+        {"operating": 0.7},
+        {"delays": (0,)},
+        {"quantiles": (0.0, 0.95)},
+        {"late_gains": (3.0,)},
+        {"tasks": 0},
+        {"exact": 99},
+    ):
         with pytest.raises(ValueError, match=r"\w+ .*\w+"):
             Settings(**wrong)
 
