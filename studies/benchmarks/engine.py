@@ -103,9 +103,8 @@ class Sides:
 
     def engine(
         self, lengths: list[int] | None = None, steering: Callable[[int], Steering] | None = None, **options: object
-    ) -> None:
-        """All requests through a new engine."""
-        engine = Engine(self.host, **options)  # pyright: ignore[reportArgumentType]
+    ) -> Callable[[], None]:
+        """All requests, which are written beforehand, through a new engine."""
         requests = [
             Request(
                 tuple(prompt),
@@ -114,9 +113,14 @@ class Sides:
             )
             for i, prompt in enumerate(self.prompts.tolist())
         ]
-        results = engine.generate(requests, progress=False)
-        engine.close()
-        assert all(result.finish == "length" for result in results)
+
+        def run() -> None:
+            engine = Engine(self.host, **options)  # pyright: ignore[reportArgumentType]
+            results = engine.generate(requests, progress=False)
+            engine.close()
+            assert all(result.finish == "length" for result in results)
+
+        return run
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> None:
@@ -137,15 +141,15 @@ class Sides:
             return Steering(monitors=(Monitor(site, self.vectors[i], gates=()),))
 
         return {
-            "engine": (self.engine, 1.0),
+            "engine": (self.engine(), 1.0),
             "generate, one padded batch": (lambda: self.generate(self.prompts, self.new), 1.0),
             "generate, one by one": (lambda: [self.generate(p[None], self.new) for p in self.prompts[:SINGLES]] and None, each),
-            "engine, ragged": (lambda: self.engine(self.lengths), 1.0),
+            "engine, ragged": (self.engine(self.lengths), 1.0),
             "generate, padded to the longest": (lambda: self.generate(self.prompts, self.longest), 1.0),
-            "engine, steered": (lambda: self.engine(steering=steered), 1.0),
-            "engine, monitored": (lambda: self.engine(steering=watched), 1.0),
-            "engine, no prefix cache": (lambda: self.engine(prefix_bytes=0), 1.0),
-            "engine, exact": (lambda: self.engine(exact=True), 1.0),
+            "engine, steered": (self.engine(steering=steered), 1.0),
+            "engine, monitored": (self.engine(steering=watched), 1.0),
+            "engine, no prefix cache": (self.engine(prefix_bytes=0), 1.0),
+            "engine, exact": (self.engine(exact=True), 1.0),
         } | self._vllm()
 
     def _vllm(self) -> dict[str, tuple[Callable[[], None], float]]:
