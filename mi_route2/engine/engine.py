@@ -48,10 +48,14 @@ class Engine:
 
     Args:
         host: the model, on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; adapters are attached before.
-        rows: how many requests run at once. budget: tokens in one step. chunk: the longest piece of a prompt in one step.
+        rows: how many requests run at once.
+        budget: tokens in one step.
+        chunk: the longest piece of a prompt in one step.
         room: positions of keys and values in all; where it runs out, requests are put back. ``None``: rows times the context.
-        block, prefix_bytes: tokens in a block of the prefix cache, and what it may hold; 0 bytes switch it off.
-        patch_slots: patches at one site among all that run. steering_rows: different steering configurations at once.
+        block: tokens in a block of the prefix cache.
+        prefix_bytes: what that may hold; 0 switches it off.
+        patch_slots: patches at one site among all that run.
+        steering_rows: different steering configurations at once.
         store: where captured runs are read and written.
         tokenizer: for stop texts, and text in results; anything with ``decode(ids)``.
         vectors: named vectors that patches and steering may use.

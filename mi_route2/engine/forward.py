@@ -84,7 +84,8 @@ class Forward:
         self._work = work
         self._fired.clear()
         try:
-            logits = self._decoder(tokens, layout.positions, cache.allowed, cache, keep=keep)
+            allowed = None if cache.whole and self._decoder.unmasked else cache.allowed
+            logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
                 raise RuntimeError(f"these hooks did not fire in a forward of the engine: {', '.join(map(str, sorted(silent)))}")
         finally:

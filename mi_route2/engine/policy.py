@@ -49,10 +49,13 @@ class ProbePolicy:
 
     Args:
         config: the held configuration to which an engaged request is routed.
-        threshold, hysteresis: in units of the score; the hysteresis is not negative, and positive for ``proportional``.
+        threshold: in units of the score.
+        hysteresis: in the same units; not negative, and positive for ``proportional``.
         monitor: the name of the monitor whose score is read. Or:
-        site, probe: the score is ``h.probe`` of what the engine captures at the request's last token.
-        gain, proportional, smoothing: see the module; ``smoothing`` is ``a``.
+        site: where the engine captures at the request's last token, for the score ``h.probe``.
+        probe: the vector of that score.
+        gain: see the module; so is ``proportional``.
+        smoothing: ``a`` there.
     """
 
     def __init__(

@@ -63,6 +63,7 @@ class Residents:
             self.failed.append((one, str(error.args[0]) if error.args else str(error)))
             return "drop"
         one.admitted = True
+        self.slots.reserve(one.reach)
         one.row = self.slots.take()
         self._rows.append(one)
         if one.saved is not None:
@@ -97,6 +98,8 @@ class Residents:
             return
         idle = not self.steering.sites()
         for one, count in pieces:
+            if idle and not one.acts.digests:
+                continue  # nothing acts, and nothing ever did
             start = one.computed
             if start < one.prompt:
                 one.acts.steered(start, b"" if idle else self.steering.content(one.id, decode=False))

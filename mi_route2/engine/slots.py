@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.interventions.layout import Layout
@@ -33,7 +33,7 @@ class Slots:
         *,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        start: int = 64,
+        start: int = 16,
     ):
         self.rows, self.used = rows, 0
         self._data = torch.zeros(layers, 2, rows, heads, start, width, dtype=dtype, device=device)
@@ -50,7 +50,7 @@ class Slots:
         size = list(self._data.shape)
         size[4] = max(length, 2 * self.capacity)
         grown = self._data.new_zeros(size)
-        grown[..., : self.capacity, :] = self._data
+        grown[:, :, : self.used, :, : self.capacity] = self._data[:, :, : self.used]  # the others are zeros
         self._data = grown
 
     def take(self) -> int:
@@ -105,9 +105,18 @@ class View:
         self._fresh = self._start == 0
         self._length = columns if self._fresh else max(piece.start + piece.count for piece in layout.pieces)
         self._place: tuple[Tensor, Tensor] | None = None
-        keys = torch.arange(self._length, device=data.device)
-        # a padding token is at position 0 and reads the first key: a query without any key would be NaN
-        self.allowed = (keys <= layout.positions[..., None])[:, None]
+        self._positions = layout.positions
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query may read every key: single tokens, all at one position."""
+        return self._start is not None and self._positions.shape[1] == 1
+
+    @property
+    def allowed(self) -> Bool[Tensor, "b 1 t S"]:
+        """Which key each query may read. A padding token is at position 0 and reads the first: without any it would be NaN."""
+        keys = torch.arange(self._length, device=self._data.device)
+        return (keys <= self._positions[..., None])[:, None]
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         self._write(self._data[layer, 0], key)

@@ -39,19 +39,23 @@ def _attention(
     **_unused: Any,
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa`` with a mask, without a copy of the keys and values for each query head of a group."""
-    if query.shape[2] == 1 and attention_mask is not None and query.device.type == "cpu":
+    if query.shape[2] == 1 and query.device.type == "cpu":
         return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     group = query.shape[1] != key.shape[1]
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=group)
     return mixed.transpose(1, 2).contiguous(), None
 
 
-def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """``softmax(q k^T + mask) v`` for one token a row: a quarter faster on a CPU than ``sdpa``, which is made for many."""
     b, heads, length, width = key.shape
     grouped = query.reshape(b * heads, -1, width)
-    bias = mask.expand(b, heads, grouped.shape[1], length).reshape(b * heads, grouped.shape[1], length)
-    scores = torch.baddbmm(bias, grouped, key.reshape(b * heads, length, width).mT, alpha=scaling)
+    keys = key.reshape(b * heads, length, width).mT
+    if mask is None:
+        scores = torch.bmm(grouped * scaling, keys)
+    else:
+        bias = mask.expand(b, heads, grouped.shape[1], length).reshape(b * heads, grouped.shape[1], length)
+        scores = torch.baddbmm(bias, grouped, keys, alpha=scaling)
     return torch.bmm(scores.softmax(-1), value.reshape(b * heads, length, width)).view(b, 1, -1, width)
 
 

@@ -85,7 +85,7 @@ class Decoder:
         self,
         tokens: Int[Tensor, "b t"],
         positions: Int[Tensor, "b t"],
-        allowed: Bool[Tensor, "b 1 t S"],
+        allowed: Bool[Tensor, "b 1 t S"] | None,
         cache: KeyValues,
         *,
         keep: Int[Tensor, " n"] | None = None,
@@ -93,8 +93,9 @@ class Decoder:
     ) -> Float[Tensor, "b n v"]:
         """Logits at the columns ``keep`` (all ``t`` where it is ``None``).
 
-        Every query must be allowed some key, padding too: it may read itself. ``entry = (layer, stream)`` leaves out the blocks
-        before ``layer`` and goes on with ``stream``, which stands for what they would have given; hooks there do not fire.
+        Every query must be allowed some key, padding too: it may read itself. ``None`` allows everything, where ``unmasked``.
+        ``entry = (layer, stream)`` leaves out the blocks before ``layer`` and goes on with ``stream``, which stands for what they
+        would have given; hooks there do not fire.
         ``RuntimeError`` for a model that drops activations in training mode.
         """
         if self._drops and self._model.training:
@@ -116,9 +117,14 @@ class Decoder:
         branches = [module for module in self.host.model.modules() if isinstance(module, Branch)]
         return tuple(sorted({Site.parse(f"{one.site}.quarantine_out") for one in branches if one.quarantine is not None}))
 
-    def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor, cache: KeyValues, keep: Tensor | None) -> Tensor:
+    @property
+    def unmasked(self) -> bool:
+        """Whether ``allowed`` may be ``None``."""
+        return not self._own and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa"
+
+    def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor | None, cache: KeyValues, keep: Tensor | None) -> Tensor:
         model: Any = self.host.model
-        mask = allowed if self._bool_mask else additive(allowed, self.dtype)
+        mask = allowed if self._bool_mask or allowed is None else additive(allowed, self.dtype)
         if self._own:
             out = model(tokens, attention_mask=mask, position_ids=positions, cache=cache)
             return out if keep is None else out[:, keep]

@@ -191,7 +191,8 @@ def sweep(
         sites: a point for all layers (``"resid_pre"``, ``"kept_a"``), a glob (``"blocks.*.attn.q.kept_a"``), a ``Site``, a
             ``Target`` (one head), or several of these.
         positions: of the corrupt prompt: numbers, texts or ``Span``; all where it is ``None``.
-        answer, foil: one token each, an id or a text. ``logit_diff`` takes both, ``logprob`` the answer, ``kl`` neither.
+        answer: one token, an id or a text. ``kl`` takes none.
+        foil: likewise, for ``logit_diff`` alone.
         metric: ``logit_diff``, ``logprob`` (nats) or ``kl`` of the clean from the patched distribution (nats).
         alpha: 1 replaces, 0 changes nothing.
         heads: q, k, v and z head by head.
