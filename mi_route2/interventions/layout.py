@@ -46,17 +46,18 @@ class Layout:
     @staticmethod
     def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "Layout":
         """The layout of ``pieces``; ``ValueError`` for none, two of one request, and numbers that cannot be."""
-        if not pieces or len({piece.request for piece in pieces}) < len(pieces):
+        requests, starts, counts, prompts = zip(*pieces, strict=True) if pieces else ((), (), (), ())
+        if len(set(requests)) < max(len(pieces), 1):
             raise ValueError("a layout needs at least one piece, and at most one of each request")
-        if min(map(min, pieces)) < 0 or min(piece.count for piece in pieces) < 1 or min(piece.prompt for piece in pieces) < 1:
+        if min(min(requests), min(starts)) < 0 or min(min(counts), min(prompts)) < 1:
             raise ValueError(f"pieces {pieces} cannot be: each has at least one token, and no number is negative")
-        start = torch.tensor([piece.start for piece in pieces], device=device)[:, None]
-        prompt = torch.tensor([piece.prompt for piece in pieces], device=device)[:, None]
-        if all(piece.count == 1 for piece in pieces):
+        start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
+        longest = max(counts)
+        if longest == 1:
             decode = start >= prompt
             return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
-        count = torch.tensor([piece.count for piece in pieces], device=device)[:, None]
-        steps = torch.arange(max(piece.count for piece in pieces), device=device)[None]
+        count = torch.tensor(counts, device=device)[:, None]
+        steps = torch.arange(longest, device=device)[None]
         real = steps < count
         positions = torch.where(real, start + steps, 0)
         return Layout(tuple(pieces), positions, real, real & (positions >= prompt))

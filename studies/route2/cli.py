@@ -3,9 +3,6 @@
 Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the same command started again goes on where it stopped.
 """
 
-import io
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from mi_route2.hosts import HOSTS
+from studies.commands import read_seeds, run_command, show_paths
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
 from studies.route2.memory import plan
@@ -26,7 +24,6 @@ from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_sett
 from studies.route2.trackers import TRACKERS, require
 from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, weights_hash
 
-MAX_SEEDS = 10_000
 FIXED = ("path", "weights", "data", "data_hash")
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
@@ -205,29 +202,6 @@ class Arms:
             print(f"{arm.name:{width}}  {arm.role:8}  {arm.about}" + (f"  [vs {arm.baseline}]" if arm.baseline else ""))
 
 
-def read_seeds(text: str) -> list[int]:
-    """``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list."""
-    seeds: Sequence[int] = ()
-    try:
-        if "," in text:
-            seeds = [int(part) for part in text.split(",")]
-        elif "-" in text.strip("-"):
-            first, last = map(int, text.split("-"))
-            seeds = range(first, last + 1)
-        else:
-            seeds = range(int(text))
-        many = len(seeds) > MAX_SEEDS
-    except ValueError:
-        many = False
-    except OverflowError:
-        many = True
-    if many:
-        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the most that one run takes")
-    if not seeds or min(seeds) < 0:
-        raise ValueError(f"{text!r} names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")
-    return sorted(set(seeds))
-
-
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
     """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
     own = _changeable(settings, "", ("preset", "warm", "betas", "chat"))
@@ -260,11 +234,6 @@ def _truth(text: str) -> bool:
     return text == "true"
 
 
-def show_paths(paths: list[Path]) -> None:
-    for path in paths:
-        print(f"wrote {path}")
-
-
 COMMANDS = {
     "run": Run,
     "full": Full,
@@ -280,17 +249,4 @@ COMMANDS = {
 
 
 def main() -> int:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # where a terminal or locale lacks a sign, a run does not end in an error for it
-            stream.reconfigure(errors="replace")
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.route2", description=__doc__)
-    try:
-        command()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoints", file=sys.stderr)
-        return 130
-    except (KeyError, ValueError, OSError, RuntimeError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(COMMANDS, "studies.route2", __doc__, "goes on from the last checkpoints")

@@ -4,7 +4,6 @@
 tables and figures. The same command started again goes on where it stopped.
 """
 
-import sys
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -14,7 +13,8 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
-from studies.route2.cli import override, read_seeds, show_paths
+from studies.commands import read_seeds, run_command, show_paths
+from studies.route2.cli import override
 from studies.route2.recorder import write_json
 from studies.route2.schedule import exclusive, run_jobs
 from studies.route2.settings import PRESETS, get_settings
@@ -112,14 +112,4 @@ COMMANDS = {"run": Run, "report": Report, "publish": Publish}
 
 
 def main() -> int:
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.steering", description=__doc__)
-    try:
-        command()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on with the parts that are missing", file=sys.stderr)
-        return 130
-    except (KeyError, ValueError, OSError, RuntimeError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(COMMANDS, "studies.steering", __doc__, "goes on with the parts that are missing")

@@ -5,7 +5,6 @@ them (finished ones are taken from there), and what was traced in ``tracing-<has
 started again goes on where it was.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +12,11 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
+from studies.commands import read_seeds, run_command, show_paths
 from studies.loopholes.protocol import Witness
 from studies.loopholes.world import MicroWorld
 from studies.route2.arms import get_arms
-from studies.route2.cli import override, read_seeds, show_paths
+from studies.route2.cli import override
 from studies.route2.job import Job
 from studies.route2.recorder import write_json
 from studies.route2.schedule import exclusive, run_jobs
@@ -115,14 +115,4 @@ COMMANDS = {"run": Run, "report": Report, "publish": Publish}
 
 
 def main() -> int:
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.tracing", description=__doc__)
-    try:
-        command()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on where it was", file=sys.stderr)
-        return 130
-    except (KeyError, ValueError, OSError, RuntimeError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(COMMANDS, "studies.tracing", __doc__, "goes on where it was")

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import tyro
 
+from studies.commands import read_seeds
 from studies.loopholes.pair_files import read_pairs
 from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
 from studies.route2.arms import get_arms
-from studies.route2.cli import COMMANDS, Run, override, read_seeds
+from studies.route2.cli import COMMANDS, Run, override
 from studies.route2.settings import CHAT, ChatModel, get_settings
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,9 @@ from PIL import Image
 import studies.route2.headline_figure as figure_module
 import studies.route2.publish as publish_module
 from mi_route2.stats import Summary, summary
+from studies.commands import read_seeds
 from studies.route2.arms import ARMS as REAL_ARMS
-from studies.route2.cli import override, read_seeds
+from studies.route2.cli import override
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, direction, headline, seeds_text, short, tables, targets
 from studies.route2.headline_figure import write_headline_figure
 from studies.route2.packing import repacked, unpacked

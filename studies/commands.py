@@ -1,0 +1,61 @@
+"""What the command lines of all studies share: one sentence for an error, an orderly Ctrl-C, and how seeds are named."""
+
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+MAX_SEEDS = 10_000
+
+
+def run_command(commands: Mapping[str, Callable[..., Any]], name: str, description: str | None, stopped: str) -> int:
+    """Read one of ``commands`` from the command line of ``python -m <name>`` and call it; the exit status.
+
+    ``stopped`` ends the sentence that Ctrl-C leaves behind: what the same command will do when it is started again.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # where a terminal or locale lacks a sign, a run does not end in an error for it
+            stream.reconfigure(errors="replace")
+    command = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=f"python -m {name}", description=description)
+    try:
+        command()
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command {stopped}", file=sys.stderr)
+        return 130
+    except (KeyError, ValueError, OSError, RuntimeError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def read_seeds(text: str) -> list[int]:
+    """``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list."""
+    seeds: Sequence[int] = ()
+    try:
+        if "," in text:
+            seeds = [int(part) for part in text.split(",")]
+        elif "-" in text.strip("-"):
+            first, last = map(int, text.split("-"))
+            seeds = range(first, last + 1)
+        else:
+            seeds = range(int(text))
+        many = len(seeds) > MAX_SEEDS
+    except ValueError:
+        many = False
+    except OverflowError:
+        many = True
+    if many:
+        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the most that one run takes")
+    if not seeds or min(seeds) < 0:
+        raise ValueError(f"{text!r} names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")
+    return sorted(set(seeds))
+
+
+def show_paths(paths: list[Path]) -> None:
+    """Say what was written."""
+    for path in paths:
+        print(f"wrote {path}")
