@@ -170,12 +170,16 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A fresh install must be able to import all of the wheel but the benchmarks, which have an extra of their own."""
+    """A fresh install must be able to import all of the wheel but the benchmarks and the lanes, which have extras of their own."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in project["dependencies"]}
+    extra = project["optional-dependencies"]["lanes"]
+    declared, lanes = (
+        {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in texts} for texts in (project["dependencies"], extra)
+    )
     assert set(BROUGHT_BY.values()) <= declared
     known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
     for name, targets in DIRECT.items():
         if not within(name, "studies.benchmarks"):
-            foreign = {target.split(".")[0] for target in targets} - known
+            known_here = known | lanes if within(name, "studies.lanes") else known
+            foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

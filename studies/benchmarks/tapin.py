@@ -1,0 +1,218 @@
+"""Tap-In's matcher beside the linked lists that it replaces: tokens a second, and how that changes as the text grows.
+
+    python -m studies.benchmarks.tapin [--quick] [--rounds 15] [--out FILE.json]
+
+The lists are those of the record: of every token its places in ascending order, by a head, a tail and a pointer to the next, one
+set for the window and one for the lost text, each place appended once it may be a candidate. They run as plain Python and, the same
+function, compiled by numba. All sides give the same hints, which is checked at every size that two of them run.
+
+Growth is measured on the standard library's sources, on the same bytes as one document, on one byte repeated, and on random bytes.
+What would take the lists more than 5 seconds a round is left out. Compiling is not in the clock.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from numba import njit
+from torch import Tensor
+
+from studies.benchmarks import command
+from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.lanes.config import BOS, VOCABULARY
+from studies.lanes.tapin import MOST, Hints, find_hints, window_starts
+from studies.lanes.tapin_index import LEAST
+from studies.lanes.text import standard_library
+
+OWN, COMPILED, PLAIN = "runs and automaton", "linked lists, compiled", "linked lists, plain Python"
+WINDOW, STRIDE = 256, 64
+PAIRED = 8192
+LENGTHS = (10_000, 30_000, 100_000, 300_000, 1_000_000)
+GROWTH_ROUNDS = 3
+PATIENCE = 5.0
+
+Sides = dict[str, Callable[[Int64[Tensor, " s"]], Hints]]
+"""Name -> what finds the hints of a stream."""
+
+
+def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: Any, counts: Any, found: Any) -> None:
+    """Fills ``found`` [4][n] with token, length, votes and cross at every position, by walking all earlier places of its token.
+
+    ``heads`` and ``tails`` [2][vocabulary] and ``after`` [2][n] hold the lists of the window and of the lost text: all -1.
+    ``counts`` [vocabulary] is zeros. All of them are lists, or arrays for the compiled function.
+    """
+    document = 0
+    for t in range(len(ids)):
+        start, token = starts[t], ids[t]
+        if token == BOS:
+            document = t
+            for v in range(len(counts)):
+                heads[1][v] = -1
+        for kind, place, floor in ((0, t - 2, 0), (1, t - window - 1, document)):  # what has become a candidate
+            if place >= floor:
+                v = ids[place]
+                if heads[kind][v] < 0:
+                    heads[kind][v] = place
+                else:
+                    after[kind][tails[kind][v]] = place
+                tails[kind][v] = place
+                after[kind][place] = -1
+        while 0 <= heads[0][token] < start:  # what has left the window
+            heads[0][token] = after[0][heads[0][token]]
+        best, winner, is_cross = 0, -1, 0
+        for kind, floor in ((0, start), (1, document)):
+            p = heads[kind][token]
+            while p >= 0:
+                reach = min(MOST, p - floor + 1, t - start + 1)
+                length = 1
+                while length < reach and ids[p - length] == ids[t - length]:
+                    length += 1
+                if length >= LEAST:
+                    counts[ids[p + 1]] += 1
+                    if length > best:
+                        best, winner, is_cross = length, ids[p + 1], kind
+                p = after[kind][p]
+        votes = counts[winner] if winner >= 0 else 0
+        found[0][t], found[1][t], found[2][t], found[3][t] = winner, best, votes, is_cross
+        for v in range(len(counts) if winner >= 0 else 0):
+            counts[v] = 0
+
+
+def linked(tokens: Int64[Tensor, " s"], walk: Callable[..., None], convert: Callable[[np.ndarray], Any]) -> Hints:
+    """``find_hints`` by ``chains``; ``convert`` makes what ``walk`` works on of arrays."""
+    n = len(tokens)
+    heads, tails = (np.full((2, VOCABULARY), -1) for _ in range(2))
+    work = [heads, tails, np.full((2, n), -1), np.zeros(VOCABULARY, dtype=np.int64)]
+    found = convert(np.zeros((4, n), dtype=np.int64))
+    starts = window_starts(n, WINDOW, STRIDE).numpy()
+    walk(convert(tokens.numpy()), convert(starts), WINDOW, *map(convert, work), found)
+    token, length, votes, cross = torch.from_numpy(np.asarray(found))
+    return Hints(token, length, votes, cross.bool())
+
+
+def same(one: Hints, other: Hints) -> bool:
+    """Whether all hints are equal."""
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("token", "length", "votes", "cross"))
+
+
+def sides() -> Sides:
+    """All of them; the lists are compiled at their first stream."""
+    compiled = njit(getattr(chains, "__wrapped__", chains))  # what checks types in tests wraps functions
+    return {
+        OWN: lambda tokens: find_hints(tokens, WINDOW, stride=STRIDE),
+        COMPILED: lambda tokens: linked(tokens, compiled, lambda array: array),
+        PLAIN: lambda tokens: linked(tokens, chains, lambda array: array.tolist()),
+    }
+
+
+def texts(n: int, seed: int) -> dict[str, Int64[Tensor, " s"]]:
+    """Name -> a stream of ``n`` tokens."""
+    tokens = standard_library().stream("train", n).tokens[:n]
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "sources, by file": tokens,
+        "sources, one document": torch.where(tokens == BOS, ord("\n"), tokens),
+        "one byte repeated": torch.full((n,), ord(" ")),
+        "random bytes": torch.randint(0, 256, (n,), generator=generator),
+    }
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second: the median over rounds with its 95% bootstrap interval."""
+
+    value: float
+    lo: float
+    hi: float
+
+    @staticmethod
+    def of(tokens: int, seconds: Sequence[float], rng: np.random.Generator) -> "Speed":
+        """From the seconds of every round."""
+        taken = ratio(seconds, [1.0] * len(seconds), rng)
+        return Speed(tokens / taken.value, tokens / taken.hi, tokens / taken.lo)
+
+    def __str__(self) -> str:
+        return f"{self.value:,.0f} ({self.lo:,.0f} - {self.hi:,.0f})"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A size of a text: tokens a second of a side; ``None`` where it would take too long."""
+
+    text: str
+    side: str
+    tokens: int
+    speed: Speed | None
+
+
+def timed(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
+    """Seconds of every round of some sides, in turns."""
+    found = [find(tokens) for find in run.values()]
+    assert all(same(found[0], other) for other in found), "the sides differ"
+    contenders = [Contender(name, 0, lambda find=find: find(tokens), lambda: None) for name, find in run.items()]
+    return measure(contenders, rounds, rng, memory=False)
+
+
+def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: int) -> list[Point]:
+    """Every text at every length, by the matcher and, while they are not too slow, by the compiled lists."""
+    points: list[Point] = []
+    for text, tokens in texts(lengths[-1], seed).items():
+        expected = 0.0  # seconds of the lists, which grow with the square of the length
+        for i, n in enumerate(lengths):
+            chosen = {name: run[name] for name in ((OWN, COMPILED) if expected < PATIENCE else (OWN,))}
+            measured = timed(chosen, tokens[:n], GROWTH_ROUNDS, rng)
+            speeds = {name: Speed.of(n, one.seconds, rng) for name, one in measured.items()}
+            points += [Point(text, side, n, speeds.get(side)) for side in (OWN, COMPILED)]
+            if i + 1 < len(lengths):
+                factor = (lengths[i + 1] / n) ** 2
+                expected = median(measured[COMPILED].seconds) * factor if COMPILED in measured else expected * factor
+    return points
+
+
+def table(points: Sequence[Point]) -> str:
+    """Markdown: thousands of tokens a second, medians, a column a length."""
+    lengths = sorted({point.tokens for point in points})
+    lines = [f"| text | side | {' | '.join(f'{n:,}' for n in lengths)} |", f"|---|---|{'---|' * len(lengths)}"]
+    for text, side in dict.fromkeys((point.text, point.side) for point in points):
+        speeds = {point.tokens: point.speed for point in points if (point.text, point.side) == (text, side)}
+        cells = [f"{speed.value / 1000:,.0f}" if (speed := speeds[n]) else "-" for n in lengths]
+        lines.append(f"| {text} | {side} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Options(command.Benchmark):
+    """Tokens a second of Tap-In's matcher, beside linked lists in plain Python and compiled, and as the text grows.
+
+    Processor time on one thread, medians over rounds with 95% bootstrap intervals; a ratio above 1 is faster than the plain lists.
+    """
+
+    def run(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        paired, lengths = (600, (300, 1000)) if self.quick else (PAIRED, LENGTHS)
+        tokens = texts(lengths[-1], self.seed)["sources, by file"]
+        run = sides()
+        measured = timed(run, tokens[:paired], self.turns, rng)
+        measured_long = timed({OWN: run[OWN]}, tokens, self.turns, rng)[OWN]
+        speeds = {name: Speed.of(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
+        ratios: dict[str, Ratio] = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
+        long = Speed.of(len(tokens), measured_long.seconds, rng)
+        points = growth(run, lengths, rng, self.seed)
+        print(f"{self.turns} rounds, windows of {WINDOW} tokens every {STRIDE}")
+        print("so few tokens show that every side runs, and no more\n" if self.quick else "")
+        print(f"| the first {paired:,} tokens of the sources | tokens/s (95%) | times as fast | 95% |\n|---|---|---|---|")
+        for name, speed in speeds.items():
+            print(f"| {name} | {speed} | {ratios[name].value:.1f} | {ratios[name].lo:.1f} - {ratios[name].hi:.1f} |")
+        print(f"\n{len(tokens):,} tokens of the sources: {long} tokens/s\n\nthousands of tokens a second:\n\n{table(points)}")
+        document = {"machine": machine(), "rounds": self.turns, "window": WINDOW, "stride": STRIDE, "paired": paired}
+        rows = {name: {"speed": asdict(speeds[name]), "ratio": asdict(ratios[name])} for name in speeds}
+        self.write(document | {"sides": rows, "long": asdict(long), "growth": [asdict(point) for point in points]})
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, "studies.benchmarks.tapin"))

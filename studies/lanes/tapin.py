@@ -1,0 +1,144 @@
+"""Tap-In: after the last tokens, what came after them the last time? A hint at every position of a stream, from its past alone.
+
+    hints = find_hints(stream.tokens, window=256)        for windows of 256 tokens, every 64
+    hints.token[t], hints.length[t], hints.votes[t]      what is offered for tokens[t + 1]; -1, 0, 0 where nothing is
+
+For the query that ends at t, scored by the window that starts at w (PR 1518 of parameter-golf, "Tap-In V6"):
+
+    within      p in [w, t - 2] with tokens[p] == tokens[t]; the match extends backwards from p and t, not before w
+    cross       p in [d, t - W - 1] with tokens[p] == tokens[t], d where t's document starts: p and p + 1 have left the W tokens
+                that end at t, and are in t's document; the match extends not before d at p, and not before w at t
+    candidate   tokens[p + 1], where the match has 3 tokens or more (counted up to 100)
+    winner      the strictly longest match; of equals the earliest p; cross must be longer than within
+    votes       the candidates of both kinds, of any length, that offer the winner's token
+
+What that leaves open: a position is emitted once, by the window that scores it (`window_starts`). A match within the window may lie
+in an earlier document; only the lost text is the document's own, and it is the document of t, not (as in V6's public code) that of
+the window's first token. A match may take in the first token of a window or document, which that code's loop never reaches; its
+threshold on the model's entropy is not there. What lies between t - W and w is neither within nor cross, as in that code.
+
+A hint at t depends on tokens up to t alone: the whole stream can be asked at once, however it is scored later.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from studies.lanes.config import BOS
+from studies.lanes.tapin_index import LEAST, automaton, match, table_size
+
+MOST = 100
+STRIDE = 64
+_NOTHING = np.iinfo(np.uint16).max
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What is offered after a position: the token, the matched tokens (3 to 100), the votes (1 or more), and from where."""
+
+    token: int
+    length: int
+    votes: int
+    cross: bool
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Of every position t of a stream, what is offered for ``tokens[t + 1]``: -1, 0, 0 and False where nothing is."""
+
+    token: Int64[Tensor, " s"]
+    length: Int64[Tensor, " s"]
+    votes: Int64[Tensor, " s"]
+    cross: Bool[Tensor, " s"]
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    @property
+    def offered(self) -> Bool[Tensor, " s"]:
+        """Where there is a hint."""
+        return self.token >= 0
+
+    def at(self, places: slice | Int64[Tensor, " k"]) -> "Hints":
+        """Those of some positions."""
+        return Hints(self.token[places], self.length[places], self.votes[places], self.cross[places])
+
+    def hint(self, t: int) -> Hint | None:
+        """The one at ``t``."""
+        if self.token[t] < 0:
+            return None
+        return Hint(int(self.token[t]), int(self.length[t]), int(self.votes[t]), bool(self.cross[t]))
+
+
+def window_starts(n: int, window: int, stride: int = STRIDE) -> Int64[Tensor, " n"]:
+    """Where the window starts that scores each of ``n`` positions.
+
+    The first window scores all of its positions; each other one starts a stride later and scores its last ``stride``. The last
+    window may be short: no position is scored twice. ``ValueError`` unless 1 <= stride <= window.
+    """
+    if not 1 <= stride <= window:
+        raise ValueError(f"windows of {window} tokens every {stride} leave tokens out: the stride must be from 1 to the window")
+    return (torch.arange(n) - (window - 1)).clamp(min=0).add(stride - 1).div(stride, rounding_mode="floor") * stride
+
+
+def find_hints(
+    tokens: Int64[Tensor, " s"], window: int, *, stride: int = STRIDE, starts: Int64[Tensor, " n"] | None = None
+) -> Hints:
+    """The hints at all positions of a stream, whose documents start at its BOS tokens (and at 0).
+
+    ``starts`` gives the start of the window that scores each position, where it is not ``window_starts(s, window, stride)``.
+    ``ValueError`` for tokens outside the vocabulary, and for starts that fall, or lie ``window`` tokens or more back.
+    """
+    ids = tokens.cpu().numpy()
+    if len(ids) and not 0 <= ids.min() <= ids.max() < _NOTHING:
+        raise ValueError(f"tokens must be from 0 to {_NOTHING - 1}, unlike {ids.min()} or {ids.max()}")
+    first = (window_starts(len(ids), window, stride) if starts is None else starts).cpu().numpy()
+    _check(first, len(ids), window)
+    n = len(ids)
+    documents = _documents(ids)
+    lost = _lost_lengths(documents, window)
+    padded = np.full(window + n, _NOTHING, dtype=np.uint16)
+    padded[window:] = ids
+    token, length, votes = (np.empty(n, dtype=np.int64) for _ in range(3))
+    cross = np.empty(n, dtype=np.bool_)
+    if n:
+        slots = np.zeros(n, dtype=np.int64)
+        at, sizes = lost
+        slots[at] = [table_size(int(size)) for size in sizes]
+        index = automaton(int(sizes.max()))
+        runs, count = np.zeros(window, dtype=np.uint16), np.zeros(n, dtype=np.int64)
+        match(padded, _four_grams(ids), first, documents, slots, MOST, index, runs, count, token, length, votes, cross)
+    return Hints(*(torch.from_numpy(found) for found in (token, length, votes, cross)))
+
+
+def _check(starts: np.ndarray, n: int, window: int) -> None:
+    if len(starts) != n:
+        raise ValueError(f"there are {len(starts)} starts of windows for {n} tokens: give one for each")
+    back = np.arange(n) - starts
+    if n and (starts[0] < 0 or (np.diff(starts) < 0).any() or back.min() < 0 or back.max() >= window):
+        raise ValueError(f"starts of windows may not fall, and each must lie 0 to {window - 1} tokens before its position")
+
+
+def _documents(ids: np.ndarray) -> np.ndarray:
+    """[n]: where the document of each position starts."""
+    return np.maximum.accumulate(np.where(ids == BOS, np.arange(len(ids)), 0))
+
+
+def _lost_lengths(documents: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where documents start, and how many tokens of each can leave a window before it ends."""
+    at, sizes = np.unique(documents, return_counts=True)
+    return at, np.maximum(sizes - window, 0)
+
+
+def _four_grams(ids: np.ndarray) -> np.ndarray:
+    """[n]: a number for tokens[p - 2 .. p + 1], equal where these are equal; 0 at the ends, where there is none."""
+    numbers = np.zeros(len(ids), dtype=np.int64)
+    if len(ids) >= LEAST + 1:
+        keys = np.zeros(len(ids) - LEAST, dtype=np.int64)
+        for k in range(LEAST + 1):
+            keys = keys * 65536 + ids[k : len(ids) - LEAST + k]
+        numbers[LEAST - 1 : -1] = np.unique(keys, return_inverse=True)[1]
+    return numbers

@@ -1,0 +1,260 @@
+"""The corpus: documents of bytes, split by file, with a manifest that says what was read.
+
+    corpus = standard_library()              the running Python's own sources and help texts
+    corpus = read_folder("texts")            any folder of UTF-8 text
+    stream = corpus.stream("train")          tokens: BOS, a document's bytes, BOS, the next one's ...
+    for tokens in batches(stream.tokens, size=16, length=256, steps=100, generator=g): ...
+
+A token is a byte, 0 to 255, or BOS (256), which starts each document. What a document's encoding is does not matter: bytes are
+read and predicted as they are, with their line ends and byte order marks, and a limit may cut a character in two.
+
+A document's split hangs on its content alone: the first 64 bits of its SHA-256, as a fraction of one. Other files may come and go
+and no file changes its split, and copies of a file under other names land on one side. Files that are all but equal (other line
+ends, another licence year) may land on two.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+from tqdm import tqdm
+
+from studies.lanes.config import BOS
+
+SPLITS = ("train", "tune", "test")
+
+_INSTALLED = ("site-packages", "dist-packages", "__pycache__")
+_TESTS = ("test", "tests", "idle_test")
+_GENERATED = "_sysconfigdata"
+_TOPICS = "pydoc_data/topics"
+
+
+@dataclass(frozen=True)
+class Document:
+    """A name and the bytes under it; never empty."""
+
+    name: str
+    data: bytes = field(repr=False)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the content alone, in hexadecimal."""
+        return hashlib.sha256(self.data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the manifest: a document's name, its size in bytes and the SHA-256 of its content."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What part of the documents goes where, in expectation. ``ValueError`` unless all are at least 0 and they sum to 1."""
+
+    train: float = 0.8
+    tune: float = 0.1
+    test: float = 0.1
+
+    def __post_init__(self) -> None:
+        parts = [getattr(self, split) for split in SPLITS]
+        if not all(part >= 0 for part in parts) or abs(sum(parts) - 1) > 1e-9:
+            raise ValueError(f"the shares train, tune and test must be at least 0 and sum to 1: not {', '.join(map(str, parts))}")
+
+    def of(self, digest: str) -> str:
+        """The split of a content with this SHA-256."""
+        place = int(digest[:16], 16) / 2**64
+        if place < self.train:
+            return "train"
+        return "tune" if place < self.train + self.tune else "test"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """``tokens`` [n]: BOS before each document's bytes. ``starts`` [documents]: where these BOS are."""
+
+    tokens: Int64[Tensor, " n"]
+    starts: Int64[Tensor, " documents"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in the order of their names. ``skipped`` counts the files that were no UTF-8 text, or could not be read."""
+
+    documents: tuple[Document, ...]
+    shares: Shares = Shares()
+    skipped: int = 0
+
+    @cached_property
+    def manifest(self) -> tuple[Entry, ...]:
+        """What was read."""
+        return tuple(Entry(d.name, len(d.data), d.sha256) for d in self.documents)
+
+    @cached_property
+    def sha256(self) -> str:
+        """One hash of the manifest: of all names, sizes and contents, in order."""
+        found = hashlib.sha256()
+        for entry in self.manifest:
+            found.update(f"{entry.sha256} {entry.size} ".encode() + _encoded(entry.name) + b"\0")
+        return found.hexdigest()
+
+    def split(self, split: str) -> tuple[Document, ...]:
+        """The documents of a split, by their hashes: a mixed order, so that the first few are not those that start with "a".
+
+        ``KeyError`` for an unknown split, ``ValueError`` for one without a document.
+        """
+        if split not in SPLITS:
+            raise KeyError(f"{split!r} is no split: the splits are {', '.join(SPLITS)}")
+        chosen = [d for d in self.documents if self.shares.of(d.sha256) == split]
+        if not chosen:
+            shares = ", ".join(f"{name} {getattr(self.shares, name)}" for name in SPLITS)
+            raise ValueError(
+                f"none of the {len(self.documents)} documents is in the split {split!r}: give more files, or shares unlike {shares}"
+            )
+        return tuple(sorted(chosen, key=lambda d: (d.sha256, _encoded(d.name))))
+
+    def stream(self, split: str, limit_bytes: int | None = None) -> Stream:
+        """All documents of a split as tokens; with a limit, its first ``limit_bytes`` bytes (BOS is none). Errors of ``split``.
+
+        Eight bytes a token, and nothing else is copied.
+        """
+        if limit_bytes is not None and limit_bytes < 1:
+            raise ValueError(f"limit_bytes is {limit_bytes}: a stream has at least one byte; None takes the whole split")
+        parts = list(_limited([d.data for d in self.split(split)], limit_bytes))
+        ends = np.cumsum([len(part) + 1 for part in parts])
+        starts = np.concatenate([[0], ends[:-1]])
+        tokens = np.empty(ends[-1], dtype=np.int64)
+        for start, part in zip(starts, parts):
+            tokens[start] = BOS
+            tokens[start + 1 : start + 1 + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        return Stream(torch.from_numpy(tokens), torch.from_numpy(starts.astype(np.int64)))
+
+
+def _encoded(name: str) -> bytes:
+    """A name's bytes; what the file system could not decode is in it as surrogates."""
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _limited(parts: list[bytes], limit: int | None) -> Iterator[bytes]:
+    """The first parts, of ``limit`` bytes together."""
+    left = limit
+    for part in parts:
+        if left == 0:
+            return
+        yield part[:left]
+        left = None if left is None else left - min(left, len(part))
+
+
+def batches(
+    tokens: Int64[Tensor, " n"], *, size: int, length: int, steps: int, generator: torch.Generator
+) -> Iterator[Int64[Tensor, "b s"]]:
+    """``steps`` batches of ``size`` windows of ``length + 1`` tokens (inputs and, one on, targets): [b s], s = length + 1.
+
+    Each window starts anywhere in the stream, uniformly, so that one may cross from a document into the next.
+    ``ValueError`` where the stream is shorter than a window.
+    """
+    if min(size, length) < 1 or steps < 0:
+        raise ValueError(f"size {size} and length {length} must be at least 1, and steps {steps} at least 0")
+    if len(tokens) < length + 1:
+        raise ValueError(f"the stream has {len(tokens)} tokens, fewer than a window of {length} + 1: give more text or less length")
+    return _draw(tokens.unfold(0, length + 1, 1), size, steps, generator)
+
+
+def _draw(windows: Int64[Tensor, "n s"], size: int, steps: int, generator: torch.Generator) -> Iterator[Int64[Tensor, "b s"]]:
+    for _ in range(steps):
+        yield windows[torch.randint(len(windows), (size,), generator=generator)]
+
+
+def standard_library(shares: Shares = Shares()) -> Corpus:
+    """The running Python's own ``.py`` files, each a document, and the help texts of ``pydoc_data.topics``, each a document.
+
+    Left out are installed packages, test folders (test, tests, idle_test: half of all bytes, broken on purpose in places, and not
+    there in every installation), what the build wrote (_sysconfigdata), empty files, and topics.py itself, which repeats the texts.
+    ``ValueError`` where this Python has its library in no folder of sources.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+
+    def wanted(path: Path) -> bool:
+        return path.suffix == ".py" and not path.name.startswith(_GENERATED) and path != root / f"{_TOPICS}.py"
+
+    files = _files(root, wanted, skip=(*_INSTALLED, *_TESTS))
+    documents = [Document(name, data) for name, path in files if (data := _read(path))]
+    if not documents:
+        raise ValueError(f"this Python has no sources in {root}: give a folder of text files instead")
+    return Corpus(_ordered(documents + list(_topics())), shares)
+
+
+def _topics() -> Iterator[Document]:
+    """Nothing where the module was left out of the installation."""
+    try:
+        topics: dict[str, str] = import_module("pydoc_data.topics").topics
+    except ImportError:
+        return
+    for name, text in topics.items():
+        if text:
+            yield Document(f"{_TOPICS}/{name}", text.encode("utf-8"))
+
+
+def read_folder(folder: Path | str, shares: Shares = Shares()) -> Corpus:
+    """Every file below ``folder`` that is UTF-8 text, each a document under its path from there.
+
+    A file that does not decode or holds a NUL byte, and one that cannot be read, is skipped and counted; an empty file, and what a
+    leading dot hides, is passed over. Links to folders are not followed. ``ValueError`` where nothing is left to read.
+    """
+    root = Path(folder)
+    if not root.exists():
+        raise ValueError(f"there is no folder {root}: give one with text files in it")
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder: give the folder that it lies in")
+    documents: list[Document] = []
+    skipped = 0
+    for name, path in tqdm(list(_files(root, lambda path: True)), desc="reading", unit="file", disable=None, leave=False):
+        data = _read(path)
+        if data is None or not _is_text(data):
+            skipped += 1
+        elif data:
+            documents.append(Document(name, data))
+    if not documents:
+        why = f"none of its {skipped} files is UTF-8 text" if skipped else "it has no file with anything in it"
+        raise ValueError(f"there is no text in {root}: {why}; give a folder of UTF-8 text files")
+    return Corpus(_ordered(documents), shares, skipped)
+
+
+def _ordered(documents: list[Document]) -> tuple[Document, ...]:
+    return tuple(sorted(documents, key=lambda d: _encoded(d.name)))
+
+
+def _files(root: Path, wanted: Callable[[Path], bool], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
+    """Regular files below ``root``, each under its path from there with forward slashes; not those that a leading dot hides."""
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in skip and not name.startswith(".")]
+        for path in (Path(folder, name) for name in names if not name.startswith(".")):
+            if wanted(path) and path.is_file():
+                yield path.relative_to(root).as_posix(), path
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data
