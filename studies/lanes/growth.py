@@ -1,0 +1,209 @@
+"""How an error grows over the passes of a loop, and whether it does so by one rate.
+
+    A(k) = 1 + rho + ... + rho^(k-1) = (1 - rho^k) / (1 - rho)
+
+is what k equal errors, one a pass, add up to where each pass multiplies what came before by rho and all point one way. rho is
+estimated by a small push at the start of a pass and the stream's difference at each later one (`spread`, `rate`); A(k) is then held
+against what was accumulated when every pass errs (`accumulated`):
+
+    same     one direction is added at the start of every pass
+    fresh    another direction at every pass: independent errors add up in quadrature, sqrt(A(k; rho^2))
+    weights  the looped blocks' matrices are noisy, as quantised ones are: every pass makes the error again
+
+All is measured in float64 on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which claims
+A(2) = 1.67 and A(3) = 1.96 at rho = .63; the formula gives 1.63 and 2.03, and no rho gives both.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.func import functional_call
+from transformer_lens.hook_points import HookPoint
+
+from studies.lanes.model import LanesModel, is_matrix
+
+ERRORS = ("same", "fresh", "weights")
+SIZE = 1e-4
+CLAIMED_RHO = 0.63
+CLAIMED = {2: 1.67, 3: 1.96}
+"""k -> A(k) as it was claimed for `CLAIMED_RHO`."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One push, and how far the stream is moved by it, relative to the push.
+
+    steps: the norm where each virtual step starts, from the pushed one to the last of the loop, and where the loop ends.
+    passes: the same where passes start, and where the loop ends.
+    """
+
+    loop_pass: int
+    steps: tuple[float, ...]
+    passes: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one seed gives. `rho` is a pass's rate, `rho_step` a virtual step's: least squares over the pushes at all passes.
+
+    accumulated: by kind of error, what is there when k = 1, 2, ... passes have erred, relative to k = 1. formula: A(k) at `rho`.
+    misfit: by kind, accumulated / formula - 1.
+    """
+
+    seed: int
+    rho: float
+    rho_step: float
+    spreads: tuple[Spread, ...]
+    formula: tuple[float, ...]
+    accumulated: dict[str, tuple[float, ...]]
+    misfit: dict[str, tuple[float, ...]]
+
+
+def amplification(rho: float, k: int) -> float:
+    """A(k), by its sum, so at rho = 1 too."""
+    return sum(rho**i for i in range(k))
+
+
+def rate(sequences: Iterable[Sequence[float]]) -> float:
+    """The rho that fits x[i + 1] = rho x[i] best over all sequences: sum x[i] x[i + 1] / sum x[i]^2.
+
+    Raises ValueError where no sequence has two values.
+    """
+    pairs = [pair for sequence in sequences for pair in pairwise(sequence)]
+    if not pairs:
+        raise ValueError("a rate of growth needs two readings behind each other: give a loop that runs")
+    return sum(a * b for a, b in pairs) / sum(a * a for a, _ in pairs)
+
+
+def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], size: float = SIZE) -> tuple[Growth, ...]:
+    """A row for each seed of the pushes and the noise. Works on any model with a loop; raises ValueError for one without."""
+    model = _exact(model)
+    return tuple(_grown(model, tokens, seed, size) for seed in seeds)
+
+
+def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, generator: torch.Generator, size: float = SIZE) -> Spread:
+    """Push the stream at the start of pass `loop_pass`, by `size` times its norm, in a random direction of all its entries.
+
+    Raises ValueError for a model without a loop and for a pass that it has not.
+    """
+    model = _exact(model)
+    starts = entries(model)
+    if not 0 <= loop_pass < len(starts):
+        raise ValueError(f"pass {loop_pass} is not one of the loop's: choose from 0 to {len(starts) - 1}")
+    points = _points(model)
+    clean = _read(model, tokens, points)
+    push = _direction(clean[_pre(starts[loop_pass])], generator, size)
+    moved = _read(model, tokens, points, {_pre(starts[loop_pass]): push})
+    norms = {point: float((moved[point] - clean[point]).norm() / push.norm()) for point in points}
+    later = [_pre(start) for start in starts[loop_pass:]] + points[-1:]
+    return Spread(loop_pass, tuple(norms[point] for point in points[points.index(later[0]) :]), tuple(norms[p] for p in later))
+
+
+def accumulated(
+    model: LanesModel, tokens: Int[Tensor, "b s"], kind: str, generator: torch.Generator, size: float = SIZE
+) -> tuple[float, ...]:
+    """The stream's error after k = 1, 2, ... passes have erred, relative to k = 1.
+
+    Pushes are read where a pass starts, each right behind its own push; noise in the weights where a pass ends. `size` is a push's
+    part of the stream's norm at the first pass, or the noise's part of a matrix's standard deviation. Raises ValueError for a kind
+    that there is not, for a model without a loop and for one whose blocks add nothing yet.
+    """
+    if kind not in ERRORS:
+        raise ValueError(f"{kind!r} is no kind of error: choose from {', '.join(ERRORS)}")
+    model = _exact(model)
+    points = _ends(model) if kind == "weights" else [_pre(start) for start in entries(model)]
+    clean = _read(model, tokens, points)
+    if kind == "weights":
+        moved = _read(model, tokens, points, weights=_noisy(model, generator, size))
+    else:
+        first = _direction(clean[points[0]], generator, size)
+        fresh = [_direction(first, generator, 1.0) for _ in points[1:]] if kind == "fresh" else [first] * (len(points) - 1)
+        moved = _read(model, tokens, points, dict(zip(points, [first, *fresh], strict=True)))
+    norms = [float((moved[point] - clean[point]).norm()) for point in points]
+    if not norms[0]:
+        raise ValueError(f"errors of the kind {kind!r} move nothing here, since every block adds 0: train the model first")
+    return tuple(norm / norms[0] for norm in norms)
+
+
+def entries(model: LanesModel) -> tuple[int, ...]:
+    """The virtual steps at which passes begin. Raises ValueError where there is no loop."""
+    found = tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
+    if not found:
+        raise ValueError("this model has no loop whose passes could be compared: set loop=Loop(start, end, loops)")
+    return found
+
+
+def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
+    generator = torch.Generator().manual_seed(seed)
+    spreads = tuple(spread(model, tokens, i, generator, size) for i in range(len(entries(model))))
+    rho = rate(one.passes for one in spreads)
+    formula = tuple(amplification(rho, k) for k in range(1, len(spreads) + 1))
+    found = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
+    misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in found.items()}
+    return Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, found, misfit)
+
+
+def _exact(model: LanesModel) -> LanesModel:
+    """The model in float64: itself where it is, else a copy."""
+    return model if model.embed.weight.dtype == torch.float64 else copy.deepcopy(model).double()
+
+
+def _pre(k: int) -> str:
+    return f"steps.{k}.hook_lane0_pre"
+
+
+def _ends(model: LanesModel) -> list[str]:
+    """Where each pass ends."""
+    starts = entries(model)
+    length = sum(step.loop_pass == 0 for step in model.steps_plan)
+    return [f"steps.{start + length - 1}.hook_lane0_post" for start in starts]
+
+
+def _points(model: LanesModel) -> list[str]:
+    """Where each virtual step of the loop starts, and where the loop ends."""
+    return [_pre(k) for k, step in enumerate(model.steps_plan) if step.loop_pass is not None] + _ends(model)[-1:]
+
+
+def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
+    """A random direction over all entries, `size` times as long as `like`."""
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
+    return drawn.to(like) * (size * float(like.norm()) / float(drawn.norm()))
+
+
+def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
+    """The looped blocks' matrices with Gaussian noise, of `size` standard deviations of each."""
+    looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
+    found = {}
+    for name, weight in model.named_parameters():
+        if name.startswith(tuple(looped)) and is_matrix(model, name):
+            noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
+            found[name] = weight.detach() + size * weight.detach().std() * noise
+    return found
+
+
+@torch.no_grad()
+def _read(
+    model: LanesModel,
+    tokens: Tensor,
+    points: Sequence[str],
+    pushes: dict[str, Tensor] | None = None,
+    weights: dict[str, Tensor] | None = None,
+) -> dict[str, Float[Tensor, "b s d"]]:
+    """The values at `points`, with `pushes` added where they are named and `weights` in place of the model's own."""
+    seen: dict[str, Tensor] = {}
+    pushes = pushes or {}
+
+    def read(value: Tensor, hook: HookPoint, push: Tensor | None) -> Tensor | None:
+        assert hook.name is not None
+        seen[hook.name] = value if push is None else value + push
+        return seen[hook.name]
+
+    with model.hooks(fwd_hooks=[(point, partial(read, push=pushes.get(point))) for point in points]):
+        functional_call(model, weights or {}, (tokens,))
+    return seen

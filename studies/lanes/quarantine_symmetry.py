@@ -1,0 +1,173 @@
+"""The symmetry instrument on this project's adapters: a quarantine in the kept adapter's basis, and one in its own.
+
+    W' = W + kept + quarantine                 G = dL/d factor, written into the weight:  U diag(G) Vh,  or  G A
+
+In a shared basis the loss hangs on the sum of the two factors alone. It is the gauge of the lanes: both adapters receive one
+gradient bit for bit, at any values, so equal starts stay equal and unequal starts stay as far apart as they began. With a basis of
+its own the quarantine's gradient is another from the first step on. Nothing is routed here: no mask, plain training of both.
+
+Gradients and weights of the two are compared as matrices of the Linear, since factors of two bases have no common coordinates. A
+factor is the one behind the bottleneck (`dS`, `B`); at its start of 0 the gradient of `A` is exactly 0.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm import tqdm
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.adapters.kept import Kept, SVDKept
+from mi_route2.adapters.quarantine import SharedQuarantine
+from mi_route2.adapters.routed import Branch
+from studies.lanes.config import BOS, VOCABULARY
+from studies.lanes.symmetry import Reading, Trace, relative, rows_at
+from studies.loopholes.micro import MicroConfig, MicroGPT
+
+PATTERN = "blocks.*"
+
+
+@dataclass(frozen=True)
+class QuarantineSettings:
+    """Sizes of the frozen base, a random MicroGPT over bytes, and how its adapters are trained.
+
+    rank: of every LoRA. unequal: the standard deviation of the quarantine's factor at an unequal start. All of
+    `trace_quarantines` takes 6 s of one thread.
+    """
+
+    layers: int = 2
+    d_model: int = 32
+    heads: int = 4
+    mlp: int = 64
+    rank: int = 4
+    unequal: float = 0.05
+    batch: int = 4
+    length: int = 64
+    steps: int = 60
+    every: int = 5
+    rate: float = 3e-3
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A pair of adapters and where they start: both at 0, or the quarantine at random values."""
+
+    name: str
+    kept: Literal["svd", "lora"]
+    quarantine: Literal["shared", "lora"]
+    start: Literal["equal", "unequal"] = "equal"
+
+    def spec(self, rank: int) -> AdapterSpec:
+        return AdapterSpec(self.kept, None if self.kept == "svd" else rank, self.quarantine, rank)
+
+
+ARMS: tuple[Arm, ...] = (
+    Arm("shared basis (SVD)", "svd", "shared"),
+    Arm("shared basis (SVD)", "svd", "shared", "unequal"),
+    Arm("shared basis (LoRA)", "lora", "shared"),
+    Arm("distinct basis (SVD)", "svd", "lora"),
+    Arm("distinct basis (LoRA)", "lora", "lora"),
+)
+
+
+def written(branch: Branch, factors: Mapping[str, Tensor]) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, "d_out d_in"]]:
+    """The kept adapter's and the quarantine's value of their factors (`kept`, `quarantine`) as matrices of the Linear."""
+    quarantine = branch.quarantine
+    basis = branch.kept if isinstance(quarantine, SharedQuarantine) else quarantine
+    assert basis is not None
+    return _in_weight(branch.kept, factors["kept"]), _in_weight(basis, factors["quarantine"])
+
+
+def factors(branch: Branch) -> dict[str, nn.Parameter]:
+    """The factor behind each adapter's bottleneck. Raises ValueError where there is no quarantine."""
+    quarantine = branch.quarantine
+    if quarantine is None:
+        raise ValueError(f"there is no quarantine at {branch.site}: attach with AdapterSpec(quarantine='shared') or 'lora'")
+    return {
+        "kept": branch.kept.get_parameter(branch.kept.scored),
+        "quarantine": quarantine.get_parameter("shared" if isinstance(quarantine, SharedQuarantine) else "B"),
+    }
+
+
+def quarantine_partials(model: nn.Module, adapters: Adapters, tokens: Int[Tensor, "b s"]) -> dict[str, float]:
+    """Of every site, the relative difference of the gradients that kept adapter and quarantine receive, as matrices.
+
+    `model` gives logits `[b s v]` of tokens; the loss is that of the lanes, nats a byte. `.grad` is not touched.
+    """
+    by_site = {site: factors(branch) for site, branch in adapters.sites.items()}
+    flat = [p for pair in by_site.values() for p in pair.values()]
+    gradients = iter(torch.autograd.grad(byte_loss(model, tokens), flat, materialize_grads=True))
+    found = {site: {name: next(gradients) for name in pair} for site, pair in by_site.items()}
+    return {site: relative(*written(adapters.sites[site], pair)) for site, pair in found.items()}
+
+
+def byte_loss(model: nn.Module, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+    """Mean nats per byte that `tokens[:, 1:]` holds; starts of documents are not predicted."""
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
+
+
+def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor, "n s"], generator: torch.Generator) -> Trace:
+    """Train kept adapter and quarantine by Adam in float64, without a mask, and record both every `every` steps and at the end.
+
+    `generator` draws the base, then the adapters. Steps take rows of `tokens` as in `train_symmetry`.
+    """
+    if len(tokens) < settings.batch:
+        raise ValueError(f"{len(tokens)} rows of tokens are less than a batch: give at least {settings.batch}")
+    model = base(settings, tokens.shape[1], generator)
+    adapters = attach(model, PATTERN, spec=arm.spec(settings.rank), generator=generator)
+    if arm.start == "unequal":
+        _spread(adapters, settings.unequal, generator)
+    optimiser = torch.optim.Adam(
+        [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], lr=settings.rate
+    )
+    readings: list[Reading] = []
+    for step in range(settings.steps + 1):
+        loss = byte_loss(model, rows_at(tokens, step, settings.batch))
+        optimiser.zero_grad()
+        loss.backward()
+        if step % settings.every == 0 or step == settings.steps:
+            readings.append(_reading(adapters, step, loss))
+        if step < settings.steps:
+            optimiser.step()
+    return Trace.of(arm.name, "quarantine", arm.start, readings)
+
+
+def trace_quarantines(settings: QuarantineSettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
+    """A trace of every arm, all on the same base, drawn by `seed`."""
+    return tuple(
+        train_quarantine(arm, settings, tokens, torch.Generator().manual_seed(seed))
+        for arm in tqdm(ARMS, desc="quarantines", unit="training", leave=False, disable=None)
+    )
+
+
+def base(settings: QuarantineSettings, context: int, generator: torch.Generator) -> MicroGPT:
+    """The model under the adapters, in float64."""
+    config = MicroConfig(VOCABULARY, settings.d_model, settings.layers, settings.heads, settings.mlp, context)
+    return MicroGPT(config, generator).double()
+
+
+@torch.no_grad()
+def _spread(adapters: Adapters, scale: float, generator: torch.Generator) -> None:
+    for branch in adapters.sites.values():
+        factor = factors(branch)["quarantine"]
+        factor += scale * torch.randn(factor.shape, generator=generator, dtype=torch.float64)
+
+
+@torch.no_grad()
+def _reading(adapters: Adapters, step: int, loss: Tensor) -> Reading:
+    apart, partial = [], []
+    for branch in adapters.sites.values():
+        own = factors(branch)
+        kept, quarantine = written(branch, own)
+        apart.append(float((kept - quarantine).norm()))
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in own.items()}
+        partial.append(relative(*written(branch, gradients)))
+    return Reading(step, sum(apart) / len(apart), sum(partial) / len(partial), float(loss))
+
+
+def _in_weight(adapter: Kept, factor: Tensor) -> Float[Tensor, "d_out d_in"]:
+    return (adapter.U * factor) @ adapter.Vh if isinstance(adapter, SVDKept) else factor @ adapter.A.detach()

@@ -1,0 +1,273 @@
+"""The symmetry instrument: do two routes that start alike receive the same gradient, and do they come apart in training?
+
+    g_j = dL / d post[layer, sublayer, j]          relative(g_0, g_1) = |g_0 - g_1| / max(|g_0|, |g_1|),  0 where both are 0
+
+Three symmetries of a wiring, each with its own consequence:
+
+    exchange   L is unchanged when lane 0's weights are exchanged for lane 1's. Then g_0 = g_1 where all pairs are equal, and what
+               starts equal stays equal; elsewhere they differ (`z2`)
+    gauge      L hangs on post[.., 0] + post[.., 1] alone. Then g_0 = g_1 everywhere, and how a weight is split is of no account
+               (`gauge`, which has the exchange too)
+    none       g_0 != g_1 at the symmetric start, which is then no special place (`shipped`, `simultaneous`)
+
+With output projections at 0 every g_j is exactly 0, whatever the wiring. `Trace` is what `quarantine_symmetry` records as well, so
+lanes and quarantines go into one figure.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call
+from tqdm import tqdm
+
+from studies.lanes.config import LanesConfig
+from studies.lanes.model import LanesModel
+from studies.lanes.wirings import STARTS, WIRINGS
+
+Kind = Literal["lanes", "quarantine"]
+SUBLAYERS = ("attn", "mlp")
+TWO_LANES = tuple(name for name, wiring in WIRINGS.items() if wiring.lanes == 2)
+_ROUTING = ("post", "resid")
+
+
+@dataclass(frozen=True)
+class SymmetrySettings:
+    """Sizes of the models that are trained, and how. A step takes `batch` rows of `length` + 1 tokens; `rate` is Adam's.
+
+    At these sizes a step takes 10 to 25 ms of one thread in float64: all of `trace_wirings` 10 to 20 s.
+    """
+
+    layers: int = 4
+    d_model: int = 32
+    heads: int = 4
+    mlp: int = 2
+    lane_start: int = 2
+    batch: int = 4
+    length: int = 64
+    steps: int = 100
+    every: int = 5
+    rate: float = 3e-3
+
+    def config(self, wiring: str, start: str) -> LanesConfig:
+        return LanesConfig(
+            layers=self.layers,
+            d_model=self.d_model,
+            heads=self.heads,
+            mlp=self.mlp,
+            lane_start=self.lane_start,
+            wiring=wiring,
+            start=start,
+        )
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The loss differentiated by what one sublayer of one layer is routed with, in nats: both lanes' weights, and `resid`."""
+
+    layer: int
+    sublayer: str
+    lane0: float
+    lane1: float
+    resid: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Two routes along a training, recorded before step `steps[i]`.
+
+    differences: how far the routes' weights are apart. Of lanes the mean of |alpha_0 - alpha_1| over layers and sublayers, where
+    alpha are the elements of `post` (`compared`); of a quarantine the mean over sites of the Frobenius distance between the
+    weight that it adds and the one that the kept adapter adds.
+    partials: the mean relative difference of the gradients that both receive, over the same pairs.
+    losses: nats a byte, on the batch of that step.
+    """
+
+    name: str
+    kind: Kind
+    start: str
+    steps: tuple[int, ...]
+    differences: tuple[float, ...]
+    partials: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @staticmethod
+    def of(name: str, kind: Kind, start: str, readings: Sequence["Reading"]) -> "Trace":
+        return Trace(name, kind, start, *zip(*readings, strict=True))
+
+
+class Reading(NamedTuple):
+    """One moment of a trace."""
+
+    step: int
+    difference: float
+    partial: float
+    loss: float
+
+
+class _Loss(nn.Module):
+    """The loss as a forward, so that parameters can be handed to it and the model stays as it is."""
+
+    def __init__(self, model: LanesModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+        return self.model.loss(tokens)
+
+
+@torch.no_grad()
+def relative(a: Tensor, b: Tensor) -> float:
+    """`|a - b| / max(|a|, |b|)` in the Euclidean norm, 0 where both are 0. It lies between 0 and 2."""
+    larger = max(float(a.norm()), float(b.norm()))
+    return float((a - b).norm()) / larger if larger else 0.0
+
+
+def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Partial, ...]:
+    """One row a layer and sublayer, those before the fork too (all 0). Learned or frozen, the scalars are differentiated.
+
+    Raises ValueError for a wiring of one lane.
+    """
+    _demand_lanes(model)
+    post, resid = _gradients(model, tokens, _ROUTING).values()
+    return tuple(
+        Partial(layer, sublayer, float(g[0]), float(g[1]), float(resid[layer, i]), relative(g[0], g[1]))
+        for layer in range(model.config.layers)
+        for i, sublayer in enumerate(SUBLAYERS)
+        for g in (post[layer, i],)
+    )
+
+
+def scalars(model: LanesModel) -> tuple[str, ...]:
+    """The name of every routing scalar, `post[layer,sublayer,lane]` and `resid[layer,sublayer]`; none for one lane."""
+    return tuple(name for key in _ROUTING if model.wiring.lanes > 1 for name in _elements(key, getattr(model, key)))
+
+
+def dead(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[str, ...]:
+    """What has a gradient of exactly 0 on these tokens: routing scalars by element, other parameters by name where all of it has.
+
+    Of a model whose projections start at 0 that is much more than its wiring kills.
+    """
+    found: list[str] = []
+    for name, gradient in _gradients(model, tokens, [name for name, _ in model.named_parameters()]).items():
+        if name in _ROUTING:
+            found += [element for element, g in zip(_elements(name, gradient), gradient.flatten(), strict=True) if not g]
+        elif not gradient.any():
+            found.append(name)
+    return tuple(found)
+
+
+def exchange_gap(model: LanesModel, tokens: Int[Tensor, "b s"]) -> float:
+    """By how much the loss changes, in nats, when the lanes exchange their weights: 0 for any wiring where they are equal.
+
+    Raises ValueError for a wiring of one lane.
+    """
+    _demand_lanes(model)
+    return _gap(model, tokens, model.post.detach().flip(-1))
+
+
+def gauge_gap(model: LanesModel, tokens: Int[Tensor, "b s"], amount: float = 0.1) -> float:
+    """By how much the loss changes, in nats, when `amount` of every sublayer's weight moves from lane 1 to lane 0.
+
+    Raises ValueError for a wiring of one lane.
+    """
+    _demand_lanes(model)
+    return _gap(model, tokens, model.post.detach() + amount * model.post.new_tensor((1.0, -1.0)))
+
+
+def train_symmetry(
+    config: LanesConfig,
+    tokens: Int[Tensor, "n s"],
+    generator: torch.Generator,
+    *,
+    steps: int,
+    every: int = 5,
+    batch: int = 4,
+    rate: float = 3e-3,
+) -> Trace:
+    """Train all parameters by Adam in float64 and record the lanes' weights every `every` steps and at the end.
+
+    `generator` draws the model. A step takes the next `batch` rows of `tokens`, from the top again behind the last; n rows of one
+    batch are one batch over and over. Raises ValueError for a wiring of one lane and for fewer rows than a batch.
+    """
+    if len(tokens) < batch:
+        raise ValueError(f"{len(tokens)} rows of tokens are less than a batch: give at least {batch}")
+    model = LanesModel(config, generator).double()
+    _demand_lanes(model)
+    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    readings: list[Reading] = []
+    for step in range(steps + 1):
+        loss = model.loss(rows_at(tokens, step, batch))
+        optimiser.zero_grad()
+        loss.backward()
+        if step % every == 0 or step == steps:
+            readings.append(_reading(model, step, loss))
+        if step < steps:
+            optimiser.step()
+    return Trace.of(config.wiring, "lanes", config.start, readings)
+
+
+def trace_wirings(settings: SymmetrySettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
+    """A trace of every wiring of two lanes from every start. All start from the same weights, drawn by `seed`."""
+    runs = [(wiring, start) for wiring in TWO_LANES for start in STARTS]
+    given = {name: getattr(settings, name) for name in ("steps", "every", "batch", "rate")}
+    return tuple(
+        train_symmetry(settings.config(wiring, start), tokens, torch.Generator().manual_seed(seed), **given)
+        for wiring, start in tqdm(runs, desc="symmetry", unit="training", leave=False, disable=None)
+    )
+
+
+def compared(config: LanesConfig) -> range:
+    """The layers whose lanes are compared: those behind the fork, without the last where a lane is thrown away behind it.
+
+    There one of the two gradients is 0 for want of a reader, whatever the symmetry. Raises ValueError where none is left.
+    """
+    layers = range(config.lane_start, config.layers - (0 in config.lanes.out))
+    if not layers:
+        raise ValueError(f"{config.wiring} has no two lanes to compare in {config.layers} layers: put lane_start lower")
+    return layers
+
+
+def rows_at(tokens: Int[Tensor, "n s"], step: int, batch: int) -> Int[Tensor, "b s"]:
+    """The rows of a step: the next `batch`, from the top again behind the last."""
+    return tokens[torch.arange(step * batch, (step + 1) * batch, device=tokens.device) % len(tokens)]
+
+
+def _reading(model: LanesModel, step: int, loss: Tensor) -> Reading:
+    """Reads the gradients that stand on the parameters, where the scalars are learned."""
+    layers = list(compared(model.config))
+    post = model.post.detach()
+    gradient = torch.zeros_like(post) if model.post.grad is None else model.post.grad
+    apart = (post[layers, :, 0] - post[layers, :, 1]).abs().mean()
+    pairs = [relative(g[0], g[1]) for g in gradient[layers].flatten(0, 1)]
+    return Reading(step, float(apart), sum(pairs) / len(pairs), float(loss.detach()))
+
+
+def _demand_lanes(model: LanesModel) -> None:
+    if model.wiring.lanes == 1:
+        raise ValueError(f"{model.config.wiring} has one lane and no routing: take one of {', '.join(TWO_LANES)}")
+
+
+def _gradients(model: LanesModel, tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+    """Of each named parameter, zeros where the loss does not hang on it. Neither `requires_grad` nor `.grad` is touched."""
+    free = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
+    gradients = torch.autograd.grad(_loss_with(model, tokens, free), list(free.values()), materialize_grads=True)
+    return dict(zip(free, gradients, strict=True))
+
+
+def _loss_with(model: LanesModel, tokens: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    return functional_call(_Loss(model), {f"model.{name}": value for name, value in parameters.items()}, (tokens,))
+
+
+@torch.no_grad()
+def _gap(model: LanesModel, tokens: Tensor, post: Tensor) -> float:
+    return float(_loss_with(model, tokens, {"post": post}) - model.loss(tokens))
+
+
+def _elements(name: str, of: Tensor) -> list[str]:
+    indices = torch.cartesian_prod(*(torch.arange(n) for n in of.shape)).tolist()
+    return [f"{name}[{','.join(map(str, index))}]" for index in indices]

@@ -1,0 +1,320 @@
+"""The model against the study's equations written out, its schedule against lists, its hook points against what fires."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from studies.lanes.config import BOS, VOCABULARY, LanesConfig
+from studies.lanes.model import BIASED_HEADS, LanesModel, is_matrix
+from studies.lanes.schedule import Loop, order_of, plan, split
+from studies.lanes.wirings import STARTS, WIRINGS
+
+TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
+LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
+TWO = [name for name, wiring in WIRINGS.items() if wiring.lanes == 2]
+
+
+def make(config: LanesConfig, seed: int = 0, moved: float = 0.3) -> LanesModel:
+    """In float64, every control moved off its start."""
+    generator = torch.Generator().manual_seed(seed)
+    model = LanesModel(config, generator).double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if not is_matrix(model, name):
+                p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model
+
+
+def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# ---- the schedule
+
+
+def test_the_looped_schedule_is_the_one_of_the_record() -> None:
+    order = order_of(11, Loop(3, 5, 2))
+    assert order == (0, 1, 2, 3, 4, 5, 3, 4, 5, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert split(order) == ((0, 1, 2, 3, 4, 5, 3, 4), (5, 3, 4, 5, 6, 7, 8, 9, 10))
+    steps = plan(11, 8, Loop(3, 5, 2))
+    assert len(steps) == 17
+    assert [step.source for step in steps] == [None] * 8 + [7, 6, 5, 4, 3, 2, 1, 0, None]
+    assert [step.skip for step in steps] == [None] * 8 + [0, 1, 2, 3, 4, 5, 6, 7, None]
+    assert [step.entry for step in steps] == [None] * 3 + [0, None, None, 1, None, None, 2] + [None] * 7
+    assert [step.loop_pass for step in steps] == [None] * 3 + [0] * 3 + [1] * 3 + [2] * 3 + [None] * 5
+    assert [step.parallel for step in steps] == [False] * 14 + [True] * 3
+
+
+def test_skips_can_stay_out_of_the_fork() -> None:
+    inside, outside = (plan(11, 8, None, skips_in_fork=fork) for fork in (True, False))
+    assert [step.source for step in inside] == [None] * 5 + [4, 3, 2, 1, 0, None]
+    assert [step.source for step in outside] == [None] * 5 + [4, 3, 2, None, None, None]
+    assert all(step.skip is None for step in plan(11, 8, None, skips=False))
+
+
+# ---- the forward, written out
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+class WrittenOut:
+    """The equations with the weights of a model: complex numbers turn positions, softmax by the book, skips on a stack."""
+
+    def __init__(self, model: LanesModel, order: list[int]):
+        self.p, self.c, self.order = dict(model.named_parameters()), model.config, order
+
+    def attention(self, i: int, x: Tensor, entry: int | None) -> Tensor:
+        heads, length = self.c.heads, x.shape[1]
+        q, k, v = (
+            (x @ self.p[f"blocks.{i}.attn.{name}.weight"].T).reshape(len(x), length, heads, -1).transpose(1, 2) for name in "qkv"
+        )
+        if entry is not None and self.c.head_bias:
+            k, v = k.clone(), v.clone()
+            k[:, BIASED_HEADS[0] % heads] += self.p["head_bias"][entry, 0]
+            v[:, BIASED_HEADS[1] % heads] += self.p["head_bias"][entry, 1]
+        half = q.shape[-1] // 2
+        angles = torch.arange(length).double()[:, None] * 10_000.0 ** (-torch.arange(half).double() / half)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q, k = (torch.complex(y[..., :half], y[..., half:]) * turn for y in (rms(q), rms(k)))
+        gain = self.p[f"blocks.{i}.attn.q_gain"][:, None, None]
+        scores = gain * torch.einsum("bhsd,bhtd->bhst", q, k.conj()).real / math.sqrt(2 * half)
+        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).reshape(x.shape)
+        return self.p[f"blocks.{i}.attn_scale"] * (mixed @ self.p[f"blocks.{i}.attn.o.weight"].T)
+
+    def mlp(self, i: int, x: Tensor) -> Tensor:
+        hidden = (x @ self.p[f"blocks.{i}.mlp.up.weight"].T).clamp(min=0) ** 2
+        return self.p[f"blocks.{i}.mlp_scale"] * (hidden @ self.p[f"blocks.{i}.mlp.down.weight"].T)
+
+    def read(self, i: int, x: Tensor) -> Tensor:
+        mix = self.p[f"blocks.{i}.mix"]
+        return rms(mix[0] * x + mix[1] * self.x0) / math.sqrt(i + 1)
+
+    def lanes(self, i: int, l0: Tensor, l1: Tensor, entry: int | None) -> tuple[Tensor, Tensor]:
+        name, post = self.c.wiring, self.p["post"][i]
+        ar, mr = self.p["resid"][i]
+        if name in ("shipped", "simultaneous"):
+            a, m = self.attention(i, self.read(i, l0), entry), self.mlp(i, self.read(i, l1))
+        else:
+            mean = (self.read(i, l0) + self.read(i, l1)) / 2 if name == "z2" else self.read(i, (l0 + l1) / 2)
+            a, m = self.attention(i, mean, entry), self.mlp(i, mean)
+        if name == "simultaneous":
+            return ar * l0 + post[0, 0] * a + post[1, 0] * m, mr * l1 + post[0, 1] * a + post[1, 1] * m
+        l0, l1 = ar * l0 + post[0, 0] * a, ar * l1 + post[0, 1] * a
+        return mr * l0 + post[1, 0] * m, mr * l1 + post[1, 1] * m
+
+    def single(self, i: int, x: Tensor, entry: int | None, behind_fork: bool) -> Tensor:
+        a = self.attention(i, self.read(i, x), entry)
+        if self.c.wiring == "gptj" and behind_fork:
+            return x + a + self.mlp(i, self.read(i, x))
+        x = x + a
+        return x + self.mlp(i, self.read(i, x))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        self.x0 = x = rms(self.p["embed.weight"][tokens])
+        stack, skips, passes, half = [], 0, 0, len(self.order) // 2
+        pair = None
+        for k, i in enumerate(self.order):
+            behind = i >= self.c.lane_start and self.c.wiring != "sequential"
+            if behind and pair is None and self.c.wiring in TWO:
+                pair = (x, x)
+            if k >= half and stack and (self.c.skips_in_fork or not behind):
+                skip, gate = self.p["skip_weight"][skips] * stack.pop(), self.p["skip_gate"][skips].sigmoid()
+                skips += 1
+                if pair is None:
+                    x = gate * x + (1 - gate) * skip
+                elif self.c.wiring in ("shipped", "simultaneous"):
+                    pair = (gate * pair[0] + (1 - gate) * skip, pair[1])
+                else:
+                    pair = (gate * pair[0] + (1 - gate) * skip, gate * pair[1] + (1 - gate) * skip)
+            entry = None
+            if self.c.loop is not None and i == self.c.loop.start:
+                entry, passes = passes, passes + 1
+                x = x + self.p["loop_embed"][entry]
+            if pair is None:
+                x = self.single(i, x, entry, behind)
+            else:
+                pair = self.lanes(i, *pair, entry)
+            if k < half:
+                stack.append(x)
+        out = rms(x) if pair is None else self.out(*pair)
+        return 30 * torch.tanh(out @ self.p["embed.weight"].T / 30)
+
+    def out(self, l0: Tensor, l1: Tensor) -> Tensor:
+        return {"gauge": rms((l0 + l1) / 2), "z2": (rms(l0) + rms(l1)) / 2}.get(self.c.wiring, rms(l1))
+
+
+@pytest.mark.parametrize("in_fork", [True, False])
+@pytest.mark.parametrize("looped", [False, True])
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_every_wiring_is_its_equations(wiring: str, looped: bool, in_fork: bool) -> None:
+    config = replace(LOOPED if looped else TINY, wiring=wiring, skips_in_fork=in_fork)
+    model = make(config)
+    order = [0, 1, 2, 1, 2, 3, 4, 5] if looped else [0, 1, 2, 3, 4, 5]
+    expected = WrittenOut(model, order).logits(draw())
+    assert torch.allclose(model(draw()), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wiring", TWO)
+def test_lanes_of_equal_weight_are_the_gptj_block(wiring: str) -> None:
+    """post = 1, resid = 1, mix = (1, 0) and no skip in the fork: both lanes are the stream of the parallel block."""
+    config = replace(TINY, skips_in_fork=False)
+    lanes, block = (make(replace(config, wiring=name), moved=0.0) for name in (wiring, "gptj"))
+    with torch.no_grad():
+        lanes.resid.fill_(1.0)
+    assert torch.allclose(lanes(draw()), block(draw()), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        lanes.post[-1, 0, 1] = 1.1
+    assert not torch.allclose(lanes(draw()), block(draw()), rtol=0, atol=1e-12)
+
+
+def test_embeddings_of_passes_that_are_zero_change_no_bit() -> None:
+    with_embeddings = make(replace(LOOPED, head_bias=False), moved=0.0)
+    plain = make(replace(LOOPED, head_bias=False, loop_embeddings=False), moved=0.0)
+    assert torch.equal(with_embeddings(draw()), plain(draw()))
+    with torch.no_grad():
+        with_embeddings.loop_embed[1] = 0.1
+    assert not torch.allclose(with_embeddings(draw()), plain(draw()), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_blocks_whose_projections_start_at_zero_add_nothing(wiring: str) -> None:
+    """The stream is the embedding and copies of it, so logits hang on the last token alone."""
+    model = make(replace(TINY, wiring=wiring, zero_init=True), moved=0.0)
+    tokens = draw()
+    expected = 30 * torch.tanh(rms(rms(model.embed(tokens))) @ model.embed.weight.T / 30)
+    assert torch.allclose(model(tokens), expected, rtol=0, atol=1e-6)  # the norms' epsilon sees how large a lane has grown
+
+
+# ---- hook points
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_every_hook_point_fires_exactly_once(wiring: str) -> None:
+    model = make(replace(LOOPED, wiring=wiring))
+    fired: Counter[str] = Counter()
+    model.run_with_hooks(draw(), fwd_hooks=[(lambda name: True, lambda x, hook: fired.update([hook.name]))])
+    assert fired == dict.fromkeys(model.hook_dict, 1)
+    steps = len(model.schedule)
+    forked = [k for k, step in enumerate(model.steps_plan) if step.parallel and wiring in TWO]
+    assert {n for n in fired if "lane1" in n} == {f"steps.{k}.hook_lane1_{side}" for k in forked for side in ("pre", "post")}
+    assert sum(n.endswith(("_read", "_out")) for n in fired) == 4 * steps
+    assert {n for n in fired if "loop_embed" in n} == {"steps.1.hook_loop_embed", "steps.3.hook_loop_embed"}
+
+
+@pytest.mark.parametrize("wiring", ["sequential", "shipped"])
+def test_what_is_written_at_a_hook_point_reaches_the_logits(wiring: str) -> None:
+    """But for the lane that a wiring throws away."""
+    model = make(replace(LOOPED, layers=4, loop=Loop(0, 1, 1), lane_start=2, wiring=wiring))
+    clean = model(draw())
+    thrown = {f"steps.{len(model.schedule) - 1}.hook_lane0_post"} if wiring in ("shipped", "simultaneous") else set()
+    for name in model.hook_dict:
+        push = torch.linspace(0.1, 0.9, VOCABULARY if name == "hook_logits" else TINY.d_model).double()
+        moved = model.run_with_hooks(draw(), fwd_hooks=[(name, lambda x, hook, push=push: x + push)])
+        assert torch.equal(moved, clean) == (name in thrown), name
+
+
+def test_hook_points_hold_what_they_say() -> None:
+    model = make(LOOPED)
+    logits, cache = model.run_with_cache(draw())
+    last = len(model.schedule) - 1
+    assert torch.allclose(cache["hook_embed"], rms(model.embed(draw())), rtol=0, atol=1e-13)
+    assert torch.equal(cache["hook_final"], cache[f"steps.{last}.hook_lane1_post"])
+    assert torch.allclose(cache["hook_normed"], rms(cache["hook_final"]), rtol=0, atol=1e-13)
+    assert torch.equal(cache["hook_logits"], logits)
+    l0, l1, a, m = (cache[f"steps.{last}.hook_{name}"] for name in ("lane0_pre", "lane1_pre", "attn_out", "mlp_out"))
+    post, (ar, mr) = model.post[-1], model.resid[-1]
+    for j, lane in enumerate((l0, l1)):
+        after = mr * (ar * lane + post[0, j] * a) + post[1, j] * m
+        assert torch.allclose(cache[f"steps.{last}.hook_lane{j}_post"], after, rtol=0, atol=1e-13)
+
+
+# ---- what any language model owes
+
+
+@pytest.mark.parametrize("wiring", WIRINGS)
+def test_later_tokens_and_other_rows_change_nothing(wiring: str) -> None:
+    model, tokens = make(replace(LOOPED, wiring=wiring)), draw(3)
+    logits = model(tokens)
+    later = tokens.clone()
+    later[:, 5:] = (later[:, 5:] + 1) % BOS
+    assert torch.allclose(model(later)[:, :5], logits[:, :5], rtol=0, atol=1e-13)
+    assert not torch.allclose(model(later)[:, 5], logits[:, 5], rtol=0, atol=1e-6)
+    for row, expected in zip(tokens, logits, strict=True):
+        assert torch.allclose(model(row[None])[0], expected, rtol=0, atol=1e-13)
+
+
+def test_the_loss_counts_bytes_alone() -> None:
+    model, tokens = make(TINY), draw()
+    tokens[0, 4], tokens[1, 0] = BOS, BOS
+    nll = -model(tokens[:, :-1]).log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    counted = torch.ones(2, 8, dtype=torch.bool)
+    counted[0, 3] = False
+    assert torch.allclose(model.loss(tokens), nll[counted].mean(), rtol=0, atol=1e-14)
+    assert torch.isclose(functional.cross_entropy(model(tokens[1:, :-1])[0], tokens[1, 1:]), model.loss(tokens[1:]), atol=1e-14)
+
+
+# ---- the record of a model
+
+
+def test_one_generator_draws_one_model_whatever_the_wiring() -> None:
+    models = [LanesModel(replace(TINY, wiring=wiring), torch.Generator().manual_seed(3)) for wiring in WIRINGS]
+    for name, p in models[0].named_parameters():
+        assert all(torch.equal(p, model.get_parameter(name)) for model in models), name
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_routing_starts_where_the_config_says_and_is_trained_where_it_says(start: str) -> None:
+    model = LanesModel(replace(TINY, start=start, learned=False), torch.Generator().manual_seed(0))
+    routing = STARTS[start]
+    expected = torch.tensor((routing.attn, routing.mlp)).expand(6, 2, 2)
+    assert torch.equal(model.post, expected)
+    assert torch.allclose(model.resid, torch.full((6, 2), 1.1**0.5))
+    assert {n for n, p in model.named_parameters() if not p.requires_grad} == {"post", "resid"}
+    assert all(p.requires_grad for p in LanesModel(TINY, torch.Generator().manual_seed(0)).parameters())
+
+
+def test_matrices_and_controls() -> None:
+    model = make(LOOPED)
+    controls = {name for name, _ in model.named_parameters() if not is_matrix(model, name)}
+    own = {f"blocks.{i}.{n}" for i in range(6) for n in ("attn.q_gain", "attn_scale", "mlp_scale", "mix")}
+    assert controls == own | {"post", "resid", "skip_weight", "skip_gate", "loop_embed", "head_bias"}
+
+
+def test_a_config_comes_back_from_its_dictionary() -> None:
+    assert LanesConfig.from_dict(LOOPED.as_dict()) == LOOPED
+    assert LanesConfig.from_dict(TINY.as_dict()) == TINY
+    with pytest.raises(TypeError):
+        LanesConfig.from_dict({"depth": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"d_model": 10}, ValueError, "d_model 10"),
+        ({"layers": 0}, ValueError, "layers 0"),
+        ({"wiring": "braided"}, KeyError, "sequential, gptj, shipped"),
+        ({"start": "random"}, KeyError, "symmetric, asymmetric"),
+        ({"loop_embeddings": True}, ValueError, "set loop=Loop"),
+        ({"head_bias": True}, ValueError, "set loop=Loop"),
+        ({"lane_start": 2}, ValueError, "lane_start is 3 to 6, not 2"),
+        ({"lane_start": 7}, ValueError, "lane_start is 3 to 6, not 7"),
+        ({"loop": Loop(2, 4, 1)}, ValueError, "lane_start is 5 to 6, not 4"),
+        ({"loop": Loop(3, 6, 1)}, ValueError, "not start 3, end 6, loops 1"),
+        ({"loop": Loop(2, 1, 1)}, ValueError, "start <= end"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_one_sentence(changes: dict, error: type[Exception], says: str) -> None:
+    with pytest.raises(error) as refused:
+        replace(TINY, **changes)
+    text = str(refused.value.args[0])
+    assert says in text
+    assert "\n" not in text
+    assert ". " not in text

@@ -1,0 +1,299 @@
+"""Partials, dead scalars and gaps against torch.func; what equal and unequal starts become; the same of two adapters."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad
+
+from mi_route2.adapters import AdapterSpec, attach
+from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.model import LanesModel
+from studies.lanes.quarantine_symmetry import (
+    ARMS,
+    Arm,
+    QuarantineSettings,
+    base,
+    byte_loss,
+    factors,
+    quarantine_partials,
+    train_quarantine,
+    written,
+)
+from studies.lanes.symmetry import (
+    TWO_LANES,
+    SymmetrySettings,
+    Trace,
+    compared,
+    dead,
+    exchange_gap,
+    gauge_gap,
+    partials,
+    relative,
+    rows_at,
+    scalars,
+    trace_wirings,
+    train_symmetry,
+)
+
+SMALL = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
+ELEVEN = replace(SMALL, layers=11, lane_start=8)
+SMALLEST = LanesConfig(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, skips=False)
+
+
+def draw(rows: int = 2, length: int = 9, seed: int = 1) -> Tensor:
+    return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def make(config: LanesConfig, seed: int = 0) -> LanesModel:
+    return LanesModel(config, torch.Generator().manual_seed(seed)).double()
+
+
+def by_torch_func(model: LanesModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Gradients of a loss that is written down here, by every parameter."""
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        logits = functional_call(model, parameters, (tokens[:, :-1],))
+        return -logits.log_softmax(-1).gather(-1, tokens[:, 1:, None]).mean()
+
+    return grad(loss)({name: p.detach() for name, p in model.named_parameters()})
+
+
+# ---- partials
+
+
+@pytest.mark.parametrize("learned", [True, False])
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_partials_are_the_gradients_and_leave_the_model_as_it_was(wiring: str, learned: bool) -> None:
+    model = make(replace(SMALL, wiring=wiring, start="asymmetric", learned=learned))
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    rows, expected = partials(model, draw()), by_torch_func(model, draw())
+    assert [(row.layer, row.sublayer) for row in rows] == [(i, name) for i in range(4) for name in ("attn", "mlp")]
+    found = torch.tensor([[row.lane0, row.lane1] for row in rows], dtype=torch.float64)
+    assert torch.allclose(found.view(4, 2, 2), expected["post"], rtol=0, atol=1e-14)
+    resid = torch.tensor([row.resid for row in rows], dtype=torch.float64)
+    assert torch.allclose(resid.view(4, 2), expected["resid"], rtol=0, atol=1e-14)
+    for row, (g0, g1) in zip(rows, found.tolist(), strict=True):
+        larger = max(abs(g0), abs(g1))
+        assert row.difference == pytest.approx(abs(g0 - g1) / larger if larger else 0.0, abs=1e-12)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name][0])
+        assert p.requires_grad == before[name][1]
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_projections_of_zero_leave_no_partial_by_a_weight_of_a_sublayer(wiring: str) -> None:
+    rows = partials(make(replace(SMALL, wiring=wiring, zero_init=True)), draw())
+    assert all(row.lane0 == row.lane1 == row.difference == 0.0 for row in rows)
+
+
+def test_partials_of_lanes_of_equal_weight() -> None:
+    """Bit for bit equal under an exchange symmetry; in the gauge wherever the weights are; else not at all."""
+    for wiring in TWO_LANES:
+        for start in ("symmetric", "asymmetric"):
+            model = make(replace(SMALL, wiring=wiring, start=start))
+            rows = [row for row in partials(model, draw()) if row.layer in compared(model.config)]
+            assert all(row.lane0 and row.lane1 for row in rows), "the instrument must see something"
+            if wiring == "gauge" or (wiring, start) == ("z2", "symmetric"):
+                assert all(row.difference == 0.0 for row in rows), (wiring, start)
+            else:
+                assert all(row.difference > 1e-3 for row in rows), (wiring, start)
+
+
+def test_the_relative_difference() -> None:
+    a, b = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.0])
+    assert relative(a, a) == relative(b, b) == 0.0
+    assert relative(a, b) == relative(b, a) == 1.0
+    assert relative(a, -a) == 2.0
+    assert relative(a, a / 2) == 0.5
+
+
+# ---- what is dead
+
+
+@pytest.mark.parametrize(("wiring", "live"), [("shipped", 16), ("simultaneous", 15), ("gauge", 18), ("z2", 18)])
+def test_of_66_scalars_few_live(wiring: str, live: int) -> None:
+    """Three layers of six behind the fork; a lane that is thrown away loses its last two weights, at once also what it keeps."""
+    model = make(replace(ELEVEN, wiring=wiring))
+    gone = set(dead(model, draw()))
+    assert len(scalars(model)) == 66
+    assert len(set(scalars(model)) - gone) == live
+    assert {name for name in scalars(model) if int(name.split("[")[1].split(",")[0].rstrip("]")) < 8} <= gone
+    thrown = {"post[10,0,0]", "post[10,1,0]"}
+    assert (thrown <= gone) == (wiring in ("shipped", "simultaneous"))
+    assert gone <= set(scalars(model)), "every matrix of every wiring learns"
+
+
+def test_dead_is_what_torch_func_finds_dead() -> None:
+    model = make(replace(SMALL, zero_init=True))
+    gradients = by_torch_func(model, draw())
+    whole = {name for name, g in gradients.items() if name not in ("post", "resid") and not g.any()}
+    assert {name for name in dead(model, draw()) if "[" not in name} == whole
+    assert "blocks.0.mlp.up.weight" in whole
+    assert "blocks.0.mlp.down.weight" not in whole
+    assert set(dead(model, draw())) >= {name for name in scalars(model) if name.startswith("post")}
+
+
+def test_one_lane_has_no_scalars_to_ask_for() -> None:
+    model = make(replace(SMALL, wiring="gptj"))
+    assert scalars(model) == dead(model, draw()) == ()
+    for ask in (partials, exchange_gap, gauge_gap):
+        with pytest.raises(ValueError, match="gptj has one lane and no routing: take one of shipped, simultaneous, gauge, z2"):
+            ask(model, draw())
+    with pytest.raises(ValueError, match="one lane"):
+        train_symmetry(replace(SMALL, wiring="sequential"), draw(4), torch.Generator(), steps=1)
+
+
+# ---- gaps
+
+
+def test_gaps_are_zero_where_there_is_the_symmetry() -> None:
+    gaps = {}
+    for wiring in TWO_LANES:
+        model = make(replace(SMALL, wiring=wiring))
+        with torch.no_grad():
+            model.post += 0.3 * torch.randn(model.post.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        before = model.post.detach().clone()
+        gaps[wiring] = exchange_gap(model, draw()), gauge_gap(model, draw())
+        assert torch.equal(model.post, before)
+    assert gaps["gauge"][0] == gaps["z2"][0] == 0.0
+    assert abs(gaps["gauge"][1]) < 1e-13
+    for gap in (*gaps["shipped"], *gaps["simultaneous"], gaps["z2"][1]):
+        assert abs(gap) > 1e-8
+
+
+def test_a_small_gauge_gap_is_the_difference_of_the_partials() -> None:
+    model = make(SMALL)
+    slope = sum(row.lane0 - row.lane1 for row in partials(model, draw()))
+    assert gauge_gap(model, draw(), 1e-6) / 1e-6 == pytest.approx(slope, rel=1e-4)
+
+
+# ---- along training
+
+
+@cache
+def trained(wiring: str, start: str, steps: int = 40, learned: bool = True) -> Trace:
+    layers = SMALLEST.layers if wiring == "shipped" else 2  # in two, no lane of `shipped` lives on behind its writes
+    config = replace(SMALLEST, layers=layers, wiring=wiring, start=start, learned=learned)
+    tokens = draw(4, 7)
+    return train_symmetry(config, tokens, torch.Generator().manual_seed(0), steps=steps, every=20, batch=1, rate=1e-2)
+
+
+def test_lanes_that_can_be_exchanged_stay_exactly_equal_for_300_steps() -> None:
+    trace = trained("z2", "symmetric", 300)
+    assert trace.steps == tuple(range(0, 301, 20))
+    assert set(trace.differences) == {0.0}
+    assert set(trace.partials) == {0.0}
+    assert trace.losses[-1] < trace.losses[0] - 0.5
+
+
+def test_unequal_lanes_keep_apart_and_others_come_apart() -> None:
+    unequal = trained("z2", "asymmetric")
+    assert unequal.differences[0] == pytest.approx(0.6, abs=1e-6)
+    assert min(unequal.differences) > 0.3
+    assert max(unequal.partials) > 1e-3
+    shipped = trained("shipped", "symmetric")
+    assert shipped.differences[0] == 0.0
+    assert min(shipped.differences[1:]) > 1e-3
+    gauge = trained("gauge", "asymmetric")
+    assert gauge.differences == pytest.approx([0.6] * len(gauge.steps), abs=1e-6)
+    assert set(gauge.partials) == {0.0}
+
+
+def test_frozen_lanes_stay_and_the_model_learns() -> None:
+    frozen = trained("shipped", "asymmetric", learned=False)
+    assert len(set(frozen.differences)) == 1
+    assert set(frozen.partials) == {0.0}
+    assert frozen.losses[-1] < frozen.losses[0]
+
+
+def test_a_trace_is_the_same_again_and_says_what_it_is() -> None:
+    again = trained.__wrapped__("shipped", "symmetric")
+    assert again == trained("shipped", "symmetric")
+    assert (again.name, again.kind, again.start) == ("shipped", "lanes", "symmetric")
+    assert len(again.steps) == len(again.differences) == len(again.partials) == len(again.losses) == 3
+
+
+def test_all_wirings_are_traced_from_the_same_weights() -> None:
+    settings = SymmetrySettings(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, batch=1, length=6, steps=1)
+    traces = trace_wirings(settings, draw(2, 7), 0)
+    assert [(t.name, t.start) for t in traces] == [(w, s) for w in TWO_LANES for s in ("symmetric", "asymmetric")]
+    assert all(trace.steps == (0, 1) for trace in traces)
+    assert max(t.losses[0] for t in traces) - min(t.losses[0] for t in traces) < 1e-6
+
+
+def test_rows_go_round() -> None:
+    tokens = torch.arange(5)[:, None]
+    assert [rows_at(tokens, step, 2)[:, 0].tolist() for step in range(4)] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+
+
+def test_what_cannot_be_traced_is_refused() -> None:
+    with pytest.raises(ValueError, match="give at least 4"):
+        train_symmetry(SMALLEST, draw(3), torch.Generator(), steps=1)
+    with pytest.raises(ValueError, match="put lane_start lower"):
+        train_symmetry(replace(SMALLEST, lane_start=2), draw(4), torch.Generator(), steps=1)
+    assert list(compared(replace(SMALLEST, lane_start=2, wiring="z2"))) == [2]
+
+
+# ---- a quarantine beside a kept adapter
+
+QUARANTINES = QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, batch=1, length=6, steps=20, every=5, rate=1e-2)
+
+
+@cache
+def quarantined(arm: Arm) -> Trace:
+    return train_quarantine(arm, QUARANTINES, draw(4, 7), torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm.name}, {arm.start}")
+def test_in_one_basis_both_adapters_receive_one_gradient(arm: Arm) -> None:
+    trace = quarantined(arm)
+    assert (trace.kind, trace.steps) == ("quarantine", (0, 5, 10, 15, 20))
+    assert trace.losses[-1] < trace.losses[0]
+    if arm.quarantine == "shared":
+        assert set(trace.partials) == {0.0}
+        assert trace.differences == pytest.approx([trace.differences[0]] * 5, abs=1e-12)
+        assert (trace.differences[0] == 0.0) == (arm.start == "equal")
+    else:
+        assert min(trace.partials) > 0.1
+        assert trace.differences[0] == 0.0
+        assert min(trace.differences[1:]) > 1e-3
+
+
+@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm.name}, {arm.start}")
+def test_partials_of_adapters_are_gradients_written_into_the_weight(arm: Arm) -> None:
+    """Against the matrices that the adapters say they add: a factor's gradient step moves them by this."""
+    model = base(QUARANTINES, 7, torch.Generator().manual_seed(0))
+    adapters = attach(model, "blocks.*", spec=arm.spec(2), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
+    found = quarantine_partials(model, adapters, draw(2, 7))
+    assert len(found) == len(adapters.sites) == 6
+    assert all(p.grad is None for p in model.parameters())
+    byte_loss(model, draw(2, 7)).backward()
+    for site, branch in adapters.sites.items():
+        own = factors(branch)
+        for matrix, adapter in zip(written(branch, own), (branch.kept, branch.quarantine), strict=True):
+            assert torch.allclose(matrix, adapter.delta(), rtol=0, atol=1e-14)
+        before = [adapter.delta() for adapter in (branch.kept, branch.quarantine)]
+        with torch.no_grad():
+            for p in own.values():
+                p += p.grad
+        kept, quarantine = (
+            adapter.delta() - delta for adapter, delta in zip((branch.kept, branch.quarantine), before, strict=True)
+        )
+        assert found[site] == pytest.approx(relative(kept, quarantine), abs=1e-9)
+        assert (found[site] == 0.0) == (arm.quarantine == "shared")
+
+
+def test_without_a_quarantine_there_is_nothing_to_compare() -> None:
+    model = base(QUARANTINES, 7, torch.Generator().manual_seed(0))
+    adapters = attach(model, "blocks.*", spec=AdapterSpec(quarantine="none"), generator=torch.Generator())
+    with pytest.raises(ValueError, match=r"no quarantine at blocks.0.attn.q: attach with AdapterSpec\(quarantine="):
+        quarantine_partials(model, adapters, draw(2, 7))
+    with pytest.raises(ValueError, match="give at least 1"):
+        train_quarantine(ARMS[0], QUARANTINES, draw(0), torch.Generator())
