@@ -70,6 +70,14 @@ class Branch(nn.Module):
         """Whether the base matmul is a part of the kept adapter's."""
         return self.S is not None and self._board.kept
 
+    @property
+    def fires(self) -> frozenset[str]:
+        """Which of the points kept_a, kept_out and quarantine_out hooks see now."""
+        board = self._board
+        kept = () if not board.kept else ("kept_a",) if self.folded else ("kept_a", "kept_out")
+        quarantine = ("quarantine_out",) if board.quarantine and self.quarantine is not None else ()
+        return frozenset(() if board.merged else (*kept, *quarantine))
+
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
         """``y``, the base's output, with the adapters added (``None``: the base is folded in)."""
         board, tape = self._board, self._board.tape

@@ -31,7 +31,8 @@ class RequestView:
     """One request after a step in which it ran.
 
     ``position`` is that of the last token which the model read, and ``captured`` and ``readings`` are of this token. ``token`` is
-    the one that was sampled then, with its ``logprob`` (``None`` within a prompt).
+    the one that was sampled then, with its ``logprob`` (``None`` within a prompt). The token that was read is a generated one where
+    ``position`` is at or behind ``prompt``, the prompt's length.
     """
 
     request: int
@@ -41,6 +42,7 @@ class RequestView:
     captured: Mapping[Site, Float[Tensor, "..."]] = field(default_factory=dict)
     readings: Mapping[str, Reading] = field(default_factory=dict)
     finished: bool = False
+    prompt: int = 0
 
 
 @dataclass(frozen=True, eq=False)

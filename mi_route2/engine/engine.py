@@ -110,7 +110,6 @@ class Engine:
             self.prefixes,
             self._state,
             store=store,
-            vectors=dict(vectors or {}),
             patch_slots=patch_slots,
             exact=exact,
         )
@@ -130,7 +129,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; its number, which no other will have. ``ValueError`` or ``KeyError`` for one that cannot be run."""
         if not self._sequences and self._state.look():
-            self.prefixes.clear()
+            self._changed()
         self._refuse(request)
         number = self._arrivals
         self._arrivals += 1
@@ -153,18 +152,32 @@ class Engine:
         self._residents.put_back(one)
 
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
-        """The results of all ``requests``, in their order. A bar shows tokens where it takes more than three seconds."""
-        wanted = [self.submit(request) for request in requests]
-        most = {number: self._sequences[number].request.sampling.max_new for number in wanted}
+        """The results of all ``requests``, in their order. A bar shows tokens where it takes more than three seconds.
+
+        Where one is refused, or anything else raises, none of them stays in the engine. Results of requests that were submitted
+        before are handed out by the next ``step``.
+        """
+        most: dict[int, int] = {}
         found: dict[int, Result] = {}
-        with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
-            while len(found) < len(wanted):
-                before = self.tokens
-                ended = {one.request: one for one in self.step() if one.request in most}
-                found |= ended
-                # whoever stopped early generates no more: the rest of its share is done too
-                bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
-        return [found[number] for number in wanted]
+        others: list[Result] = []
+        try:
+            for request in requests:
+                most[self.submit(request)] = request.sampling.max_new
+            with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
+                while len(found) < len(most):
+                    before = self.tokens
+                    done = self.step()
+                    ended = {one.request: one for one in done if one.request in most}
+                    others += [one for one in done if one.request not in most]
+                    found |= ended
+                    # whoever stopped early generates no more: the rest of its share is done too
+                    bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
+        except BaseException:
+            self._withdraw(most)
+            raise
+        finally:
+            self._done = others + self._done
+        return [found[number] for number in most]
 
     @torch.no_grad()
     def step(self) -> list[Result]:
@@ -179,6 +192,7 @@ class Engine:
                     "or cancel them"
                 )
             self.controllers.before_step(self.steering)
+            self._residents.renew()
             turn = self.scheduler.plan(self._residents.admit, self._residents.put_back)
             self._drop_failed()
             if turn.pieces:
@@ -188,10 +202,14 @@ class Engine:
                     if count > 1:
                         self._residents.publish(one)
                 ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+                if lost := self._residents.lost:
+                    ended = [one for one in ended if one[0] not in lost] + [(one, "error", why) for one, why in lost.items()]
+                    lost.clear()
                 if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
                     self.controllers.after_step(self._view(turn.pieces, ran, {one for one, *_ in ended}), self.steering)
                 for one, finish, error in ended:
-                    self._end(one, finish, error)
+                    if one.id in self._sequences:  # or a controller has cancelled it
+                        self._end(one, finish, error)
             self.steps += 1
         if not self._sequences:
             self._runner.close()
@@ -203,6 +221,21 @@ class Engine:
         for one in list(self._sequences.values()):
             self._end(one, "cancelled")
         self._runner.close()
+
+    def _changed(self) -> None:
+        """The model is another one than before."""
+        self.prefixes.clear()
+        self.decoder.forget()
+        self.steering.found(self.decoder.quarantines())
+
+    def _withdraw(self, requests: Iterable[int]) -> None:
+        """As if these had never been submitted."""
+        gone = set(requests)
+        for number in gone & self._sequences.keys():
+            self._end(self._sequences[number], "cancelled")
+        self._done = [one for one in self._done if one.request not in gone]
+        if not self._sequences:
+            self._runner.close()
 
     def _find(self, request: int) -> Sequence:
         if request not in self._sequences:
@@ -226,8 +259,8 @@ class Engine:
         for site, count in crowded.items():
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the {residents.patch_slots} that the engine holds at a site")
-        for site in {*crowded, *(capture.site for capture in request.capture)}:
-            model.shape(site)  # a site that is not there says so
+        for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
+            model.shape(site)  # a site that is not there, or whose adapters are switched off, says so
         self.steering.fits(request.steering)
 
     def _append(self, due: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Finish, str | None]]:
@@ -269,6 +302,7 @@ class Engine:
                     ran.seen.get(one.id, {}),
                     readings.get(one.id, {}),
                     one in ended,
+                    one.prompt,
                 )
             )
         return StepView(self.steps, tuple(views))
@@ -283,6 +317,7 @@ class Engine:
 
     def _drop_failed(self) -> None:
         for one, reason in self._residents.failed:
+            self._residents.leave(one)
             self._hand_out(one, "error", reason)
         self._residents.failed.clear()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mi_route2.engine.slots import View
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.edits import patch
+from mi_route2.interventions.edits import patch, wide
 from mi_route2.interventions.layout import Layout
 from mi_route2.interventions.patches import Resolved
 from mi_route2.interventions.steering import Readings, SteeringState
@@ -57,7 +57,7 @@ def _index(places: Sequence[tuple], which: int, like: Tensor) -> Tensor:
 def _alpha(one: Resolved, like: Tensor) -> Tensor:
     if isinstance(one.alpha, Tensor):
         return one.alpha.flatten()
-    return torch.full((one.source.numel(),), one.alpha, device=like.device, dtype=one.source.dtype)
+    return torch.full((one.source.numel(),), one.alpha, device=like.device, dtype=wide(one.source.dtype))
 
 
 class Forward:

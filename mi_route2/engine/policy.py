@@ -6,7 +6,7 @@
 
 An engaged request is routed to a held configuration, at a scale of ``gain``. With ``gain=0`` the policy is a shadow: it decides and
 keeps its decisions, and changes nothing. A score counts where a token was sampled from it, so that it does not matter how a prompt
-is cut into pieces.
+is cut into pieces; the first one is therefore that of the prompt's last token, unless ``generated`` leaves it out.
 """
 
 import math
@@ -56,6 +56,8 @@ class ProbePolicy:
         probe: the vector of that score.
         gain: see the module; so is ``proportional``.
         smoothing: ``a`` there.
+        generated: count scores of generated tokens alone, on which monitors act in the forward: a threshold that was set on such
+            tokens says nothing of a prompt's last one.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ProbePolicy:
         gain: float = 1.0,
         proportional: bool = False,
         smoothing: float = 0.25,
+        generated: bool = False,
         name: str = "policy",
         keep: int = 4096,
     ):
@@ -84,7 +87,7 @@ class ProbePolicy:
         self.name, self.config, self.threshold, self.hysteresis = name, config, threshold, hysteresis
         self.gain, self.proportional, self.smoothing = gain, proportional, smoothing
         self.wants = frozenset[Site]() if site is None else frozenset({site})
-        self._monitor, self._site = monitor, site
+        self._monitor, self._site, self._generated = monitor, site, generated
         self._probe = None if probe is None else Vector(probe).data
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[Decision] = deque(maxlen=keep)
@@ -104,7 +107,7 @@ class ProbePolicy:
         return actions
 
     def _score(self, request: RequestView) -> float | None:
-        if request.token is None:
+        if request.token is None or (self._generated and request.position < request.prompt):
             return None
         if self._monitor is not None:
             reading = request.readings.get(self._monitor)

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.engine.rules import Rule
-from mi_route2.engine.sampling import Sampling
+from mi_route2.engine.sampling import Sampling, token_ids, whole
 from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steering
+from mi_route2.interventions.specs import Steering, demand_site, several
 from mi_route2.interventions.where import Where
 from mi_route2.sites import Site
 
@@ -26,6 +26,9 @@ class Capture:
     site: Site
     where: Where = field(default_factory=Where)
 
+    def __post_init__(self) -> None:
+        demand_site(self.site, "a capture")
+
 
 @dataclass(frozen=True, eq=False)
 class Request:
@@ -34,6 +37,7 @@ class Request:
     ``prompt`` is token ids. What ``capture`` keeps comes with the result, or goes to the run store as run ``run`` where that is
     given. Higher ``priority`` goes first. ``rules`` say what is to change as it is generated, ``conversation`` where they hold
     beyond the request. ``owner`` is who held configurations and set monitors that end with the last of the owner's requests.
+    ``ValueError`` for what is of another kind.
     """
 
     prompt: tuple[int, ...]
@@ -46,6 +50,16 @@ class Request:
     rules: tuple[Rule, ...] = ()
     conversation: str | None = None
     owner: str = "client"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", token_ids("the prompt", self.prompt))
+        object.__setattr__(self, "priority", whole("priority", self.priority))
+        for name, kind in (("patch", Patch), ("capture", Capture), ("rules", Rule)):
+            if given := getattr(self, name):
+                object.__setattr__(self, name, several(name, given, kind))
+        for name, given, kind in (("sampling", self.sampling, Sampling), ("steering", self.steering, Steering | None)):
+            if not isinstance(given, kind):
+                raise ValueError(f"{name} is a {name.capitalize()}, not a {type(given).__name__}: write {name.capitalize()}(...)")
 
 
 class Token(NamedTuple):

@@ -4,11 +4,10 @@ All demands are met or none, so that no request ever runs unpatched or unsteered
 override lives as long as the request) and its patches; its keys and values wait outside of the rows, and come back as they were.
 """
 
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-
-from torch import Tensor
 
 from mi_route2.engine.prefix import Prefixes
 from mi_route2.engine.rulebook import RuleBook
@@ -24,7 +23,8 @@ from mi_route2.sites import Site
 
 
 class Residents:
-    """See the module. ``failed`` holds the sequences that turned out to ask for what is not there, with the reason."""
+    """See the module. ``failed`` holds the sequences that turned out to ask for what is not there, with the reason; ``lost`` those
+    that run and whose run of captures cannot go on."""
 
     def __init__(
         self,
@@ -35,14 +35,16 @@ class Residents:
         state: ModelState,
         *,
         store: RunStore | None,
-        vectors: Mapping[str, Tensor],
         patch_slots: int,
         exact: bool,
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
-        self.store, self.vectors, self.patch_slots, self.exact = store, vectors, patch_slots, exact
+        self.store, self.patch_slots, self.exact = store, patch_slots, exact
         self.rules = RuleBook()
         self.failed: list[tuple[Sequence, str]] = []
+        self.lost: dict[Sequence, str] = {}
+        self._leased: dict[Sequence, set[str]] = {}
+        self._renewed = 0.0
         self._rows: list[Sequence] = []
         self._patches: Counter[Site] = Counter()
 
@@ -50,16 +52,29 @@ class Residents:
         """Keep the runs that a request reads from being evicted until it is through."""
         if self.store is None:
             return
-        for run in {patch.source.run for patch in one.request.patch if isinstance(patch.source, FromRun)}:
+        if runs := {patch.source.run for patch in one.request.patch if isinstance(patch.source, FromRun)}:
+            self._take(self.store, one, runs)
+            self._leased[one] = runs
+
+    def renew(self, every: float = 1.0) -> None:
+        """Take the leases of the requests that wait again, once in so many seconds: a queue may be longer than a lease."""
+        if self._leased and self.store is not None and time.monotonic() - self._renewed >= every:
+            self._renewed = time.monotonic()
+            for one, runs in self._leased.items():
+                with suppress(RuntimeError, OSError, ValueError):  # of the store itself: whoever needs a run is told when it reads
+                    self._take(self.store, one, runs)
+
+    def _take(self, store: RunStore, one: Sequence, runs: Iterable[str]) -> None:
+        for run in runs:
             with suppress(KeyError):  # it may be there by the time that the request is admitted, and else fails then
-                self.store.lease(run, self._owner(one))
+                store.lease(run, self._owner(one))
 
     def admit(self, one: Sequence) -> Answer:
         """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""
         try:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, RuntimeError, OSError) as error:
             self.failed.append((one, str(error.args[0]) if error.args else str(error)))
             return "drop"
         one.admitted = True
@@ -89,7 +104,7 @@ class Residents:
             self.steering.release(one.id)
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.request.patch)
-        if self.store is not None:
+        if self.store is not None and self._leased.pop(one, None):
             self.store.release(self._owner(one))
 
     def note(self, pieces: Iterable[tuple[Sequence, int]]) -> None:
@@ -123,11 +138,12 @@ class Residents:
         demand = Counter(patch.site for patch in one.request.patch)
         if any(self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             return False
+        self._refuse_stale(one)
         one.patches = resolve(
             one.request.patch,
             self.decoder.shape,
             runs=self.store,
-            vectors=self.vectors,
+            vectors={name: vector.data for name, vector in self.steering.vectors.items()} if one.request.patch else {},
             dtype=self.decoder.dtype,
             device=self.decoder.device,
         )
@@ -138,6 +154,14 @@ class Residents:
         if one.request.run is not None and self.store is not None:
             self._open(one, self.store)
         return True
+
+    def _refuse_stale(self, one: Sequence) -> None:
+        """``ValueError`` for a source that was captured here before the weights changed."""
+        store = self.store
+        for run in self._leased.get(one, ()) if self.state.stale else ():
+            weights = store.info(run).weights if store is not None else ""
+            if weights in self.state.stale and weights != self.state.digest():
+                raise ValueError(f"run {run!r} is of weights that the model has not any more: capture it again")
 
     def _steered(self, one: Sequence) -> bool:
         """Takes its steering rows; ``False`` where they are not free now."""
@@ -159,7 +183,8 @@ class Residents:
             one.writer = store.writing(
                 one.request.run, weights=self.state.digest(), tokens=one.request.prompt, prompt_length=one.prompt
             )
-        except (KeyError, ValueError):
+            one.lost = self.lost.setdefault
+        except (KeyError, ValueError, RuntimeError, OSError):
             self.steering.release(one.id)
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.request.patch)

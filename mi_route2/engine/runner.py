@@ -107,7 +107,10 @@ class Runner:
         else:
             rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
             tokens = torch.tensor(rows, device=device)
-            keep = torch.tensor(sorted({count - 1 for _, _, count in group}), device=device)
+            columns = sorted({count - 1 for _, _, count in group})
+            if self._unembedding(work):
+                columns = list(range(width))  # its adapters are read and written at every column
+            keep = torch.tensor(columns, device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep)
         for one, start, count in group:
@@ -116,6 +119,10 @@ class Runner:
             return logits[:, 0], readings
         ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
         return logits[torch.arange(len(group), device=device), ends], readings
+
+    def _unembedding(self, work: dict[Site, Work]) -> bool:
+        """Whether something is to be done at the unembedding's adapters."""
+        return any(site.layer is None for site in (*work, *self.steering.sites()))
 
     def _work(self, group: Group) -> dict[Site, Work]:
         """What is to be done at which site, by row and column of the forward."""

@@ -92,7 +92,7 @@ def token_ids(name: str, given: object) -> tuple[int, ...]:
 def choose(
     logits: Float[Tensor, "n v"], how: Sequence[Sampling], uniforms: Sequence[float]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """One token a row, by its own ``Sampling`` and its own uniform; and its logit, not finite where the row holds NaN or +infinity."""
+    """One token a row, by its own ``Sampling`` and its own uniform; its logit, not finite where the row has NaN or +infinity."""
     chosen = _greatest(logits)
     values = logits.gather(1, chosen[:, None])[:, 0]
     drawn = [i for i, one in enumerate(how) if not one.plain]

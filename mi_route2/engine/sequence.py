@@ -1,5 +1,6 @@
 """One request on its way through the engine: its tokens, where its keys and values are, and what is collected for its result."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +11,13 @@ from mi_route2.engine.request import Capture, Captured, Request, Result
 from mi_route2.engine.slots import Saved
 from mi_route2.interventions.patches import Resolved
 from mi_route2.interventions.runs.writer import Writer
+from mi_route2.sites import Site
 
 
 @dataclass(eq=False)
 class Sequence:
-    """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back."""
+    """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back.
+    ``lost`` is told where the run that it writes cannot go on."""
 
     id: int
     arrival: int
@@ -31,6 +34,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None
+    lost: Callable[["Sequence", str], object] | None = None
     captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -59,12 +63,24 @@ class Sequence:
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
         """Takes what capture ``number`` saw."""
-        if self.writer is not None:
-            self.writer.append(self.request.capture[number].site, positions, rows)
+        if self.request.run is not None:
+            self._write(self.request.capture[number].site, positions, rows)
             return
         held = self.captured.setdefault(number, ([], []))
         held[0].extend(positions)
         held[1].append(rows.detach())
+
+    def _write(self, site: Site, positions: list[int], rows: Tensor) -> None:
+        """To the run, as long as there is one: a store that is full, closed or has ended the run is no matter of the neighbours."""
+        if self.writer is None:
+            return
+        try:
+            self.writer.append(site, positions, rows)
+        except (ValueError, RuntimeError, OSError) as error:
+            self.writer.abort()
+            self.writer = None
+            if self.lost is not None:
+                self.lost(self, str(error))
 
     def settle(self) -> None:
         """What was captured goes into the result, or its run is finished; of a request that failed no run is kept."""
@@ -75,8 +91,11 @@ class Sequence:
         if self.writer is not None and result.finish == "error":
             self.writer.abort()
         elif self.writer is not None:
-            self.writer.add_tokens(result.ids)
-            self.writer.close()
+            try:
+                self.writer.add_tokens(result.ids)
+                self.writer.close()
+            except (ValueError, RuntimeError, OSError) as error:
+                result.finish, result.error = "error", str(error)
 
     def unfired(self) -> list[str]:
         """Captures and patches at positions that were never computed."""

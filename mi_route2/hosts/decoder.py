@@ -30,6 +30,8 @@ DECODERS: Mapping[str, str] = MappingProxyType(
 attention, caps) or have not been compared piece by piece."""
 
 HOSTED = ("torch", "transformer_lens")
+MASKED = ("sdpa", "eager", "exact")
+"""Attentions of transformers that take a mask of every query; the others would take it for something else."""
 
 
 @runtime_checkable
@@ -59,6 +61,8 @@ class Decoder:
         self._blocks, self._config = _block_list(model, row), config_of(model)
         config = self._config
         _refuse_windows(config)
+        if (kind := getattr(config, "_attn_implementation", None) or MASKED[0]) not in MASKED and not self._own:
+            raise ValueError(f"a decoder masks each query, which {kind} cannot: load the model with attn_implementation='sdpa'")
         self.layers = len(self._blocks)
         self.heads, self.width = _sizes(config)
         self.context = int(_first(config, "max_position_embeddings", "n_positions", "context"))
@@ -106,16 +110,24 @@ class Decoder:
             return self._run(tokens, positions, allowed, cache, keep)
 
     def shape(self, site: Site) -> tuple[int, ...]:
-        """The shape of a site's value at one token, as a forward shows it; errors as of ``Host.hooks``."""
+        """The shape of a site's value at one token, as a forward shows it; errors as of ``Host.hooks``, and ``ValueError`` for a
+        site that does not fire. What was seen is remembered until ``forget``."""
         if site not in self._shapes:
-            found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
+            try:
+                found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
+            except RuntimeError as error:
+                raise ValueError(f"{site} does not fire in this model as its adapters are switched or merged now") from error
             self._shapes[site] = tuple(found[site].shape[2:])
         return self._shapes[site]
 
+    def forget(self) -> None:
+        """The model was changed: sites may fire that did not, and the other way round."""
+        self._shapes.clear()
+
     def quarantines(self) -> tuple[Site, ...]:
-        """``quarantine_out`` of every Linear that has a quarantine attached."""
+        """``quarantine_out`` of every Linear whose quarantine is attached and switched on."""
         branches = [module for module in self.host.model.modules() if isinstance(module, Branch)]
-        return tuple(sorted({Site.parse(f"{one.site}.quarantine_out") for one in branches if one.quarantine is not None}))
+        return tuple(sorted({Site.parse(f"{one.site}.quarantine_out") for one in branches if "quarantine_out" in one.fires}))
 
     @property
     def unmasked(self) -> bool:
@@ -188,10 +200,15 @@ def _block_list(model: nn.Module, row: Architecture) -> nn.ModuleList:
     return blocks
 
 
-def _refuse_windows(config: object) -> None:
+def _refuse_windows(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ValueError(f"a decoder runs full attention alone, and this model has {', '.join(sorted(kinds))}: use host.logits")
+    if (rope := getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        # Its angles are those of the longest sequence of a batch: a request would depend on its neighbours.
+        raise ValueError(
+            f"a decoder cannot turn positions by {rope['rope_type']!r}, which looks at the whole batch: use host.logits"
+        )
 
 
 def _first(config: object, *names: str) -> Any:

@@ -7,6 +7,7 @@ Gradient checkpointing runs a block's modules again in the backward, so edits mu
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,27 +175,35 @@ def checkpointing() -> bool:
 
 
 def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays) -> RemovableHandle:
-    def edited(raw: Tensor) -> Tensor | None:
-        fired.saw(site)
-        new = answered(site, edit, tap.read(site, raw))
-        if new is None:
-            return None
-        again.edited(site)
-        return tap.write(raw, new)
-
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        by_place = bool(args) and isinstance(args[0], Tensor)
-        new = edited(args[0] if by_place else kwargs["hidden_states"])
-        if new is None:
-            return None
-        return ((new, *args[1:]), kwargs) if by_place else (args, {**kwargs, "hidden_states": new})
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return edited(output)
-        new = edited(output[0])
-        return None if new is None else (new, *output[1:])
-
+    edited = partial(_edited, site, tap, edit, fired, again)
     if tap.side == "input":
-        return module.register_forward_pre_hook(before, with_kwargs=True)
-    return module.register_forward_hook(after)
+        return module.register_forward_pre_hook(partial(_before, edited), with_kwargs=True)
+    return module.register_forward_hook(partial(_after, edited))
+
+
+def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays, raw: Tensor) -> Tensor | None:
+    """What the module's value becomes; ``None`` where the edit only read."""
+    fired.saw(site)
+    new = answered(site, edit, tap.read(site, raw))
+    if new is None:
+        return None
+    again.edited(site)
+    return tap.write(raw, new)
+
+
+_Called = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _before(edited: Edit, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Called | None:
+    by_place = bool(args) and isinstance(args[0], Tensor)
+    new = edited(args[0] if by_place else kwargs["hidden_states"])
+    if new is None:
+        return None
+    return ((new, *args[1:]), kwargs) if by_place else (args, {**kwargs, "hidden_states": new})
+
+
+def _after(edited: Edit, _module: nn.Module, _args: Any, output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return edited(output)
+    new = edited(output[0])
+    return None if new is None else (new, *output[1:])

@@ -32,6 +32,11 @@ class Watch:
     adds: Mapping[Site, Tensor]
     quarantined: frozenset[Site]
 
+    @property
+    def sites(self) -> set[Site]:
+        """Where it reads and acts."""
+        return {self.monitor.site, *self.adds, *self.quarantined}
+
 
 def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, ...]) -> Watch:
     """``monitor``, resolved, on the device of ``rows``. ``ValueError`` where a vector or a quarantine does not fit."""

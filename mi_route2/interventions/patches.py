@@ -10,6 +10,7 @@ at that token's row. Positions may lie in tokens that are yet to be generated.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -18,6 +19,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.interventions.edits import wide
+from mi_route2.interventions.specs import Number, demand_site
 from mi_route2.sites import Site, nearest
 
 ZEROS = "zeros"
@@ -36,19 +39,42 @@ class FromRun:
 class Patch:
     """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).
 
-    ``ValueError`` for a negative position and for an ``alpha`` that is not finite.
+    ``ValueError`` for what is no position, for an ``alpha`` that is not finite and for a source that is none of the three.
     """
 
     site: Site
     position: int
     source: FromRun | Tensor | str
-    alpha: float | Tensor = 1.0
+    alpha: Number | Tensor = 1.0
 
     def __post_init__(self) -> None:
-        if self.position < 0:
+        demand_site(self.site, "a patch")
+        if not isinstance(self.position, int) or self.position < 0:
             raise ValueError(f"a patch at {self.site} names position {self.position}: positions count from 0 at the prompt's first")
-        if not bool(torch.isfinite(torch.as_tensor(self.alpha)).all()):
+        if not isinstance(self.source, FromRun | Tensor | str):
+            raise ValueError(
+                f"the source of the patch at {self.site} is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a "
+                f"{type(self.source).__name__}"
+            )
+        for name in ("source", "alpha"):
+            if isinstance(given := getattr(self, name), Tensor):  # a copy: whoever writes into theirs does not change a request
+                object.__setattr__(self, name, given.detach().clone())
+        if not isinstance(self.alpha, Tensor):  # 1 and 1.0 are one share, also where blocks are named by it
+            object.__setattr__(self, "alpha", _share(self.site, self.alpha))
+        elif not bool(torch.isfinite(self.alpha).all()):
             raise ValueError(f"the patch at {self.site}, position {self.position}, has an alpha that is not finite")
+
+
+def _share(site: Site, alpha: object) -> float:
+    try:
+        share = float(alpha)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the alpha of the patch at {site} is a number, or a tensor of one a dimension, not {alpha!r:.60}"
+        ) from error
+    if not math.isfinite(share):
+        raise ValueError(f"the patch at {site} has an alpha that is not finite")
+    return share
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +117,7 @@ def resolve(
         source = _fit(_source(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
         alpha = patch.alpha
         if isinstance(alpha, Tensor):
-            alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, dtype)
+            alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
         found[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
     return tuple(sorted(found.values(), key=lambda one: one.position))
 

@@ -4,6 +4,7 @@ A row is taken when a request is admitted and given back when it ends or is pree
 at one that is held already, so that it cannot fail for want of one.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -50,8 +51,10 @@ class Requests:
     """See the module; errors are those of ``SteeringState``, whose methods these are without what they change there."""
 
     def __init__(self, rows: Rows, vectors: Mapping[str, Vector], quarantine_sites: tuple[Site, ...]):
-        self.rows, self._vectors, self._quarantine_sites = rows, vectors, quarantine_sites
+        self.rows, self._vectors, self.quarantine_sites = rows, vectors, quarantine_sites
         self.living: dict[int, Living] = {}
+        self.watched: Counter[Site] = Counter()
+        """Where monitors of single requests that run read and act, and how many do."""
         self.held: dict[str, Held] = {}
 
     def of(self, request: int) -> Living:
@@ -90,7 +93,7 @@ class Requests:
         if living is None:
             own = self._resolved(spec)
             rows = {name: self._row(name, config) for name, config in configs.items()}
-            watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self._quarantine_sites) for monitor in own.monitors}
+            watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self.quarantine_sites) for monitor in own.monitors}
             living = Living(spec or Steering(), own, rows, owner, conversation, watches)
         elif living.resident:
             raise ValueError(f"request {request} runs already: a request has one number, which is never used again")
@@ -101,6 +104,7 @@ class Requests:
         living.alternatives = tuple(self.rows.acquire(config) for config in living.configs.values())
         living.routed = self.rows.acquire(living.override[1]) if living.override else None
         living.resident = True
+        self._count(living, 1)
         self.living[request] = living
 
     def preempted(self, request: int) -> None:
@@ -121,7 +125,29 @@ class Requests:
         if living.resident:
             for row in (living.row, *living.alternatives, *(() if living.routed is None else (living.routed,))):
                 self.rows.release(row)
+            self._count(living, -1)
         living.row, living.alternatives, living.routed, living.resident = 0, (), None, False
+
+    def watch(self, request: int, name: str, watch: Watch | None) -> None:
+        """Replace a monitor that was set on a request, or (``None``) take it off. ``ValueError`` for a name of its own spec."""
+        living = self.of(request)
+        if watch is not None and name in living.watches:
+            raise ValueError(f"request {request} brought a monitor {name!r} of its own: give this one another name")
+        if living.resident:
+            self._count(living, -1)
+        if watch is not None:
+            living.dynamic[name] = watch
+        else:
+            living.dynamic.pop(name, None)
+        if living.resident:
+            self._count(living, 1)
+
+    def _count(self, living: Living, one: int) -> None:
+        for watch in (*living.watches.values(), *living.dynamic.values()):
+            for site in watch.sites:
+                self.watched[site] += one
+                if not self.watched[site]:
+                    del self.watched[site]
 
     def hold(self, name: str, spec: Steering, owner: str) -> None:
         if not name:

@@ -106,6 +106,22 @@ def _finite(name: str, value: Number, low: float = -math.inf, high: float = math
     return number
 
 
+def demand_site(site: object, what: str) -> None:
+    """``ValueError`` for what is not a ``Site``."""
+    if not isinstance(site, Site):
+        raise ValueError(f"{what} is at a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
+
+
+def several(name: str, given: object, kind: type) -> tuple:
+    """``given`` as a tuple; ``ValueError`` where it is not several of ``kind``."""
+    if isinstance(given, kind) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} is a sequence of {kind.__name__}, not one {type(given).__name__}: write ({kind.__name__}(...),)")
+    found = tuple(given)
+    if wrong := [one for one in found if not isinstance(one, kind)]:
+        raise ValueError(f"{name} is a sequence of {kind.__name__}, and one of it is a {type(wrong[0]).__name__}")
+    return found
+
+
 def _one_of(name: str, value: object, known: Iterable[object]) -> None:
     if value not in (known := tuple(known)):
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
@@ -120,6 +136,7 @@ class Steer:
     scale: Number = 1.0
 
     def __post_init__(self) -> None:
+        demand_site(self.site, "a vector")
         object.__setattr__(self, "vector", Vector(self.vector))
         object.__setattr__(self, "scale", _finite("scale", self.scale))
 
@@ -152,6 +169,7 @@ class Clamp:
     value: Number | None = None
 
     def __post_init__(self) -> None:
+        demand_site(self.site, "a clamp")
         vector = Vector(self.vector)
         object.__setattr__(self, "vector", vector)
         if vector.values is not None and not bool(vector.values.any()):
@@ -218,12 +236,13 @@ class Monitor:
     name: str = ""
 
     def __post_init__(self) -> None:
+        demand_site(self.site, "a monitor")
         object.__setattr__(self, "probe", Vector(self.probe))
         object.__setattr__(self, "threshold", _finite("threshold", self.threshold))
         object.__setattr__(self, "sharpness", _finite("sharpness", self.sharpness, low=0.0))
         object.__setattr__(self, "depth", _finite("depth", self.depth, 0.0, 1.0))
         object.__setattr__(self, "name", self.name or str(self.site))
-        object.__setattr__(self, "adds", tuple(self.adds))
+        object.__setattr__(self, "adds", several("adds", self.adds, Steer))
         for field in ("gates", "quarantined"):
             given = getattr(self, field)
             object.__setattr__(self, field, None if given is None else tuple(sorted(set(given))))
@@ -286,8 +305,8 @@ class Steering:
     monitors: Sequence[Monitor] = ()
 
     def __post_init__(self) -> None:
-        for field in (*TIERS, "clamps", "monitors"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for field, kind in (*((tier, Steer) for tier in TIERS), ("clamps", Clamp), ("monitors", Monitor)):
+            object.__setattr__(self, field, several(field, getattr(self, field), kind))
         for phase in ("prefill", "decode"):
             sites = [clamp.site for clamp in self.clamps if clamp.phase in ("both", phase)]
             if crowded := [site for site in sites if sites.count(site) > CLAMPS]:

@@ -71,6 +71,11 @@ class SteeringState:
         self._forward: Forward | None = None
         self._steps: dict[Site, SiteStep] = {}
 
+    def found(self, quarantine_sites: tuple[Site, ...]) -> None:
+        """The quarantines that monitors gate from now on: the model's were switched."""
+        self.quarantine_sites = tuple(sorted(quarantine_sites))
+        self._requests.quarantine_sites = self.quarantine_sites
+
     # Vectors and globals
 
     def register(self, name: str, tensor: VectorLike) -> None:
@@ -223,15 +228,15 @@ class SteeringState:
         if request is None:
             self._monitors[monitor.name] = watch, owner
         else:
-            living = self._requests.of(request)
-            if monitor.name in living.watches:
-                raise ValueError(f"request {request} brought a monitor {monitor.name!r} of its own: give this one another name")
-            living.dynamic[monitor.name] = watch
+            self._requests.watch(request, monitor.name, watch)
         self._changed(request)
 
     def clear_monitor(self, name: str, *, request: int | None = None) -> None:
         """Take back what ``set_monitor`` did; nothing happens where there is none. A request's own spec stays as it is."""
-        (self._monitors if request is None else self._requests.of(request).dynamic).pop(name, None)
+        if request is None:
+            self._monitors.pop(name, None)
+        else:
+            self._requests.watch(request, name, None)
         self._changed(request)
 
     # What acts
@@ -271,9 +276,8 @@ class SteeringState:
     def _changed(self, request: int | None = None) -> None:
         """As ``_forget``, where hooks may be needed at other sites too."""
         self._forget(request)
-        running = [living for living in self._requests.living.values() if living.resident]
-        watches = {id(watch): watch for living in running for watch in self._watches(living)}.values()
-        found = self.rows.sites().union(self.tier, *({w.monitor.site, *w.adds, *w.quarantined} for w in watches))
+        everyones = (watch.sites for watch, _ in self._monitors.values())
+        found = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
         if found != self._sites:
             self._sites, self._version = frozenset(found), self._version + 1
 

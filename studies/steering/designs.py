@@ -92,13 +92,14 @@ def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 
 def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> Cell:
-    """A policy without smoothing or hysteresis that routes a request to a held row ``delay`` tokens after the score; as a
-    ``shadow`` it decides and does nothing."""
+    """A policy without smoothing or hysteresis that routes a request to a held row ``delay`` tokens after the score of a generated
+    token; as a ``shadow`` it decides and does nothing."""
     gate = fitted.gates[Site.parse(settings.site)]["probe"]
     name = "shadow" if shadow else f"delay {delay} x{gain:g}"
     threshold, held = gate.thresholds[settings.operating], f"{name} row"
     watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
-    policy = ProbePolicy(held, threshold, monitor=name, smoothing=1.0, gain=0.0 if shadow else 1.0, name=name, keep=1 << 20)
+    gain_there = 0.0 if shadow else 1.0
+    policy = ProbePolicy(held, threshold, monitor=name, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20)
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:

@@ -45,6 +45,9 @@ class Late:
 class QuarantineSwitch:
     """Closes the whole quarantine of a request from the next token on where its score is at least ``threshold``.
 
+    Scores of generated tokens count, as in a gate of the forward: the threshold is a quantile of such scores, and the last token of
+    every prompt, one and the same, may lie above it or below for good.
+
     ``latch``: once closed it stays so; else it opens after a token with a lower score.
     """
 
@@ -58,7 +61,7 @@ class QuarantineSwitch:
         for request in view.requests:
             if request.finished:
                 self._closed.discard(request.request)
-            elif request.token is not None:
+            elif request.token is not None and request.position >= request.prompt:
                 actions += self._judge(request)
         return actions
 

@@ -15,7 +15,7 @@ from studies.route2.recorder import write_json
 from studies.route2.settings import Settings as RunSettings
 
 OWN, RUN = "settings.json", "run.json"
-FORMAT = 1
+FORMAT = 2
 """Raised when what is computed changes in a way that no setting shows."""
 
 SUBJECTS: Mapping[str, str] = MappingProxyType(

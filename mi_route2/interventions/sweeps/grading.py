@@ -68,6 +68,8 @@ def one_token(given: int | str | None, tokenizer: Any, name: str) -> int | None:
     """The id of ``given``: itself, or a text that the tokenizer makes exactly one token of. ``ValueError`` otherwise."""
     if given is None or isinstance(given, int):
         return given
+    if not isinstance(given, str):
+        raise ValueError(f"the {name} {given!r:.60} is neither a token's id nor a text: give one of the two")
     if tokenizer is None:
         raise ValueError(f"the {name} {given!r} is a text, and there is no tokenizer: pass one, or give the token's id")
     ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))

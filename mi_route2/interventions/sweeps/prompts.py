@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from torch import Tensor
@@ -58,7 +59,10 @@ def read(given: Given, tokenizer: Any, name: str) -> Prompt:
         if given.ndim != 1 or given.is_floating_point():
             raise ValueError(f"the {name} prompt is one row of token ids, not {given.dtype} of shape {list(given.shape)}")
         given = given.tolist()
-    tokens = tuple(int(token) for token in given)
+    try:
+        tokens = tuple(map(index, given))
+    except TypeError as error:
+        raise ValueError(f"the {name} prompt is one row of token ids, or a text, not {given!r:.60}") from error
     if not tokens:
         raise ValueError(f"the {name} prompt has no tokens")
     return Prompt(tokens, _labels(tokens, tokenizer))
@@ -91,11 +95,14 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
     if given is None:
         return tuple(range(len(prompt.tokens)))
     found: set[int] = set()
-    for one in [given] if isinstance(given, int | str | Span) else given:
+    for one in given if isinstance(given, Iterable) and not isinstance(given, str) else [given]:
         if isinstance(one, str | Span):
             found.update(prompt.spans(Span(one) if isinstance(one, str) else one))
-        else:
-            found.add(inside(int(one), prompt))
+            continue
+        try:
+            found.add(inside(index(one), prompt))
+        except TypeError as error:
+            raise ValueError(f"{one!r:.60} is no position: give a number, a text that stands there, or a Span") from error
     if not found:
         raise ValueError("no positions: name at least one, or leave them out for all")
     return tuple(sorted(found))

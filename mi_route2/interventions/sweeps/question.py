@@ -5,6 +5,8 @@ al. 2022, "Locating and Editing Factual Associations in GPT", causal tracing; Zh
 Activation Patching"). All of that is about one corrupt prompt here, and one position that is scored.
 """
 
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mi_route2.architectures import config_of
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.sweeps.alignment import Alignment, align
 from mi_route2.interventions.sweeps.grading import Grader, one_token
@@ -128,6 +131,19 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
     if not sources:
         raise ValueError(f"none of the positions can be patched: position {skipped[0].position}: {skipped[0].why}")
     return sources, tuple(skipped)
+
+
+def refuse_tokens(host: Host, question: Question, alpha: float) -> None:
+    """``ValueError`` for a token that the model does not have, which a device would answer with its end, and for an ``alpha`` that
+    is not finite."""
+    if not math.isfinite(alpha):
+        raise ValueError(f"alpha={alpha} is no share: 1 replaces a value, 0 leaves it")
+    config = config_of(host.model)
+    sizes = (getattr(config, name, None) for name in ("vocab_size", "d_vocab", "vocab"))
+    vocabulary = next((size for size in sizes if isinstance(size, int)), sys.maxsize)  # whoever does not say has its own errors
+    for name, prompt in (("clean", question.clean), ("corrupt", question.corrupt)):
+        if wrong := [token for token in prompt.tokens or () if not 0 <= token < vocabulary]:
+            raise ValueError(f"the {name} prompt's {wrong[0]} is no token: the vocabulary has 0..{vocabulary - 1}")
 
 
 def refuse_dropout(host: Host) -> None:

@@ -23,7 +23,7 @@ from mi_route2.interventions.sweeps.grid import Cell, Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.plan import Group, needed, plan, spent
 from mi_route2.interventions.sweeps.prompts import Given, Positions
-from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout
+from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_tokens
 from mi_route2.interventions.sweeps.targets import Choice, Target, choose, count_layers, seen_by
 from mi_route2.interventions.sweeps.whole import forwards
 
@@ -131,6 +131,7 @@ def prepare(
     refuse_dropout(host)
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
+    refuse_tokens(host, question, alpha)
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), count_layers(host)
@@ -205,8 +206,9 @@ def sweep(
             stands behind the last block's attention at another position than the scored one.
         progress: a bar on a terminal.
 
-    ``KeyError`` for an unknown site, ``ValueError`` for a position outside of the prompt, an answer of several tokens, prompts that
-    cannot be aligned, and a model that drops activations at random; ``RuntimeError`` for a site that does not fire.
+    ``KeyError`` for an unknown site, ``ValueError`` for a position outside of the prompt, a token that the model lacks, an answer
+    of several tokens, prompts that cannot be aligned, and a model that drops activations at random; ``RuntimeError`` for a site
+    that does not fire.
     """
     planned = prepare(
         host,

@@ -62,12 +62,11 @@ def count_layers(host: Host) -> int:
 
 
 def known_sites(host: Host) -> list[Site]:
-    """Every site that the host's model has, layer by layer; those of attached adapters behind the blocks' own."""
+    """Every site that the host's model has, layer by layer; those of attached adapters, as they are switched now, behind the
+    blocks' own."""
     found = [site for layer in range(count_layers(host)) for point in POINTS if _stands(host, site := Site(layer, point))]
     for name, (_, branch) in branches(host.model).items():
-        absent = {"quarantine_out"} if branch.quarantine is None else set()
-        absent |= {"kept_out"} if branch.folded else set()
-        found += [Site.parse(f"{name}.{point}") for point in ADAPTER_POINTS if point not in absent]
+        found += [Site.parse(f"{name}.{point}") for point in ADAPTER_POINTS if point in branch.fires]
     return found
 
 

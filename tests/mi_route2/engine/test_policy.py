@@ -20,7 +20,8 @@ SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 
 def seen(step: int, score: float, request: int = 0, **given) -> StepView:
     readings = {"m": Reading(score, 0.5)}
-    return StepView(step, (RequestView(request, step, **({"token": 1, "logprob": -1.0, "readings": readings} | given)),))
+    fields = {"position": step, "token": 1, "logprob": -1.0, "readings": readings} | given
+    return StepView(step, (RequestView(request, **fields),))
 
 
 def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
@@ -55,6 +56,15 @@ def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
         elif abs(wanted - said) < STEP - 1e-9:
             assert answers[n] == []
         said = next(iter(scales), said) if engaged else 0.0
+
+
+def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():
+    """Thresholds that were set on generated tokens say nothing of it; position 4 is the last one of a prompt of 5."""
+    for generated, expected in ((True, []), (False, [Override(0, "c"), SetScale(1.0, 0)])):
+        policy = ProbePolicy("c", 1.0, monitor="m", generated=generated)
+        assert policy.on_step(seen(0, 3.0, position=4, prompt=5)) == expected
+    policy = ProbePolicy("c", 1.0, monitor="m", generated=True)
+    assert policy.on_step(seen(1, 3.0, position=5, prompt=5)) == [Override(0, "c"), SetScale(1.0, 0)]
 
 
 def test_hysteresis_keeps_it_from_flapping():

@@ -16,7 +16,7 @@ from mi_route2.hosts import Host, open_host
 from mi_route2.interventions.sweeps import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
 from mi_route2.interventions.sweeps.plan import Costs, needed, plan, spent
 from mi_route2.interventions.sweeps.prompts import places, read
-from mi_route2.interventions.sweeps.targets import choose
+from mi_route2.interventions.sweeps.targets import choose, known_sites
 from mi_route2.sites import Site
 from studies.loopholes.vocabulary import Vocabulary
 
@@ -173,6 +173,9 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"at": 3}, ValueError, r"0\.\.2"),
         ({"clean": [5, 6, 6, 9], "at": 1}, ValueError, "cannot be scored"),
         ({"positions": [2], "at": 1}, ValueError, "behind position 1"),
+        ({"clean": [5, 6, VOCAB]}, ValueError, rf"the clean prompt's {VOCAB} is no token: the vocabulary has 0\.\.{VOCAB - 1}"),
+        ({"corrupt": [5, 8, -1]}, ValueError, "the corrupt prompt's -1 is no token"),
+        ({"alpha": float("nan")}, ValueError, "alpha=nan is no share"),
     ],
 )
 def test_what_cannot_be_asked_is_said(asking: Any, changes: dict[str, Any], error: type, said: str) -> None:
@@ -204,6 +207,17 @@ def test_what_cannot_be_run_is_said() -> None:
         paths(HOST, senders="mlp_out", receivers=Site(0, "q"), **{k: v for k, v in ASKED.items() if k != "sites"})
     with pytest.raises(ValueError, match=r"blocks\.1\.q\[9\] is outside"):
         paths(HOST, senders=Site(0, "z"), receivers="blocks.1.q[9]", **{k: v for k, v in ASKED.items() if k != "sites"})
+
+
+def test_lanes_that_are_switched_off_or_merged_are_no_sites() -> None:
+    adapted = open_host("torch", make_family("Qwen3"))
+    adapters = adapted.attach("blocks.*.mlp.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    points = {"on": {"kept_a", "kept_out", "quarantine_out"}, "deployed": {"kept_a", "kept_out"}, "merged": set()}
+    for state, switched in (("on", adapters.full), ("deployed", adapters.deployed), ("merged", adapters.merged)):
+        with switched():
+            assert {site.point for site in known_sites(adapted) if site.linear} == points[state]
+    with adapters.deployed(), pytest.raises(KeyError, match="no site matches 'quarantine_out'"):
+        sweep(adapted, **{**ASKED, "sites": "quarantine_out"})
 
 
 def test_a_point_that_does_not_fire_is_an_error() -> None:

@@ -4,11 +4,13 @@ import pytest
 import torch
 from tiny_steering import Made
 
-from mi_route2.engine.controllers import Controllers
+from mi_route2.engine.actions import SetMonitor
+from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.policy import ProbePolicy
 from mi_route2.engine.request import Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.steering import Reading
 from mi_route2.sites import Site
 from studies.steering.cells import Bench
 from studies.steering.designs import away, delayed, steered
@@ -106,7 +108,8 @@ def test_a_steered_request_leaves_its_neighbours_bits(bench: Bench, fitted: Fitt
 
 
 def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: Fitted) -> None:
-    """A policy that always engages: the token read after the first decision is the first that is steered, for any delay."""
+    """A policy that always engages: with any delay the first token that is steered is so many behind the first generated one, and
+    the score of the prompt's last token decides nothing."""
     settings = bench.settings
     plain = table(run(bench, forced(bench, None), exact=True))
     row = away(settings, fitted, 1.0)
@@ -118,10 +121,8 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
         for name, spec in cell.held.items():
             engine.steering.hold(name, spec)
         late = table(engine.generate(forced(bench, cell.steering), progress=False))
-        # No monitor reads the prompt's last token for a controller that acts on it: the first score is of that token, and it acts
-        # `delay` tokens later.
-        assert torch.equal(late[:, :delay], plain[:, :delay])
-        assert (late[:, delay] - plain[:, delay]).abs().max() > 1e-3
+        assert torch.equal(late[:, : delay + 1], plain[:, : delay + 1])
+        assert (late[:, delay + 1] - plain[:, delay + 1]).abs().max() > 1e-3
     assert row.site == Site.parse(settings.site)
 
 
@@ -134,16 +135,26 @@ def test_a_shadow_changes_no_bit_and_keeps_its_books(bench: Bench, fitted: Fitte
 
 
 def test_the_switch_closes_everything_from_the_next_token_on(bench: Bench, fitted: Fitted) -> None:
-    """With a threshold below all scores: the first generated token's logits are those of always on, the second's those of a gate
-    that is shut on generated tokens."""
+    """With a threshold below all scores: the quarantine is on up to the first generated token, whose score is the first that
+    counts, and off behind it."""
     weight = fitted.gates[EARLY]["probe"].weight
     watch = Steering(monitors=(Monitor(EARLY, weight, 0.0, gates=(), name="w"),))
     shut = saturated(EARLY, weight.tolist())
     for latch in (True, False):
         controllers = Controllers([QuarantineSwitch("s", "w", -CERTAIN, shut, latch=latch)])
-        found = table(run(bench, forced(bench, watch), controllers=controllers))
-        closed = table(run(bench, forced(bench, Steering(monitors=(shut,)))))
-        torch.testing.assert_close(found, closed, rtol=0, atol=CLOSE)
+        requests = forced(bench, watch)
+        for request, result in zip(requests, run(bench, requests, controllers=controllers), strict=True):
+            expected = reference(bench, [*request.prompt, *result.ids], len(request.prompt) + 1)[: len(result.ids) - 1]
+            torch.testing.assert_close(table([result])[0, 1:].double(), expected.double(), rtol=0, atol=CLOSE)
+
+
+def test_the_last_token_of_a_prompt_closes_nothing() -> None:
+    """Thresholds are quantiles over generated tokens, and no gate of the forward acts on a prompt."""
+    shut = saturated(EARLY, [1.0])
+    for position, expected in ((6, []), (7, [SetMonitor(shut, 3)])):
+        switch = QuarantineSwitch("s", "w", 0.0, shut, latch=True)
+        request = RequestView(3, position, 1, -1.0, readings={"w": Reading(5.0, 1.0)}, prompt=7)
+        assert switch.on_step(StepView(0, (request,))) == expected
 
 
 def test_a_switch_opens_again_unless_it_latches(bench: Bench, fitted: Fitted) -> None:

@@ -1,0 +1,379 @@
+"""What would be wrong in silence, and whom one request may harm: nobody."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mi_route2.engine.residents as residents
+from mi_route2.adapters import Adapters
+from mi_route2.engine.actions import Action
+from mi_route2.engine.controllers import Controllers, StepView
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.forward import Work
+from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.sampling import Sampling, choose
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.edits import patch
+from mi_route2.interventions.patches import FromRun, Patch, resolve
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.sites import Site
+from tests.support.families import SPECS, VOCAB, make_family, move
+
+PROMPT, ASK = tuple(range(3, 23)), Sampling(max_new=3, logprob_token_ids=tuple(range(VOCAB)))
+SITE, QUARANTINE = Site(1, "resid_pre"), Site(1, "quarantine_out", "mlp.down")
+VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+CLOSE = 1e-10
+
+
+def adapted(dtype: torch.dtype = torch.float64, *patterns: str) -> tuple[Host, Adapters]:
+    host = open_host("torch", make_family("Qwen3", dtype))
+    spec = SPECS["svd-low"] if not patterns else SPECS["lora"]
+    adapters = host.attach(*(patterns or ("blocks.*",)), spec=spec, generator=torch.Generator().manual_seed(7))
+    return host, move(adapters, 0.2)
+
+
+def table(result: Result) -> torch.Tensor:
+    assert result.finish == "length", result.error
+    return torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+
+
+def generated(engine: Engine, *requests: Request) -> list[torch.Tensor]:
+    return [table(result) for result in engine.generate(requests, progress=False)]
+
+
+def far(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+# What names a block
+
+
+@pytest.mark.parametrize("alphas", [(1, 0), (0, 1), (1, 2)])
+def test_whole_numbers_for_a_share_are_told_apart(alphas: tuple[int, int]) -> None:
+    """A block that was computed under one share is never found under another, and 1 and 1.0 are one."""
+    host, _ = adapted()
+    first, second = (Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTOR, alpha),)) for alpha in alphas)
+    engine = Engine(host, block=4)
+    generated(engine, first)
+    (found,) = generated(engine, second)
+    (alone,) = generated(Engine(host), second)
+    assert far(found, alone) < CLOSE
+    (same,) = engine.generate([Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTOR, float(alphas[1])),))], progress=False)
+    assert same.cached == 16
+
+
+def test_hooks_that_others_put_on_the_model_leave_nothing_in_the_prefix_cache() -> None:
+    host, _ = adapted()
+    engine = Engine(host, block=4)
+    (plain,) = generated(engine, Request(PROMPT, ASK))
+    with host.hooks({SITE: torch.zeros_like}):
+        (ablated,) = generated(engine, Request(PROMPT, ASK))
+        (again,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+    assert far(plain, ablated) > 0.1
+    assert again.cached == 16
+    assert far(table(again), ablated) < CLOSE
+    assert far(generated(engine, Request(PROMPT, ASK))[0], plain) < CLOSE
+
+
+@pytest.mark.parametrize("how", ["fused optimizer", "data"])
+def test_writes_that_torch_does_not_count_are_seen_between_requests(how: str) -> None:
+    host, _ = adapted(torch.float32)
+    weight = host.model.get_parameter("model.layers.0.mlp.down_proj.base.weight").requires_grad_()
+    engine = Engine(host, block=4)
+    generated(engine, Request(PROMPT, ASK))
+    before = weight._version
+    if how == "data":
+        weight.data[0, 0] += 3.0
+    else:
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=0.3, fused=True).step()
+    assert weight._version == before  # or this shows nothing
+    (found,) = generated(engine, Request(PROMPT, ASK))
+    assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
+
+
+def test_a_run_of_weights_that_are_gone_is_no_source() -> None:
+    """Neither another switch of the adapters nor the old weights put back are other weights."""
+    host, adapters = adapted()
+    engine, reader = Engine(host, store=RunStore()), Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("clean", 2)),))
+    generated(engine, Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean"))
+    with adapters.deployed():
+        assert engine.generate([reader], progress=False)[0].finish == "length"
+    weight = host.model.get_parameter("model.embed_tokens.weight")
+    with torch.no_grad():
+        weight += 1.0
+        (refused,) = engine.generate([reader], progress=False)
+        weight -= 1.0
+    assert refused.error == "run 'clean' is of weights that the model has not any more: capture it again"
+
+
+# Sites that are not there
+
+
+def test_what_does_not_fire_as_the_adapters_are_switched_is_refused_and_harms_nobody() -> None:
+    host, adapters = adapted()
+    engine = Engine(host)
+    whole = generated(engine, Request(PROMPT, ASK, capture=(Capture(QUARANTINE),)))
+    closing = Steering(monitors=(Monitor(Site(0, "resid_pre"), VECTOR, quarantine="close"),))
+    with adapters.deployed():
+        plain = engine.submit(Request(PROMPT, ASK))
+        for asked in (
+            Request(PROMPT, ASK, capture=(Capture(QUARANTINE),)),
+            Request(PROMPT, ASK, patch=(Patch(QUARANTINE, 2, "zeros"),)),
+            Request(PROMPT, ASK, steering=Steering(base=(Steer(QUARANTINE, VECTOR),))),
+        ):
+            with pytest.raises(ValueError, match=r"mlp\.down\.quarantine_out does not fire in this model as its adapters"):
+                engine.submit(asked)
+        (monitored,) = engine.generate([Request(PROMPT, ASK, steering=closing)], progress=False)
+        (deleted,) = [one for _ in range(3) for one in engine.step()]
+        assert monitored.error is not None
+        assert "close a quarantine that is not there" in monitored.error
+        assert deleted.request == plain
+        assert far(table(deleted), generated(Engine(host), Request(PROMPT, ASK))[0]) < CLOSE
+    found, gated = generated(engine, Request(PROMPT, ASK, capture=(Capture(QUARANTINE),)), Request(PROMPT, ASK, steering=closing))
+    assert far(found, whole[0]) < CLOSE < far(gated, whole[0])  # and all of it is back with the quarantine
+
+
+def test_what_is_to_act_on_everybody_and_does_not_fire_is_said_when_a_request_comes() -> None:
+    host, adapters = adapted()
+    for set_up in (
+        lambda state: state.set_global("decode", [Steer(QUARANTINE, VECTOR)]),
+        lambda state: state.set_monitor(Monitor(Site(0, "resid_pre"), VECTOR, quarantine="close")),
+        lambda state: state.set_tier([Steer(QUARANTINE, VECTOR)]),
+    ):
+        engine = Engine(host)
+        set_up(engine.steering)
+        assert engine.generate([Request(PROMPT, ASK)], progress=False)[0].finish == "length"
+        with adapters.deployed():
+            for _ in range(2):
+                with pytest.raises(ValueError, match="does not fire in this model as its adapters are switched"):
+                    engine.submit(Request(PROMPT, ASK))
+        assert engine.generate([Request(PROMPT, ASK)], progress=False)[0].finish == "length"
+
+
+def test_the_unembeddings_adapters_are_captured_patched_and_steered_at_every_position() -> None:
+    """Prompts of several lengths in one forward, whose logits are asked for at their last tokens alone."""
+    host, _ = adapted(torch.float64, "unembed", "blocks.*.mlp.*")
+    site, first, second = Site(None, "kept_a", "unembed"), PROMPT[:5], PROMPT[5:8]
+    source = torch.arange(4.0, dtype=torch.float64)
+    requests = [
+        Request(first, ASK, patch=(Patch(site, 2, source), Patch(site, 4, source)), capture=(Capture(site),)),
+        Request(second, ASK, steering=Steering(base=(Steer(site, source),)), capture=(Capture(site),)),
+    ]
+    results = Engine(host).generate(requests, progress=False)
+    for result, request in zip(results, requests, strict=True):
+        tokens = torch.tensor([[*request.prompt, *result.ids[:-1]]])
+        assert far(result.captured[site].rows, host.capture([site], tokens)[site][0]) < CLOSE
+
+        def edit(h: torch.Tensor, request: Request = request) -> torch.Tensor:
+            h = h.clone() if request.patch else h + source
+            for one in request.patch:
+                h[:, one.position] = source
+            return h
+
+        with torch.no_grad(), host.hooks({site: edit}):
+            truth = host.logits(tokens)[0, len(request.prompt) - 1 :].log_softmax(-1)
+        assert far(table(result), truth) < CLOSE
+
+
+def test_angles_that_depend_on_the_longest_neighbour_are_refused() -> None:
+    model = make_family("Llama")
+    config: Any = model.config
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
+    with pytest.raises(ValueError, match="looks at the whole batch"):
+        Decoder(open_host("torch", model))
+
+
+def test_attention_that_takes_no_mask_of_single_queries_is_refused() -> None:
+    model = make_family("Llama")
+    model.config._attn_implementation_internal = "flash_attention_2"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        Decoder(open_host("torch", model))
+
+
+# Whom a request may harm
+
+
+def test_a_buffer_that_is_written_again_changes_no_patch() -> None:
+    host, _ = adapted()
+    engine, buffer, shares = Engine(host, block=4), VECTOR.clone(), torch.ones(16, dtype=torch.float64)
+    mine = engine.submit(Request(PROMPT, ASK, patch=(Patch(SITE, 2, buffer, shares),)))
+    buffer.zero_()
+    shares.zero_()
+    (result,) = [one for _ in range(3) for one in engine.step()]
+    assert result.request == mine
+    (fresh,) = generated(Engine(host), Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTOR),)))
+    assert far(table(result), fresh) < CLOSE
+
+
+def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
+    class Canceller:
+        name = "canceller"
+
+        def on_step(self, view: StepView) -> list[Action]:
+            for one in view.requests:
+                engine.cancel(one.request)
+            return []
+
+    host, _ = adapted()
+    engine = Engine(host, controllers=Controllers([Canceller()]))
+    results = engine.generate([Request(PROMPT, Sampling(max_new=1)), Request(PROMPT, ASK)], progress=False)
+    assert [(one.finish, len(one.ids)) for one in results] == [("cancelled", 1), ("cancelled", 1)]
+
+
+@pytest.mark.parametrize("when", ["on its way", "at its end", "before it runs"])
+def test_a_store_that_ends_a_run_ends_that_request_alone(when: str, tmp_path: Path) -> None:
+    """Invalidated on its way, no disk any more when it is to be written, closed before it begins."""
+    host, _ = adapted()
+    store = RunStore(folder=tmp_path)
+    engine = Engine(host, rows=1 if when == "before it runs" else 8, store=store)
+    store.writing("there", weights="w").close()
+    beside = engine.submit(Request(PROMPT, ASK))
+    writing = engine.submit(Request(PROMPT, Sampling(max_new=2), capture=(Capture(SITE),), run="x"))
+    reading = engine.submit(Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 2)),)))
+    results = {one.request: one for one in engine.step()}
+    if when == "at its end":
+        shutil.rmtree(tmp_path / "shards")
+    elif when == "on its way":
+        store.invalidate("other")
+    else:
+        store.close()
+    while engine.busy:
+        results |= {one.request: one for one in engine.step()}
+    for one in (writing, reading):
+        assert results[one].finish == "error"
+        assert results[one].error
+    assert far(table(results[beside]), generated(Engine(host), Request(PROMPT, ASK))[0]) < CLOSE
+    assert engine.steering.snapshot()["requests"] == {}
+
+
+def test_generate_leaves_nothing_where_one_is_refused_and_keeps_what_others_are_owed() -> None:
+    host, _ = adapted()
+    engine = Engine(host, store=RunStore())
+    mine = engine.submit(Request(PROMPT, ASK))
+    good = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.generate([good, Request((VOCAB,), ASK)], progress=False)
+    assert [one.finish for one in engine.generate([good], progress=False)] == ["length"]
+    assert [one.request for one in engine.step()] == [mine]
+    assert not engine.busy
+
+
+def test_leases_are_renewed_while_their_request_waits_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store with no room beside what is leased, a clock by hand, and a queue that is longer than a lease."""
+    host, _ = adapted()
+    now = 0.0
+    store = RunStore(1, clock=lambda: now)
+    monkeypatch.setattr(residents.time, "monotonic", lambda: now)
+    store.writing("clean", weights="w", tokens=PROMPT).close()
+    engine = Engine(host, rows=1, store=store)
+
+    def write(run: str) -> None:
+        with store.writing(run, weights="w") as writer:
+            writer.append(SITE, range(3), torch.zeros(3, 16))
+
+    with store.writing("kept", weights="w") as writer:
+        store.lease("kept", "me")
+        writer.append(SITE, range(3), torch.ones(3, 16, dtype=torch.float64))
+    engine.submit(Request(PROMPT, Sampling(max_new=40)))
+    waiting = engine.submit(Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("kept", 2)),)))
+    failing = engine.submit(Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("kept", 9)),)))
+    store.release("me")
+    results = {}
+    while engine.busy:
+        now += 20.0
+        write(f"filler {now}")
+        results |= {one.request: one for one in engine.step()}
+    assert now > 600.0
+    assert results[waiting].finish == "length", results[waiting].error
+    assert results[failing].finish == "error"
+    assert store.stats().leases == 0
+
+
+def test_a_name_is_one_vector_for_patches_and_for_steering() -> None:
+    host, _ = adapted()
+    engine = Engine(host, vectors={"v": VECTOR})
+    engine.steering.register("v", 2 * VECTOR)
+    engine.steering.register("w", VECTOR)
+    for name, vector in (("v", 2 * VECTOR), ("w", VECTOR)):
+        by_name, inline = (Request(PROMPT, ASK, patch=(Patch(SITE, 2, source),)) for source in (name, vector))
+        assert far(*generated(engine, by_name, inline)) < CLOSE
+
+
+# Numbers
+
+
+def test_infinite_logits_are_an_error_also_where_a_token_is_drawn() -> None:
+    logits = torch.tensor([[0.0, torch.inf, 1.0], [0.0, -torch.inf, 1.0]])
+    for temperature in (0.0, 1.0):
+        _, values = choose(logits, [Sampling(temperature=temperature)] * 2, [0.5, 0.5])
+        assert values.isfinite().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("alpha", [0.1, torch.full((16,), 0.1)])
+def test_a_share_is_not_rounded_to_half_precision(alpha: float | torch.Tensor) -> None:
+    """0.1 in bfloat16 is off by a thousandth, which a value of 1000 shows."""
+    source, h = 1000 * torch.ones(16, dtype=torch.bfloat16), torch.zeros(1, 4, 16, dtype=torch.bfloat16)
+    (one,) = resolve([Patch(SITE, 2, source, alpha)], lambda _site: (16,), dtype=torch.bfloat16)
+    found = Work(patches=[(0, 2, one)]).put(h)
+    assert torch.equal(found[0, 2], patch(h[0, 2], source, alpha))
+    assert float(found[0, 2, 0]) == 100.0
+
+
+# What a new user writes
+
+_WRONG = """
+import torch
+from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.hosts import open_host
+from mi_route2.interventions.patches import FromRun, Patch
+from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.sites import Site
+from studies.loopholes.micro import MicroConfig, MicroGPT
+
+config = MicroConfig(vocab=50, d=16, layers=2, heads=4, mlp=24, context=64)
+host = open_host("torch", MicroGPT(config, torch.Generator().manual_seed(0)).eval())
+P, A, S, V = (3, 4, 5), Sampling(max_new=3), Site(1, "resid_pre"), torch.zeros(16)
+wrong = [
+    lambda: Request("hi", A), lambda: Request(3, A), lambda: Request((3.0,), A), lambda: Request(torch.tensor([[3, 4]]), A),
+    lambda: Request((), A), lambda: Request((50,), A), lambda: Request((-1,), A), lambda: Request(P, 16),
+    lambda: Request(P, A, patch=Patch(S, 2, V)), lambda: Request(P, A, capture=Capture(S)), lambda: Request(P, A, capture=(S,)),
+    lambda: Request(P, A, steering=Steer(S, V)), lambda: Request(P, A, steering=Steering(base=Steer(S, V))),
+    lambda: Request(P, A, priority=None), lambda: Request(P, A, rules=({"when": "always"},)),
+    lambda: Sampling(stop="END"), lambda: Sampling(stop_tokens=5), lambda: Sampling(max_new=2.5), lambda: Sampling(max_new=None),
+    lambda: Sampling(temperature="hot"), lambda: Sampling(logprob_token_ids=5), lambda: Sampling(top_k=1.5),
+    lambda: Sampling(temperature=float("nan")), lambda: Sampling(logprobs="all"),
+    lambda: Patch("blocks.1.resid_pre", 2, V), lambda: Patch(S, 2.5, V), lambda: Patch(S, 2, [0.0] * 16),
+    lambda: Patch(S, 2, V, alpha=[1.0]), lambda: Patch(S, 2, V, alpha=float("nan")), lambda: Steer("blocks.1.resid_pre", V),
+    lambda: Clamp("z", V, low=0.0), lambda: Monitor("z", V), lambda: Capture("z"), lambda: Monitor(S, V, adds=Steer(S, V)),
+    lambda: Request(P, A, patch=(Patch(Site(9, "resid_pre"), 2, V),)), lambda: Request(P, A, patch=(Patch(S, 99, V),)),
+    lambda: Request(P, A, steering=Steering(base=(Steer(S, "unknown"),))), lambda: Request(P, A, run="x", capture=(Capture(S),)),
+    lambda: Request(P, A, steering=Steering(base=(Steer(S, V[:3]),))), lambda: Request(P, Sampling(stop=("END",))),
+]
+for number, make in enumerate(wrong):
+    engine = Engine(host)
+    try:
+        engine.submit(make())
+    except (ValueError, KeyError) as error:
+        text = str(error.args[0])
+        assert "\\n" not in text and 15 < len(text) < 250 and " " in text, (number, text)
+        assert not engine.busy, number
+    else:
+        raise AssertionError(f"number {number} was taken")
+assert Engine(host).generate([Request([3, 4], A), Request(torch.tensor([3, 4]), A)])[0].finish == "length"
+"""
+
+
+def test_what_a_new_user_gets_wrong_is_one_sentence_and_never_reaches_a_step() -> None:
+    """In a process of its own: here every call's types are checked before."""
+    root = Path(__file__).parents[3]
+    found = subprocess.run([sys.executable, "-c", _WRONG], cwd=root, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
