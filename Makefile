@@ -40,6 +40,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.jail
 	$(PY) -m studies.benchmarks.sweeps
 	$(PY) -m studies.benchmarks.engine
+	$(PY) -m studies.benchmarks.tapin
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail, with nothing left behind
 	$(PY) -m studies.route2.soak --kills 100
