@@ -1,0 +1,10 @@
+"""``python -m studies.lanes``: see ``cli``. Its imports take seconds, and a Ctrl-C in them deserves no traceback."""
+
+import sys
+
+if __name__ == "__main__":
+    try:
+        from studies.lanes.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(main())

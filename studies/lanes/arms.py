@@ -1,0 +1,153 @@
+"""What is trained: every arm is one field away from another.
+
+    sequential -> gptj                                             the control: one stream, both sublayers at once
+               -> shipped (two lanes, learned) -> frozen           the same, routing scalars stay as they start
+                                               -> asymmetric -> frozen
+                                               -> simultaneous, gauge, z2          other wirings of the lanes
+                                               -> wide (a loop) -> embeddings, head bias, early;  narrow
+                                               -> low decay, low momentum          other optimisers
+
+Arms of one seed share the order of the data, and the weights that they start from wherever shapes agree: matrices are drawn in one
+order from one generator, and no arm has a matrix that another lacks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal
+
+from studies.lanes.config import LanesConfig
+from studies.lanes.optim import OptimSettings
+from studies.lanes.schedule import Loop
+
+Looped = Literal["none", "wide", "narrow"]
+LATE = 0.35  # the share of the steps from which on the record's loop runs
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm.
+
+    name, about: its name and what it differs in, in words.
+    wiring, start, learned: see `LanesConfig`.
+    looped: which of the loops of `Size` runs. embeddings, head_bias: what a pass of it adds.
+    enable_at: the share of the steps before which the loop does not run yet.
+    decay, momentum: the optimiser's, where they are not the study's.
+    """
+
+    name: str
+    about: str
+    wiring: str = "sequential"
+    start: str = "symmetric"
+    learned: bool = True
+    looped: Looped = "none"
+    embeddings: bool = False
+    head_bias: bool = False
+    enable_at: float = LATE
+    decay: float | None = None
+    momentum: float | None = None
+
+    def config(self, size: "Size") -> LanesConfig:
+        """The model of this arm at a size."""
+        loop = {"none": None, "wide": size.wide, "narrow": size.narrow}[self.looped]
+        return LanesConfig(
+            layers=size.layers,
+            d_model=size.d_model,
+            heads=size.heads,
+            mlp=size.mlp,
+            lane_start=size.lane_start,
+            wiring=self.wiring,
+            start=self.start,
+            learned=self.learned,
+            loop=loop,
+            loop_embeddings=self.embeddings,
+            head_bias=self.head_bias,
+        )
+
+    def optim(self, usual: OptimSettings) -> OptimSettings:
+        """The optimiser of this arm."""
+        own = {name: value for name in ("decay", "momentum") if (value := getattr(self, name)) is not None}
+        return replace(usual, **own)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes that all arms share. wide, narrow: two loops of as many virtual steps, the one over more blocks and with fewer passes.
+
+    Raises ValueError where the two differ in depth, or where the lanes would fork before a loop ends.
+    """
+
+    layers: int = 6
+    d_model: int = 48
+    heads: int = 3
+    mlp: int = 3
+    lane_start: int = 4
+    wide: Loop = field(default_factory=lambda: Loop(1, 3, 2))
+    narrow: Loop = field(default_factory=lambda: Loop(2, 3, 3))
+
+    def __post_init__(self) -> None:
+        depths = [len(self._of(loop).steps) for loop in (None, self.wide, self.narrow)]
+        if depths[1] != depths[2]:
+            raise ValueError(
+                f"a wide and a narrow loop are compared at one depth, and these have {depths[1]} and {depths[2]} steps"
+            )
+
+    def _of(self, loop: Loop | None) -> LanesConfig:
+        return LanesConfig(
+            layers=self.layers, d_model=self.d_model, heads=self.heads, mlp=self.mlp, lane_start=self.lane_start, loop=loop
+        )
+
+    @staticmethod
+    def of_layers(layers: int, d_model: int, heads: int) -> "Size":
+        """The record's proportions at another depth: loops over blocks that end in the middle, lanes from two thirds on.
+
+        Raises ValueError for fewer than 6 layers.
+        """
+        if layers < 6:
+            raise ValueError(f"{layers} layers leave no room for a loop between encoder and lanes: choose 6 or more")
+        end = layers // 2
+        return Size(
+            layers,
+            d_model,
+            heads,
+            lane_start=max(end + 1, -(-2 * layers // 3)),
+            wide=Loop(end - 2, end, 2),
+            narrow=Loop(end - 1, end, 3),
+        )
+
+
+SEQUENTIAL = Arm("sequential", "one stream, the MLP reads what attention wrote")
+SHIPPED = replace(SEQUENTIAL, name="shipped", about="two lanes as shipped, routing learned from 1", wiring="shipped")
+ASYMMETRIC = replace(SHIPPED, name="asymmetric", about="shipped, routing learned from (1.3, .7)", start="asymmetric")
+WIDE = replace(SHIPPED, name="wide", about="shipped, with a wide loop that runs from .35 of the steps on", looped="wide")
+
+ARMS: Mapping[str, Arm] = MappingProxyType(
+    {
+        arm.name: arm
+        for arm in (
+            SEQUENTIAL,
+            replace(SEQUENTIAL, name="gptj", about="one stream, both sublayers read and write at once", wiring="gptj"),
+            SHIPPED,
+            replace(SHIPPED, name="frozen", about="shipped, routing frozen at 1", learned=False),
+            ASYMMETRIC,
+            replace(ASYMMETRIC, name="asymmetric-frozen", about="shipped, routing frozen at (1.3, .7)", learned=False),
+            replace(SHIPPED, name="simultaneous", about="shipped, both sublayers write at once", wiring="simultaneous"),
+            replace(SHIPPED, name="gauge", about="two lanes, read and read out by their mean", wiring="gauge"),
+            replace(SHIPPED, name="z2", about="two lanes, read and read out by the mean of their norms", wiring="z2"),
+            replace(WIDE, name="narrow", about="as deep as wide, with a loop over fewer blocks", looped="narrow"),
+            WIDE,
+            replace(WIDE, name="wide-embeddings", about="wide, with an embedding of each pass", embeddings=True),
+            replace(WIDE, name="wide-head-bias", about="wide, with a bias of each pass at two heads", head_bias=True),
+            replace(WIDE, name="wide-early", about="wide, the loop running from the first step on", enable_at=0.0),
+            replace(SHIPPED, name="low-decay", about="shipped, weight decay .05 for .12", decay=0.05),
+            replace(SHIPPED, name="low-momentum", about="shipped, momentum .95 for .98", momentum=0.95),
+        )
+    }
+)
+
+
+def get_arms(names: Sequence[str]) -> list[Arm]:
+    """The arms of these names, in the order of the table. Raises KeyError with the names that there are."""
+    if unknown := [name for name in names if name not in ARMS]:
+        raise KeyError(f"no arm is named {unknown[0]!r}; there are {', '.join(ARMS)}")
+    return [arm for arm in ARMS.values() if arm.name in names]

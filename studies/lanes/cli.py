@@ -1,0 +1,109 @@
+"""``python -m studies.lanes COMMAND``: rebuild the mechanisms of a language-model record and test its claims about them.
+
+``run`` makes everything from nothing: sixteen arms of a small byte-level model, float64 instruments, tables and figures. Start with
+``run --quick``, which shows in about a minute that all parts work and resolves nothing. The same command started again goes on
+where it stopped, and leaves the same bytes. ``scale`` times two lanes against one stream on an accelerator.
+"""
+
+import sys
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from studies.lanes.arms import ARMS
+from studies.lanes.publish import publish
+from studies.lanes.report import TABLE, write_report
+from studies.lanes.scale import Scale
+from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.study import run_study
+from studies.route2.cli import read_seeds, show_paths
+
+SEEDS, QUICK_SEEDS = "3", "2"
+
+
+@dataclass(frozen=True)
+class Dev:
+    """Sizes of the training, for trials: a study of other sizes is another study, in a folder of its own."""
+
+    steps: int | None = None
+    batch: int | None = None
+    length: int | None = None
+
+    def apply(self, settings: Settings) -> Settings:
+        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        if not given:
+            return settings
+        return replace(settings, training=replace(settings.training, **given), profile=f"{settings.profile}-dev")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Train what is missing, measure it, write the table of claims and the figures. Safe to interrupt and start again."""
+
+    quick: Annotated[bool, tyro.conf.arg(help="everything once over, small: two seeds in about a minute")] = False
+    seeds: Annotated[
+        str | None, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9); 3, or 2 if quick")
+    ] = None
+    out: Annotated[Path, tyro.conf.arg(help="where study folders are kept")] = Path("runs")
+    text: Annotated[Path | None, tyro.conf.arg(help="a folder of UTF-8 text; without it, the running Python's own library")] = None
+    workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
+    dev: Dev = Dev()
+
+    def __call__(self) -> None:
+        seeds = read_seeds(self.seeds or (QUICK_SEEDS if self.quick else SEEDS))
+        digest = open_text(self.text).sha256
+        settings = self.dev.apply(quick(digest) if self.quick else Settings(digest))
+        folder = run_study(settings, seeds, self.out, text=self.text, workers=self.workers)
+        show_paths(write_report(folder))
+        print((folder / TABLE).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write the tables and figures of a study folder again, from its artifacts alone, and print the table of claims."""
+
+    root: tyro.conf.Positional[Path]
+
+    def __call__(self) -> None:
+        show_paths(write_report(self.root))
+        print((self.root / TABLE).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Copy the tables and figures of a study folder into the write-up."""
+
+    root: tyro.conf.Positional[Path]
+    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
+
+    def __call__(self) -> None:
+        print(f"wrote {publish(self.root, self.to)}")
+
+
+@dataclass(frozen=True)
+class Arms:
+    """List the arms, and what each differs in."""
+
+    def __call__(self) -> None:
+        width = max(map(len, ARMS))
+        for arm in ARMS.values():
+            print(f"{arm.name:{width}}  {arm.about}")
+
+
+COMMANDS: dict[str, Any] = {"run": Run, "report": Report, "publish": Publish, "scale": Scale, "arms": Arms}
+
+
+def main() -> int:
+    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.lanes", description=__doc__)
+    try:
+        command()
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on with the parts that are missing", file=sys.stderr)
+        return 130
+    except (KeyError, ValueError, OSError, RuntimeError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+        print(f"error: {text}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,124 @@
+"""What is measured on small models at random weights, in float64: symmetries, routing scalars that are dead, gradient paths.
+
+These are identities or statements about a wiring, and need no trained model: they are cheap, and are drawn more often.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from studies.lanes.config import LanesConfig
+from studies.lanes.measures import Part, training_tokens
+from studies.lanes.model import LanesModel
+from studies.lanes.paths import coefficients, decompose, ratios
+from studies.lanes.quarantine_symmetry import trace_quarantines
+from studies.lanes.settings import Settings
+from studies.lanes.symmetry import TWO_LANES, compared, dead, exchange_gap, gauge_gap, partials, scalars, trace_wirings
+from studies.lanes.text import Corpus, batches
+from studies.route2.randomness import torch_generator
+
+PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "sequential": ("sequential", "symmetric"),
+        "gptj": ("gptj", "symmetric"),
+        "shipped": ("shipped", "symmetric"),
+        "asymmetric": ("shipped", "asymmetric"),
+    }
+)
+"""Name -> the wiring and the start of the routing whose gradient paths are taken apart."""
+
+
+def rows(settings: Settings, corpus: Corpus, seed: int, count: int, length: int, purpose: str) -> Int64[Tensor, "n s"]:
+    """`count` windows of `length` + 1 training tokens."""
+    generator = torch_generator(seed, f"lanes {purpose}")
+    drawn = batches(training_tokens(settings, corpus), size=count, length=length, steps=1, generator=generator)
+    return next(drawn)
+
+
+def draw(config: LanesConfig, seed: int) -> LanesModel:
+    """A float64 model at random weights."""
+    return LanesModel(config, torch_generator(seed, "lanes instruments")).double()
+
+
+def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
+    """A row for each wiring of two lanes: how its two lanes differ in gradient, and what exchange and gauge change."""
+    own = settings.instruments
+    tokens = rows(settings, corpus, seed, own.batch, own.length, "symmetry")
+    return {
+        "wirings": [_wiring(own.config(wiring), tokens, seed) for wiring in TWO_LANES],
+        "gptj": _gptj(settings, tokens, seed),
+    }, {}
+
+
+def _wiring(config: LanesConfig, tokens: Tensor, seed: int) -> dict[str, Any]:
+    model, layers = draw(config, seed), compared(config)
+    found = [row for row in partials(model, tokens) if row.layer in layers]
+    by_kind = {kind: [row.difference for row in found if row.sublayer == kind] for kind in ("attn", "mlp")}
+    at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)
+    names, gone = scalars(model), set(dead(model, tokens))
+    return {
+        "wiring": config.wiring,
+        **{kind: sum(values) / len(values) for kind, values in by_kind.items()},
+        "largest": max(row.difference for row in found),
+        "at_zero_init": max(max(abs(row.lane0), abs(row.lane1)) for row in at_zero),
+        "exchange": abs(exchange_gap(model, tokens)),
+        "gauge": abs(gauge_gap(model, tokens)),
+        "scalars": len(names),
+        "live": sum(name not in gone for name in names),
+    }
+
+
+@torch.no_grad()
+def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
+    """The largest difference in logits between a GPT-J block and the shipped wiring with all its scalars at 1."""
+    config = replace(settings.instruments.config("shipped"), skips_in_fork=False)
+    shipped, gptj = draw(config, seed), draw(replace(config, wiring="gptj"), seed)
+    shipped.post.fill_(1.0)
+    shipped.resid.fill_(1.0)
+    return float((shipped(tokens[:, :-1]) - gptj(tokens[:, :-1])).abs().max())
+
+
+def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
+    """Direct and cascade of every sublayer behind the fork, and how far the direct part is from its closed form."""
+    own = settings.instruments
+    tokens = rows(settings, corpus, seed, own.batch, own.length, "paths")
+    found: dict[str, Any] = {}
+    for name, (wiring, start) in PATHS.items():
+        config = own.config(wiring, start)
+        found[name] = [asdict(row) for row in ratios(config, [seed], tokens) if row.layer >= own.lane_start]
+    return {"rows": found, "closed_form": _closed_form(own.config("shipped", "asymmetric"), tokens, seed)}, {}
+
+
+def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
+    """The largest deviation of a direct gradient from its coefficient times dL / d hook_final, as a part of the largest entry."""
+    model = draw(config, seed)
+    seen: list[Tensor] = []
+    with model.hooks(fwd_hooks=[("hook_final", lambda value, hook: seen.append(value))]):
+        loss = model.loss(tokens)
+    (final,) = torch.autograd.grad(loss, seen)
+    worst, predicted = 0.0, coefficients(model)
+    for one in decompose(model, tokens):
+        expected = predicted[one.sublayer].detach() * final
+        worst = max(worst, float((one.direct - expected).abs().max() / expected.abs().max()))
+    return worst
+
+
+def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
+    """Lanes and quarantines watched over training."""
+    lanes, quarantine = settings.instruments.symmetry, settings.instruments.quarantine
+    by_lanes = rows(settings, corpus, seed, lanes.steps * lanes.batch, lanes.length, "traces")
+    by_quarantine = rows(settings, corpus, seed, quarantine.steps * quarantine.batch, quarantine.length, "traces")
+    found = (*trace_wirings(lanes, by_lanes, seed), *trace_quarantines(quarantine, by_quarantine, seed))
+    return {"traces": [asdict(trace) for trace in found]}, {}
+
+
+INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Part]] = MappingProxyType(
+    {"symmetry": symmetry, "paths": paths, "traces": traces}
+)
+DRAWN = ("symmetry", "paths")
+"""Those that are drawn `Instruments.draws` times; the others once a seed."""

@@ -1,0 +1,121 @@
+"""Tables and figures of a finished folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mi_route2.plots import save_figure, style, write_whole
+from mi_route2.stats import paired_difference, summary
+from studies.lanes.arms import ARMS
+from studies.lanes.claims import VERDICTS, Row, judge
+from studies.lanes.claims_table import CLAIMS
+from studies.lanes.figures import FIGURES
+from studies.lanes.found import Estimate, Found, load
+from studies.markdown import markdown_table
+
+TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
+
+
+def write_report(folder: Path) -> list[Path]:
+    """Read the artifacts, check them, write everything that is made of them; the paths."""
+    found = load(folder)
+    rows = judge(found, CLAIMS)
+    content = {"settings": found.settings.digest, "seeds": list(found.seeds), "claims": [row.as_dict() for row in rows]}
+    texts = {
+        TABLE: claims_text(found, rows),
+        ARMS_TABLE: arms_text(found),
+        JSON: json.dumps(content, indent=1, allow_nan=False) + "\n",
+    }
+    paths = [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+    with style():
+        paths += [save_figure(draw(folder, found), folder / f"{name}.png") for name, draw in FIGURES.items()]
+    return paths
+
+
+def head(found: Found) -> str:
+    """What all tables are of."""
+    size, training = found.settings.size, found.settings.training
+    return (
+        f"{size.layers} blocks of {size.d_model} features, {training.steps} steps of {training.batch} x {training.length} bytes; "
+        f"seeds {', '.join(map(str, found.seeds))}, float64 instruments drawn {found.settings.instruments.draws} times. "
+        "Brackets: 95% Student-t; differences are paired by seed, which draws weights, data and test text."
+    )
+
+
+def claims_text(found: Found, rows: Sequence[Row]) -> str:
+    """claims.md."""
+    parts = ["# Lanes: the record's claims", head(found), counts_text(rows)]
+    header = ["claim", "record", "verdict", "measured", "n", "n needed"]
+    for group in dict.fromkeys(row.claim.group for row in rows):
+        body = [
+            [
+                row.claim.words,
+                row.claim.record or "(ours)",
+                row.verdict,
+                measured_text(row),
+                row.estimate.n,
+                "" if row.needed is None else f"{row.needed}",
+            ]
+            for row in rows
+            if row.claim.group == group
+        ]
+        parts += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
+    parts.append(
+        "*n needed*: seeds at which an effect of the claimed size would be told from none in four studies of five, with the "
+        "spread that was seen here. A null says that this study resolves nothing, not that the record is wrong."
+    )
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def counts_text(rows: Sequence[Row]) -> str:
+    """How many rows of the record's, and of ours, came to which verdict."""
+    lines = []
+    for whose, own in (
+        ("The record's", [row for row in rows if row.claim.record]),
+        ("Ours and controls", [row for row in rows if not row.claim.record]),
+    ):
+        counts = ", ".join(f"{sum(row.verdict == verdict for row in own)} {verdict}" for verdict in VERDICTS)
+        lines.append(f"{whose}, {len(own)} rows: {counts}.")
+    return " ".join(lines)
+
+
+def measured_text(row: Row) -> str:
+    """The estimate with its interval, unit, reference and note."""
+    estimate, claim = row.estimate, row.claim
+    text = f"{estimate_text(estimate)} {estimate.unit}"
+    if claim.reference:
+        text += f" against {claim.reference:g}"
+    return f"{text}; {estimate.note}" if estimate.note else text
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """``-.0012 [-.0100, .0076]``; an identity's number alone."""
+    if estimate.value is None:
+        return "none"
+    if estimate.low is None or estimate.high is None:
+        return number(estimate.value)
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"
+
+
+def number(value: float | None) -> str:
+    """Three figures; without a fraction from 100 on."""
+    if value is None:
+        return "none"
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2g}" if abs(value) < 1e-4 else f"{value:.4f}"
+
+
+def arms_text(found: Found) -> str:
+    """arms.md: every arm's bits per byte, and its difference from the sequential one."""
+    reference = found.by_seed("sequential", "bpb", lambda c: c["bpb"])
+    body: list[list[Any]] = []
+    for name in [name for name in ARMS if any(key[0] == name for key in found.contents)]:
+        own = found.by_seed(name, "bpb", lambda c: c["bpb"])
+        _, difference = paired_difference(own, reference)
+        s = summary(list(own.values()))
+        against = Estimate(difference["mean"], difference["lo"], difference["hi"], difference["n"], "BPB")
+        body.append([name, ARMS[name].about, number(s["mean"]), "" if name == "sequential" else estimate_text(against)])
+    header = ["arm", "what it is", "BPB", "minus sequential"]
+    return f"# Lanes: every arm\n\n{head(found)}\n\n{markdown_table(header, body, left=2)}"

@@ -1,0 +1,205 @@
+"""What all parts of one folder share, hashed into its name."""
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from studies.lanes.arms import Size
+from studies.lanes.config import LanesConfig
+from studies.lanes.gptq import GPTQSettings
+from studies.lanes.optim import OptimSettings
+from studies.lanes.quarantine_symmetry import QuarantineSettings
+from studies.lanes.schedule import Loop
+from studies.lanes.size import Compressor
+from studies.lanes.symmetry import SymmetrySettings
+from studies.lanes.text import SPLITS, Corpus, read_folder, standard_library
+from studies.lanes.train import Training
+from studies.lanes.ttt import TTTSettings
+from studies.route2.recorder import write_json
+
+FILE = "settings.json"
+FORMAT = 1
+"""Raised when what is computed changes in a way that no setting shows."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a trained model is judged.
+
+    window, stride      of the sliding evaluation, and of everything that scores
+    test, piece         tokens that bits per byte are reported on: excerpts of a piece each, from places that the seed draws
+    tune, adapted       tokens that rates of test-time training are chosen on, and that are then read with them
+    adapted_piece       tokens of an excerpt of theirs: longer, for there is more to be learnt from a text that goes on
+    ttt                 test-time training, but for scope and rate
+    rates_all, rates_controls       what is swept on the tuning stream
+    gptq                quantisation, but for what is compared
+    many                calibration batches of the larger calibration; gptq.batches of the smaller one
+    clip_lambda         the record's older Hessian clip, against 0
+    clips               the k of the rate-distortion curve; gptq.k is one of them
+    cross               weights of Tap-In's hints across windows that are compared, the record's old one first
+    compressor          brotli, which the record takes, where it is installed
+    """
+
+    window: int = 128
+    stride: int = 64
+    test: int = 12288
+    piece: int = 2048
+    tune: int = 8192
+    adapted: int = 8192
+    adapted_piece: int = 4096
+    ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=1024, epochs=1))
+    rates_all: tuple[float, ...] = (0.03, 0.1, 0.3)
+    rates_controls: tuple[float, ...] = (0.3, 1.0, 3.0)
+    gptq: GPTQSettings = field(default_factory=GPTQSettings)
+    many: int = 64
+    clip_lambda: float = 0.175
+    clips: tuple[float, ...] = (3.0, 6.0, 12.85, 13.1, 20.0, 30.0)
+    cross: tuple[float, float] = (0.06, 0.12)
+    compressor: Compressor = field(default_factory=lambda: "brotli" if find_spec("brotli") else "lzma")
+
+    def __post_init__(self) -> None:
+        if (self.ttt.window, self.ttt.stride) != (self.window, self.stride):
+            raise ValueError("test-time training scores the windows that the plain evaluation scores: give both the same")
+        for name, piece in (("test", self.piece), ("tune", self.adapted_piece), ("adapted", self.adapted_piece)):
+            if getattr(self, name) % piece:
+                raise ValueError(f"{name} {getattr(self, name)} must be whole pieces of {piece} tokens")
+        if self.gptq.k not in self.clips:
+            raise ValueError(f"the clips {self.clips} lack {self.gptq.k}, the one that everything else is quantised with")
+        if self.gptq.batches >= self.many:
+            raise ValueError(f"many = {self.many} batches must be more than the usual {self.gptq.batches}")
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """The float64 measurements on small models at random weights.
+
+    draws           models of each wiring, each of its own weights and text; they are cheap, so there are more than seeds
+    layers, d_model, heads, mlp, lane_start         of these models; layers and fork are the record's
+    batch, length   windows and predictions that they are measured on
+    symmetry, quarantine        the trainings that are watched, once a seed
+    """
+
+    draws: int = 8
+    layers: int = 11
+    d_model: int = 16
+    heads: int = 2
+    mlp: int = 2
+    lane_start: int = 8
+    batch: int = 4
+    length: int = 32
+    symmetry: SymmetrySettings = field(default_factory=lambda: SymmetrySettings(d_model=16, heads=2, length=48, steps=60, every=3))
+    quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
+
+    def config(self, wiring: str, start: str = "symmetric") -> LanesConfig:
+        """The model that a wiring is measured on: its output projections are not 0, or nothing would reach a routing scalar."""
+        return LanesConfig(
+            layers=self.layers,
+            d_model=self.d_model,
+            heads=self.heads,
+            mlp=self.mlp,
+            lane_start=self.lane_start,
+            wiring=wiring,
+            start=start,
+            zero_init=False,
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One study. text: the hash of the corpus. train_bytes: how much of it is trained on."""
+
+    text: str
+    size: Size = field(default_factory=Size)
+    training: Training = field(default_factory=Training)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    instruments: Instruments = field(default_factory=Instruments)
+    train_bytes: int = 4_000_000
+    profile: str = "default"
+    runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all of it."""
+        return hashlib.sha256(json.dumps({"format": FORMAT, **self.as_dict()}, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def folder(self) -> str:
+        """``lanes-<profile>-<8 hex digits>``."""
+        return f"lanes-{self.profile}-{self.digest[:8]}"
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / FILE, self.as_dict())
+
+    @staticmethod
+    def read(folder: Path) -> "Settings":
+        """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
+        path = folder / FILE
+        try:
+            return _restored(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder that `run` made") from error
+
+
+def _restored(raw: dict[str, Any]) -> Settings:
+    def size(values: dict[str, Any]) -> Size:
+        return Size(**{**values, "wide": Loop(**values["wide"]), "narrow": Loop(**values["narrow"])})
+
+    optim = raw["training"]["optim"]
+    training = Training(**{**raw["training"], "optim": OptimSettings(**{**optim, "betas": tuple(optim["betas"])})})
+    found = raw["evaluation"]
+    lists = {name: tuple(found[name]) for name in ("rates_all", "rates_controls", "clips", "cross")}
+    nested = {"ttt": TTTSettings(**found["ttt"]), "gptq": GPTQSettings(**found["gptq"])}
+    own = raw["instruments"]
+    watched = {"symmetry": SymmetrySettings(**own["symmetry"]), "quarantine": QuarantineSettings(**own["quarantine"])}
+    instruments = Instruments(**{**own, **watched})
+    parts = {"size": size(raw["size"]), "training": training, "evaluation": Evaluation(**{**found, **lists, **nested})}
+    return Settings(**{**raw, **parts, "instruments": instruments})
+
+
+def quick(text: str) -> Settings:
+    """Everything once over in a minute: it shows that all parts run, and resolves nothing."""
+    evaluation = Evaluation(
+        test=6144,
+        tune=2048,
+        adapted=4096,
+        adapted_piece=2048,
+        ttt=TTTSettings(chunk=1024, epochs=1),
+        rates_all=(0.1, 0.3),
+        rates_controls=(1.0, 3.0),
+        gptq=GPTQSettings(batches=4),
+        many=16,
+        clips=(6.0, 12.85, 13.1, 20.0),
+    )
+    training = Training(steps=40, batch=4)
+    instruments = Instruments(
+        draws=4,
+        symmetry=SymmetrySettings(d_model=16, heads=2, length=32, steps=20, every=2),
+        quarantine=QuarantineSettings(length=32, steps=20, every=2),
+    )
+    size = Size(d_model=32, heads=2, mlp=2)
+    return Settings(text, size, training, evaluation, instruments, train_bytes=1_000_000, profile="quick")
+
+
+def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
+    """The corpus of a folder, or of the running Python.
+
+    ``ValueError`` where a split of it is empty, or where it is not the one whose hash is ``expected``.
+    """
+    corpus = standard_library() if folder is None else read_folder(folder)
+    for split in SPLITS:
+        corpus.split(split)
+    if expected is not None and corpus.sha256 != expected:
+        raise ValueError(
+            f"the text in {folder or 'this Python'} changed while the study ran: start again, with text that stays as it is"
+        )
+    return corpus

@@ -1,0 +1,203 @@
+"""The jobs of a study and what runs them: every arm at every seed, and the instruments. A job's parts are files of their own.
+
+    <folder>/settings.json
+             arms/<arm>/seed-<n>/train.json + .safetensors      weights and loss curve
+                                 bpb.json, quantised.json ...   what was measured on them
+             instruments/<name>/draw-<n>/<name>.json
+
+A part is made whole or not at all, from generators of (seed, purpose) alone: a run that was ended goes on where it stood, and
+leaves the bytes that an uninterrupted one does. Workers share nothing.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from studies.lanes.arms import ARMS, Arm
+from studies.lanes.instruments import DRAWN, INSTRUMENTS
+from studies.lanes.measures import MEASURES, Part, Subject, measured, training_tokens
+from studies.lanes.model import LanesModel
+from studies.lanes.parts import read_part, write_part
+from studies.lanes.settings import Settings, open_text
+from studies.lanes.text import Corpus
+from studies.lanes.train import build, train
+from studies.route2.job import held
+from studies.route2.schedule import exclusive
+
+TRAIN = "train"
+LOOPED_COST = 1.7  # of a looped arm against a plain one, in time
+
+
+@dataclass(frozen=True)
+class Job:
+    """One worker's errand. `folder` is the study's; `text` the corpus's folder, None for the running Python's own.
+
+    name: an arm, or an instrument. seed: of an arm; of an instrument its draw.
+    """
+
+    settings: Settings
+    folder: Path
+    text: Path | None
+    name: str
+    seed: int
+
+    @property
+    def arm(self) -> Arm | None:
+        return ARMS.get(self.name)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that it makes, in order."""
+        return (self.name,) if self.arm is None else (TRAIN, *measured(self.name))
+
+    @property
+    def cost(self) -> float:
+        """What it takes, roughly, beside other jobs."""
+        if self.arm is None:
+            return 1.0 if self.name == "traces" else 0.1
+        return (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.parts)
+
+    def path(self, part: str) -> Path:
+        if self.arm is None:
+            return self.folder / "instruments" / self.name / f"draw-{self.seed}" / f"{part}.json"
+        return self.folder / "arms" / self.name / f"seed-{self.seed}" / f"{part}.json"
+
+    def identity(self, part: str) -> str:
+        """A hash of what a part depends on, beside the code."""
+        return hashlib.sha256(json.dumps([self.settings.digest, self.name, self.seed, part]).encode()).hexdigest()
+
+    def read(self, part: str) -> Part | None:
+        """See `read_part`."""
+        return read_part(self.path(part), self.identity(part))
+
+    @property
+    def finished(self) -> bool:
+        """Whether all parts are there; ``ValueError`` where one is damaged, or of other settings."""
+        there = [self.read(part) is not None for part in self.parts]  # all of them are looked at
+        return all(there)
+
+
+def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
+    """Every job of a study, the longest first, so that none of them is left for the end."""
+    found = [Job(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
+    for name in INSTRUMENTS:
+        draws = range(settings.instruments.draws) if name in DRAWN else seeds
+        found += [Job(settings, folder, text, name, draw) for draw in draws]
+    return sorted(found, key=lambda job: -job.cost)
+
+
+def run_job(job: Job) -> None:
+    """Make the parts that are missing. What is there is not made again, and damaged parts are an error, not a reason to."""
+    torch.set_num_threads(1)
+    corpus = _corpus(job.text, job.settings.text)
+    place = job.path(job.parts[0]).parent
+    with held(place):
+        for left in place.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
+        for part in job.parts:
+            if job.read(part) is None:
+                write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
+
+
+def _make(job: Job, part: str, corpus: Corpus) -> Part:
+    if job.arm is None:
+        return INSTRUMENTS[part](job.settings, corpus, job.seed)
+    if part != TRAIN:
+        return MEASURES[part](Subject(job.settings, corpus, job.arm, job.seed, trained(job)))
+    settings = job.settings
+    found = train(job.arm, settings.size, settings.training, training_tokens(settings, corpus), job.seed)
+    weights = {f"weights.{name}": value.detach() for name, value in found.model.state_dict().items()}
+    return {"steps": len(found.losses), "last": float(found.losses[-10:].mean())}, {**weights, "losses": found.losses}
+
+
+def trained(job: Job) -> LanesModel:
+    """The model that a finished training left. ``ValueError`` where there is none."""
+    found = job.read(TRAIN)
+    if job.arm is None or found is None:
+        raise ValueError(f"{job.path(TRAIN)} is not there: run the study first")
+    model = build(job.arm.config(job.settings.size), job.seed)
+    model.load_state_dict({name.removeprefix("weights."): value for name, value in found[1].items() if name != "losses"})
+    return model
+
+
+@lru_cache(maxsize=1)
+def _corpus(text: Path | None, expected: str) -> Corpus:
+    return open_text(text, expected)
+
+
+def run_jobs(jobs: Sequence[Job], workers: int, *, quiet: bool = False) -> None:
+    """Every job that is not finished, over a few processes.
+
+    ``ValueError`` for a part that is damaged, ``RuntimeError`` where a worker was killed.
+    """
+    todo = [job for job in jobs if not job.finished]
+    paths = [job.path(part) for job in todo for part in job.parts]
+    with tqdm(total=len(paths), desc="lanes", unit="part", leave=False, disable=True if quiet else None) as bar:
+        done: Callable[[], object] = lambda: bar.update(sum(path.exists() for path in paths) - bar.n)  # noqa: E731
+        done()
+        if workers == 1 or len(todo) < 2:
+            for job in todo:
+                run_job(job)
+                done()
+            return
+        _pooled(todo, workers, done)
+
+
+def _pooled(todo: Sequence[Job], workers: int, done: Callable[[], object]) -> None:
+    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=_end_silently) as pool:
+        left = {pool.submit(run_job, job) for job in todo}
+        try:
+            while left:
+                finished, left = wait(left, timeout=0.5)
+                done()
+                for one in finished:
+                    one.result()
+        except BrokenExecutor as error:
+            raise RuntimeError("a worker was killed, for its memory perhaps; the same command goes on where it was") from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _end_silently() -> None:
+    """A worker ends at once, without a traceback and leaving no half part: at Ctrl-C, which reaches every process of a terminal,
+    and when its parent is gone, which the executor's queues do not tell it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def run_study(
+    settings: Settings,
+    seeds: Sequence[int],
+    out: Path,
+    *,
+    text: Path | None = None,
+    arms: Iterable[str] = ARMS,
+    workers: int = 2,
+    quiet: bool = False,
+) -> Path:
+    """Everything that is missing of a study; its folder. Errors of `run_jobs`, and ``ValueError`` for fewer than one worker."""
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
+    folder = out / settings.folder
+    with exclusive(folder):
+        settings.write(folder)
+        run_jobs(jobs_of(settings, folder, text, seeds, list(arms)), workers, quiet=quiet)
+    return folder

@@ -1,0 +1,132 @@
+"""Trains one arm at one seed, on the CPU or an accelerator; the same seed gives the same bits on the same machine.
+
+    before `enable_at`   the plain model             from there on   the looped one, with the plain one's weights and moments
+
+A looped model has what the plain one has, and more: skips of further steps, embeddings of passes. What is new starts as it does in
+a fresh model, and has no moments yet. That is what one set of parameters under two schedules would do, since a parameter that is
+not used has no gradient, or one of 0. Source: parameter-golf, pull request 1420, which enables the loop at .35.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from studies.lanes.arms import Arm, Size
+from studies.lanes.config import LanesConfig
+from studies.lanes.model import LanesModel
+from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
+from studies.lanes.text import batches
+from studies.route2.randomness import torch_generator
+
+WARMED = 5  # the momentum's warm-up takes one part of so many of all steps
+
+
+@dataclass(frozen=True)
+class Training:
+    """steps, batch, length: of optimisation; windows of a step; predictions of a window. optim: what an arm does not change."""
+
+    steps: int = 120
+    batch: int = 4
+    length: int = 128
+    optim: OptimSettings = field(default_factory=OptimSettings)
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch, self.length) < 1:
+            raise ValueError(f"steps {self.steps}, batch {self.batch} and length {self.length} must be at least 1")
+
+    def optim_of(self, arm: Arm) -> OptimSettings:
+        """The arm's optimiser, its momentum warmed over a fifth of these steps."""
+        return arm.optim(replace(self.optim, momentum_warmup=self.steps // WARMED))
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """`losses`: nats per byte of each step's batch, before the step."""
+
+    model: LanesModel
+    losses: Float[Tensor, " steps"]
+
+
+def build(config: LanesConfig, seed: int) -> LanesModel:
+    """The model of a configuration at a seed, untrained."""
+    return LanesModel(config, torch_generator(seed, "lanes weights"))
+
+
+def plain(config: LanesConfig) -> LanesConfig:
+    """The same without its loop, and without what only a loop has."""
+    return replace(config, loop=None, loop_embeddings=False, head_bias=False)
+
+
+def switch_step(arm: Arm, steps: int) -> int:
+    """The first step at which the arm's loop runs; 0 for an arm without one."""
+    return 0 if arm.looped == "none" else math.ceil(arm.enable_at * steps)
+
+
+def train(
+    arm: Arm,
+    size: Size,
+    training: Training,
+    tokens: Int64[Tensor, " n"],
+    seed: int,
+    *,
+    device: str = "cpu",
+    step: Callable[[LanesModel, Tensor], Tensor] | None = None,
+) -> Trained:
+    """Train an arm on windows of a stream.
+
+    Args:
+        arm, size, training: what is trained, how large and for how long.
+        tokens: the stream that windows are drawn from, on the CPU.
+        seed: of the weights and of the order of the data; two arms of one seed share both.
+        device: where the model is trained.
+        step: the loss of a model on a batch, `LanesModel.loss` by default (a compiled or autocast one elsewhere).
+
+    Raises:
+        ValueError: the stream is shorter than a window, or the loss is no longer finite.
+    """
+    config, optim = arm.config(size), training.optim_of(arm)
+    switch = switch_step(arm, training.steps)
+    model = build(plain(config) if switch else config, seed).to(device)
+    optimiser = build_optimizer(model.named_parameters(), optim)
+    loss_of, losses = step or LanesModel.loss, []
+    generator = torch_generator(seed, "lanes batches")
+    drawn = batches(tokens, size=training.batch, length=training.length, steps=training.steps, generator=generator)
+    for i, batch in enumerate(tqdm(drawn, arm.name, training.steps, delay=3, leave=False, disable=None)):
+        if i == switch > 0:
+            model, optimiser = looped(model, optimiser, build(config, seed).to(device))
+        optimiser.set(i, training.steps)
+        optimiser.zero_grad()
+        loss = loss_of(model, batch.to(device))
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.detach())
+    found = torch.stack(losses).float().cpu()
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the rates, or the decay")
+    return Trained(model, found)
+
+
+def looped(model: LanesModel, optimiser: LanesOptimiser, new: LanesModel) -> tuple[LanesModel, LanesOptimiser]:
+    """`new`, with the weights of `model` in all that both have, and an optimiser with the moments of these."""
+    start = new.state_dict()
+    new.load_state_dict(start | {name: widened(value, start[name]) for name, value in model.state_dict().items()})
+    own = dict(new.named_parameters())
+    moments = {entry: _moment(value, own[entry.partition("/")[2]]) for entry, value in optimiser.state_dict().items()}
+    fresh = build_optimizer(new.named_parameters(), optimiser.settings)
+    fresh.load_state_dict(moments)
+    return new, fresh
+
+
+def widened(value: Tensor, like: Tensor) -> Tensor:
+    """`value` in the first rows of `like`: skips are numbered from the innermost on, in every schedule."""
+    return torch.cat((value, like[len(value) :])) if value.ndim and len(value) < len(like) else value
+
+
+def _moment(value: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A moment for all rows of a parameter, 0 in those that are new; the count of steps as it is."""
+    return value if not value.ndim else widened(value, torch.zeros_like(parameter))

@@ -1,0 +1,25 @@
+"""One tiny study, run once without an interruption, that tests read and copy."""
+
+from pathlib import Path
+
+import pytest
+from tiny_lanes import tiny_settings, write_texts
+
+from studies.lanes.settings import Settings
+from studies.lanes.study import run_study
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="session")
+def tiny(texts: Path) -> Settings:
+    return tiny_settings(texts)
+
+
+@pytest.fixture(scope="session")
+def study(tiny: Settings, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the whole tiny study, one seed."""
+    return run_study(tiny, [0], tmp_path_factory.mktemp("study"), text=texts, workers=1, quiet=True)

@@ -1,0 +1,187 @@
+"""A study is its parts: they are checked, resumed to the same bytes, and refused where they are damaged."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_lanes import FEW, with_steps, write_texts
+
+from studies.lanes.found import load
+from studies.lanes.measures import excerpt
+from studies.lanes.parts import read_part, write_part
+from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
+from studies.lanes.text import BOS
+
+ROOT = Path(__file__).parents[3]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def arms_of(settings: Settings, folder: Path, texts: Path) -> list[Job]:
+    """The jobs of two arms."""
+    return [job for job in jobs_of(settings, folder, texts, [0], FEW) if job.arm is not None]
+
+
+def test_settings_come_back_and_name_their_folder(tiny: Settings, tmp_path: Path) -> None:
+    for one in (tiny, Settings("a" * 64), quick("b" * 64)):
+        one.write(tmp_path)
+        assert Settings.read(tmp_path) == one
+    changed = [with_steps(tiny, 9), replace(tiny, text="c" * 64), replace(tiny, size=replace(tiny.size, mlp=2))]
+    assert len({one.folder for one in (tiny, *changed)}) == 4
+
+
+@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, texts: Path, tmp_path_factory, data) -> None:
+    """Any of the parts lost, and what a killed worker leaves behind beside them."""
+    out = tmp_path_factory.mktemp("cut")
+    jobs = arms_of(tiny, out / tiny.folder, texts)
+    for job in jobs:
+        for part in job.parts:
+            source = Job(tiny, study, texts, job.name, job.seed).path(part)
+            for path in (source, source.with_suffix(".safetensors")):
+                if path.exists() and data.draw(st.booleans()):
+                    job.path(part).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, job.path(part).parent)
+    place = out / tiny.folder / "arms" / FEW[0] / "seed-0"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / ".bpb.json.123.tmp").write_text("{")
+    missing = [job.path(p) for job in jobs for p in job.parts if job.path(p).exists() and not whole(job, p)]
+    for path in missing:  # a JSON file is written last: without its tensors it was damaged, not cut
+        path.unlink()
+    run_jobs(jobs, 1, quiet=True)
+    assert all(job.finished for job in jobs)
+    own, uncut = files(out / tiny.folder), files(study)
+    assert [name for name in own if own[name] != uncut.get(name)] == []
+
+
+def whole(job: Job, part: str) -> bool:
+    try:
+        return job.read(part) is not None
+    except ValueError:
+        return False
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, "tests/support")
+from tiny_lanes import tiny_settings
+from studies.lanes.study import run_study
+if __name__ == "__main__":
+    texts, out = map(Path, sys.argv[1:])
+    run_study(tiny_settings(texts), [0], out, text=texts, workers=2, quiet=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_leaves_no_worker_and_ends_in_the_same_bytes(
+    study: Path, tiny: Settings, texts: Path, tmp_path: Path
+) -> None:
+    """Two workers made what is there, and one goes on with it: neither their number nor the cut is seen in the bytes."""
+    script = tmp_path / "script.py"
+    script.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(script), str(texts), str(tmp_path)], cwd=ROOT, env=environment)
+    folder, deadline = tmp_path / tiny.folder, time.monotonic() + 120
+    while len(list(folder.rglob("*.safetensors"))) < 2 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert len(workers) >= 2
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+    assert 0 < len(list(folder.rglob("*.json"))) < len(list(study.rglob("*.json")))
+    run_jobs(arms_of(tiny, folder, texts), 1, quiet=True)
+    own, uncut = files(folder), files(study)
+    assert [name for name in own if name != ".lock" and not name.endswith(".tmp") and own[name] != uncut.get(name)] == []
+
+
+def test_a_part_is_refused_where_any_of_its_bytes_was_changed(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    write_part(path, "me", {"bpb": 3.25, "name": "x"}, {"t": torch.arange(4.0)})
+    content, tensors = read_part(path, "me") or ({}, {})
+    assert content == {"bpb": 3.25, "name": "x"}
+    assert torch.equal(tensors["t"], torch.arange(4.0))
+    before = path.read_bytes()
+    for damaged in (before[:-9], before.replace(b"3.25", b"3.26"), b"[]", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged.*delete .* to have it made again"):
+            read_part(path, "me")
+    path.write_bytes(before)
+    values = path.with_suffix(".safetensors")
+    whole_values = values.read_bytes()
+    values.write_bytes(whole_values[:-1] + bytes([whole_values[-1] ^ 1]))
+    with pytest.raises(ValueError, match="damaged"):
+        read_part(path, "me")
+    values.unlink()
+    with pytest.raises(ValueError, match="damaged"):
+        read_part(path, "me")
+    assert read_part(tmp_path / "none.json", "me") is None
+
+
+def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
+    write_part(tmp_path / "part.json", "me", {})
+    with pytest.raises(ValueError, match="made from other settings; delete"):
+        read_part(tmp_path / "part.json", "you")
+
+
+def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / tiny.folder
+    shutil.copytree(study, folder)
+    path = folder / "arms" / "shipped" / "seed-0" / "bpb.json"
+    raw = json.loads(path.read_text())
+    raw["content"]["bpb"] -= 1
+    path.write_text(json.dumps(raw))
+    for use in (lambda: load(folder), lambda: run_study(tiny, [0], tmp_path, text=texts, workers=1, quiet=True)):
+        with pytest.raises(ValueError, match=r"bpb.json or the tensors beside it are damaged"):
+            use()
+    path.unlink()
+    with pytest.raises(ValueError, match="is missing: the run was ended early"):
+        load(folder)
+
+
+def test_text_that_changed_while_the_study_ran_is_refused(tiny: Settings, tmp_path: Path) -> None:
+    other = write_texts(tmp_path / "other", documents=41)
+    job = Job(tiny, tmp_path / "out", other, "shipped", 0)
+    with pytest.raises(ValueError, match="changed while the study ran"):
+        run_job(job)
+
+
+def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> None:
+    """The stored weights give the stored number, through another forward than the one that trained them."""
+    job = Job(tiny, study, None, "wide-embeddings", 0)
+    found = job.read("train")
+    assert found is not None
+    model = trained(job)
+    assert all(torch.equal(value, found[1][f"weights.{name}"]) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="is not there: run the study first"):
+        trained(replace(job, seed=7))
+
+
+def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
+    corpus = open_text(texts)
+    whole_split = bytes(t for t in corpus.stream("test").tokens.tolist() if t != BOS)
+    first, again, other = (excerpt(corpus, "test", 192, 96, seed) for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert first[::96].tolist() == [BOS, BOS]
+    for run in bytes(t if t != BOS else 0 for t in first.tolist()).split(b"\0"):
+        assert run in whole_split
+    with pytest.raises(ValueError, match="give more text"):
+        excerpt(corpus, "test", 10**9, 10**9, 0)

@@ -1,0 +1,130 @@
+"""Training: the same bits for the same seed, pairs that share what they can, and a loop that is switched on without a seam."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tiny_lanes import SIZE, TRAINING
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional
+
+from studies.lanes.arms import ARMS, Arm, Size, get_arms
+from studies.lanes.config import BOS
+from studies.lanes.optim import build_optimizer
+from studies.lanes.schedule import order_of
+from studies.lanes.text import batches
+from studies.lanes.train import Trained, Training, build, plain, switch_step, train
+from studies.route2.randomness import torch_generator
+
+TOKENS = torch.randint(256, (3000,), generator=torch.Generator().manual_seed(0))
+
+
+@cache
+def trained(name: str, seed: int = 0) -> Trained:
+    return train(ARMS[name], SIZE, TRAINING, TOKENS, seed)
+
+
+def bits(found: Trained) -> dict[str, Tensor]:
+    return {**found.model.state_dict(), "losses": found.losses}
+
+
+@pytest.mark.parametrize("name", ["shipped", "wide-embeddings"])
+def test_the_same_seed_gives_the_same_bits_and_another_seed_other_ones(name: str) -> None:
+    first, again, other = bits(trained(name)), bits(train(ARMS[name], SIZE, TRAINING, TOKENS, 0)), bits(trained(name, 1))
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not torch.equal(first["losses"], other["losses"])
+
+
+def test_arms_of_a_seed_start_from_the_same_matrices_and_meet_the_same_data() -> None:
+    """The first loss of a model whose blocks add nothing yet depends on the embedding and the data alone."""
+    reference = dict(build(ARMS["sequential"].config(SIZE), 3).named_parameters())
+    for arm in ARMS.values():
+        own = dict(build(arm.config(SIZE), 3).named_parameters())
+        assert reference.keys() - own.keys() <= {"skip_weight", "skip_gate"}
+        assert all(torch.equal(own[name], value) for name, value in reference.items() if own[name].shape == value.shape)
+    assert torch.equal(trained("shipped").losses[0], trained("frozen").losses[0])
+
+
+@pytest.mark.parametrize("name", ["wide", "narrow", "wide-embeddings", "wide-head-bias"])
+def test_before_its_loop_runs_a_looped_arm_is_the_plain_one_bit_for_bit(name: str) -> None:
+    switch = switch_step(ARMS[name], TRAINING.steps)
+    looped, shipped = trained(name).losses, trained("shipped").losses
+    assert 0 < switch < TRAINING.steps
+    assert torch.equal(looped[:switch], shipped[:switch])
+    assert not torch.equal(looped[switch:], shipped[switch:])
+
+
+def test_an_early_loop_runs_from_the_first_step_on() -> None:
+    """In the second step blocks are no longer the identity, and a loop is told from none."""
+    assert switch_step(ARMS["wide-early"], TRAINING.steps) == 0
+    assert not torch.equal(trained("wide-early").losses[:3], trained("shipped").losses[:3])
+
+
+def one_set_of_parameters(arm: Arm, training: Training, seed: int) -> tuple[dict[str, Tensor], list[float]]:
+    """The oracle of switching: the looped model's own parameters throughout, of which the plain schedule takes what it has."""
+    config = arm.config(SIZE)
+    model, shape = build(config, seed), build(plain(config), seed)
+    own, rows = dict(model.named_parameters()), {name: len(p) for name, p in shape.named_parameters()}
+    optimiser, losses = build_optimizer(own.items(), training.optim_of(arm)), []
+    drawn = batches(
+        TOKENS, size=training.batch, length=training.length, steps=training.steps, generator=torch_generator(seed, "lanes batches")
+    )
+    for i, batch in enumerate(drawn):
+        optimiser.set(i, training.steps)
+        optimiser.zero_grad()
+        if i < switch_step(arm, training.steps):
+            logits = functional_call(shape, {name: own[name][:n] for name, n in rows.items()}, (batch[:, :-1],))
+        else:
+            logits = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=BOS)
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    return {name: p.detach() for name, p in own.items()}, losses
+
+
+@pytest.mark.parametrize("name", ["wide-embeddings", "wide-head-bias", "narrow"])
+def test_switching_is_training_one_set_of_parameters_under_two_schedules(name: str) -> None:
+    found = trained(name)
+    expected, losses = one_set_of_parameters(ARMS[name], TRAINING, 0)
+    torch.testing.assert_close(found.losses, torch.tensor(losses), rtol=1e-6, atol=1e-6)
+    for key, value in expected.items():
+        torch.testing.assert_close(found.model.state_dict()[key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_routing_stays_as_it_starts_and_learned_routing_does_not() -> None:
+    for name in ("frozen", "asymmetric-frozen"):
+        start, end = build(ARMS[name].config(SIZE), 0), trained(name).model
+        assert torch.equal(end.post, start.post)
+        assert torch.equal(end.resid, start.resid)
+        assert not torch.equal(end.embed.weight, start.embed.weight)
+    assert not torch.equal(trained("shipped").model.post, build(ARMS["shipped"].config(SIZE), 0).post)
+
+
+def test_decay_and_momentum_are_all_that_their_arms_change() -> None:
+    usual = TRAINING.optim_of(ARMS["shipped"])
+    assert TRAINING.optim_of(ARMS["low-decay"]) == replace(usual, decay=0.05)
+    assert TRAINING.optim_of(ARMS["low-momentum"]) == replace(usual, momentum=0.95)
+
+
+@pytest.mark.parametrize("layers", [6, 7, 11, 12, 24])
+def test_every_depth_has_a_wide_and_a_narrow_loop_of_one_length(layers: int) -> None:
+    size = Size.of_layers(layers, 8, 2)
+    assert len(order_of(layers, size.wide)) == len(order_of(layers, size.narrow)) == layers + 6
+    assert (size.wide.passes, size.narrow.passes) == (3, 4)
+
+
+def test_refusals_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match="6 or more"):
+        Size.of_layers(5, 8, 2)
+    with pytest.raises(ValueError, match="at one depth"):
+        replace(SIZE, narrow=SIZE.wide.__class__(2, 3, 1))
+    with pytest.raises(KeyError, match="no arm is named 'broad'; there are sequential"):
+        get_arms(["broad"])
+    with pytest.raises(ValueError, match="at least 1"):
+        Training(steps=0)
+    hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=float("inf")))
+    with pytest.raises(ValueError, match="is not finite: lower the rates"):
+        train(ARMS["sequential"], SIZE, hot, TOKENS, 0)
