@@ -61,7 +61,8 @@ def score(
     Args:
         model: `model(tokens [b s]) -> logits [b s v]`; it runs in eval mode without gradients and keeps the modes that it had.
         tokens: the stream.
-        window, stride: inputs of a window, and predictions from the end of one to the end of the next.
+        window: inputs of a window.
+        stride: predictions from the end of one window to the end of the next.
         batch: windows of one forward; results do not depend on it but for the order of floating-point sums.
         mix: changes the distributions before they are scored (see `Mix`); None scores the model's own.
 

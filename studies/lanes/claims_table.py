@@ -14,6 +14,7 @@ from studies.lanes.estimates import (
     contraction_without_skips,
     controls,
     direct_share,
+    direct_share_trained,
     extraction,
     gap,
     gptj_gap,
@@ -112,6 +113,7 @@ CLAIMS: tuple[Claim, ...] = (
         "higher",
         direct_share("shipped", "sequential"),
     ),
+    Claim("direct-trained", LANES, "Ours: so it is on the trained models", "", "higher", direct_share_trained),
     Claim(
         "lanes",
         LANES,

@@ -8,11 +8,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mi_route2.stats import Value, mean, paired_difference
 from studies.lanes.found import Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 
 ZERO = 1e-12
 """How far from an identity float64 may be."""
+HINTS = ("offered", "right")
+BEFORE = 12.85
+"""The clip that the record's was raised from."""
 Measure = Callable[[Found], Estimate]
 TTT_ARMS = ("sequential", "shipped", "wide", "wide-early")
 
@@ -21,8 +25,23 @@ def _bpb(content: Any) -> float:
     return content["bpb"]
 
 
-def _gain(scope: str) -> Callable[[Any], float | None]:
-    return lambda content: content[scope]["gain"]
+def tuned(found: Found, arm: str, scope: str) -> float:
+    """The rate that gains most on the tuning texts, in the mean over seeds; one at which a seed diverged is out."""
+    by_rate: dict[float, list[float | None]] = {}
+    for seed in found.seeds:
+        for row in found.contents[arm, seed, "ttt"]["tuning"]:
+            if row["scope"] == scope:
+                by_rate.setdefault(row["rate"], []).append(row["gain"])
+    means = {rate: _mean(gains) for rate, gains in by_rate.items()}
+    return max(means, key=lambda rate: -math.inf if (gain := means[rate]) is None else gain)
+
+
+def gains(found: Found, arm: str, run: str) -> dict[int, Value]:
+    """What a run gains on the test text, by seed: `all` or `controls` at its tuned rate, `shared` is controls at that of all."""
+    scope = "all" if run == "all" else "controls"
+    rate = tuned(found, arm, "all" if run == "shared" else scope)
+    read = lambda content: next(r["gain"] for r in content["test"] if (r["scope"], r["rate"]) == (scope, rate))  # noqa: E731
+    return found.by_seed(arm, "ttt", read)
 
 
 def bpb(arm: str, reference: str, note: str = "") -> Measure:
@@ -53,14 +72,19 @@ def _gaps(found: Found, arm: str) -> dict[int, float]:
 
 
 def extraction(arm: str, reference: str) -> Measure:
-    """Difference in what test-time training of all parameters gains, each arm at its own best rate."""
+    """Difference in what test-time training of all parameters gains, each arm at its own tuned rate."""
 
     def measure(found: Found) -> Estimate:
-        means = [found.mean(name, "ttt", _gain("all"), "BPB").value for name in (arm, reference)]
-        note = "gains " + " and ".join("none" if value is None else f"{value:.4f}" for value in means)
-        return found.difference(arm, reference, "ttt", _gain("all"), "BPB", note)
+        own, other = gains(found, arm, "all"), gains(found, reference, "all")
+        _, s = paired_difference(own, other)
+        note = "gains " + " and ".join(_text(mean(list(values.values()))) for values in (own, other))
+        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
 
     return measure
+
+
+def _text(gain: float | None) -> str:
+    return "none" if gain is None else f"{gain:.4f}"
 
 
 def controls(run: str) -> Measure:
@@ -70,25 +94,26 @@ def controls(run: str) -> Measure:
     """
 
     def measure(found: Found) -> Estimate:
-        own, full = ([found.by_seed(arm, "ttt", _gain(scope)) for arm in TTT_ARMS] for scope in (run, "all"))
+        own, full = ([gains(found, arm, name) for arm in TTT_ARMS] for name in (run, "all"))
         pairs = {seed: [(a[seed], b[seed]) for a, b in zip(own, full, strict=True)] for seed in own[0]}
         each = [_mean([None if a is None or b is None else a - b / 2 for a, b in row]) for row in pairs.values()]
-        gains = [_mean([values[i] for row in pairs.values() for values in row]) for i in (0, 1)]
-        note = "gains " + " and ".join("none" if gain is None else f"{gain:.4f}" for gain in gains)
-        return Estimate.of(each, "BPB", f"{note}; {edges(found)}")
+        means = [_mean([values[i] for row in pairs.values() for values in row]) for i in (0, 1)]
+        share = next(row["share"] for row in found.contents["shipped", found.seeds[0], "ttt"]["test"] if row["scope"] == "controls")
+        note = f"gains {_text(means[0])} and {_text(means[1])}, by {share:.1%} of the parameters; {edges(found)}"
+        return Estimate.of(each, "BPB", note)
 
     return measure
 
 
 def edges(found: Found) -> str:
-    """How many of the chosen rates were the smallest or the largest that was tried."""
-    chosen = {
-        (arm, seed, row["scope"]): row["edge"]
-        for arm in TTT_ARMS
-        for seed in found.seeds
-        for row in found.contents[arm, seed, "ttt"]["tuning"]
-    }
-    return f"{sum(chosen.values())} of {len(chosen)} rates at an edge of the sweep"
+    """How many of the tuned rates were the smallest or the largest that was tried."""
+    count = 0
+    for arm in TTT_ARMS:
+        for scope in ("all", "controls"):
+            rows = found.contents[arm, found.seeds[0], "ttt"]["tuning"]
+            tried = [row["rate"] for row in rows if row["scope"] == scope]
+            count += tuned(found, arm, scope) in (min(tried), max(tried))
+    return f"{count} of {2 * len(TTT_ARMS)} tuned rates at an edge of the sweep"
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
@@ -121,9 +146,9 @@ def gptq_against_nearest(found: Found) -> Estimate:
 
 def bytes_by_clip(found: Found) -> Estimate:
     """Bytes at the record's clip, minus those at the clip before it."""
-    before, usual = 12.85, found.settings.evaluation.gptq.k
+    usual = found.settings.evaluation.gptq.k
     at = lambda c, k: next(point["bytes"] for point in c["points"] if point["k"] == k)  # noqa: E731
-    return found.mean("shipped", "calibrations", lambda c: at(c, usual) - at(c, before), "bytes")
+    return found.mean("shipped", "calibrations", lambda c: at(c, usual) - at(c, BEFORE), "bytes")
 
 
 def bytes_predicted(found: Found) -> Estimate:
@@ -135,7 +160,13 @@ def bytes_predicted(found: Found) -> Estimate:
 
 def hints(a: str, b: str) -> Measure:
     """Difference of two mixtures of Tap-In, of one model."""
-    return lambda found: found.mean("shipped", "tapin", lambda c: c["bpb"][a] - c["bpb"][b], "BPB")
+
+    def measure(found: Found) -> Estimate:
+        values = found.by_seed("shipped", "tapin", lambda c: c["bpb"][a] - c["bpb"][b])
+        offered, right = (mean(list(found.by_seed("shipped", "tapin", lambda c, k=k: c["hints"][k]).values())) for k in HINTS)
+        return Estimate.of(list(values.values()), "BPB", f"a hint at {offered or 0:.0%} of the bytes, right in {right or 0:.0%}")
+
+    return measure
 
 
 def worst(wiring: str, key: str, unit: str, *, tolerance: float = ZERO) -> Measure:
@@ -195,6 +226,13 @@ def direct_share(arm: str, reference: str | None = None) -> Measure:
         return Estimate.of([share(c, arm, found) - less(c) for c in found.drawn("paths")], "|direct|/|total|")
 
     return measure
+
+
+def direct_share_trained(found: Found) -> Estimate:
+    """The same difference on the trained models, of two lanes from one stream."""
+    first = found.settings.size.lane_start
+    share = lambda c: _mean([row["direct"] for row in c["rows"] if row["layer"] == first])  # noqa: E731
+    return found.difference("shipped", "sequential", "paths", share, "|direct|/|total|", "trained")
 
 
 def amplified(k: int) -> Measure:

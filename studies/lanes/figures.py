@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from mi_route2.stats import interval, mean, paired_difference
 from studies.lanes.arms import ARMS
-from studies.lanes.estimates import TTT_ARMS
+from studies.lanes.estimates import BEFORE, TTT_ARMS, gains
 from studies.lanes.found import Found, tensors
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.symmetry import TWO_LANES
@@ -144,9 +144,9 @@ def ttt_figure(folder: Path, found: Found) -> Figure:
         for arm, colour in ARM_COLOURS.items():
             rows = [row for s in found.seeds for row in found.contents[arm, s, "ttt"]["tuning"] if row["scope"] == scope]
             rates = sorted({row["rate"] for row in rows})
-            gains = [mean([row["gain"] for row in rows if row["rate"] == rate]) for rate in rates]
+            means = [mean([row["gain"] for row in rows if row["rate"] == rate]) for rate in rates]
             panel.plot(
-                rates, [math.nan if gain is None else gain for gain in gains], color=colour, marker="o", markersize=3, label=arm
+                rates, [math.nan if gain is None else gain for gain in means], color=colour, marker="o", markersize=3, label=arm
             )
         panel.set_xscale("log")
         panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
@@ -158,7 +158,7 @@ def ttt_figure(folder: Path, found: Found) -> Figure:
     runs = (("all", "all"), ("controls", "controls"), ("shared", "controls, rate of all"))
     for i, (arm, colour) in enumerate(ARM_COLOURS.items()):
         for place, (run, _) in enumerate(runs):
-            values = list(found.by_seed(arm, "ttt", lambda c, run=run: c[run]["gain"]).values())
+            values = list(gains(found, arm, run).values())
             x = place + (i - 1.5) * 0.2
             axes[2].bar(x, mean(values) or 0.0, 0.2, color=colour)
             _whisker(axes[2], x, values)
@@ -178,11 +178,12 @@ def rates_figure(folder: Path, found: Found) -> Figure:
     clips = [point["k"] for point in curves[0]]
     size = np.array([[point["bytes"] for point in curve] for curve in curves]) / 1000
     loss = np.array([[point["loss"] for point in curve] for curve in curves]) - np.array(plain)[:, None]
-    left.plot(size.T, loss.T, ".", color=GREY, markersize=3)
-    left.plot(size.mean(axis=0), loss.mean(axis=0), color=BLUE, marker="o", markersize=4)
-    for i, k in enumerate(clips):
-        if k != 12.85:
-            left.annotate(f"k={k:g}", (size.mean(axis=0)[i], loss.mean(axis=0)[i]), (5, 4), textcoords="offset points", fontsize=7)
+    apart = [i for i, k in enumerate(clips) if k != BEFORE]  # two clips side by side would draw noise as a step
+    left.plot(size.T[apart], loss.T[apart], ".", color=GREY, markersize=3)
+    left.plot(size.mean(axis=0)[apart], loss.mean(axis=0)[apart], color=BLUE, marker="o", markersize=4)
+    for i in apart:
+        place = (size.mean(axis=0)[i], loss.mean(axis=0)[i])
+        left.annotate(f"k={clips[i]:g}", place, (5, 4), textcoords="offset points", fontsize=7)
     left.margins(x=0.12)
     left.set_xlabel("kilobytes, packed")
     left.set_ylabel("bits per byte above unquantised")

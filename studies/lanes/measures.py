@@ -3,6 +3,7 @@
 Each function takes a `Subject` and gives a part's content (JSON) and tensors. They draw nothing but from generators of the seed.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -20,10 +21,10 @@ from studies.lanes.mixing import Mixing, mixed_nll
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import ratios_of
 from studies.lanes.settings import Settings
-from studies.lanes.size import account, rate_distortion
+from studies.lanes.size import rate_distortion
 from studies.lanes.tapin import Hints, find_hints
 from studies.lanes.text import BOS, Corpus, batches
-from studies.lanes.ttt import Sweep, adapt, sweep
+from studies.lanes.ttt import Sweep, sweep
 from studies.route2.randomness import torch_generator
 
 GROWTH_DRAWS = 3
@@ -88,14 +89,13 @@ def plain_bpb(subject: Subject) -> Part:
 
 
 def quantised(subject: Subject) -> Part:
-    """Bits per byte of the usual quantisation, and the bytes that it takes."""
-    evaluation = subject.settings.evaluation
-    usual = evaluation.gptq
+    """Bits per byte of the usual quantisation."""
+    usual = subject.settings.evaluation.gptq
     hessians = collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches)
     weights = quantize(subject.model, hessians, usual)
     with dequantized(subject.model, weights):
         found = subject.bpb()
-    return {"bpb": found, "bytes": account(weights, evaluation.compressor).actual}, {}
+    return {"bpb": found}, {}
 
 
 def calibrations(subject: Subject) -> Part:
@@ -120,34 +120,21 @@ def calibrations(subject: Subject) -> Part:
 
 
 def test_time_training(subject: Subject) -> Part:
-    """Rates chosen on a tuning text for each scope, then a test text at these, and at the rate that is best for all."""
+    """What every scope gains at every rate, on a tuning text and on a test text. Which rate counts is chosen later, by the tuning
+    texts of all seeds; controls are tried at the rates of all parameters too."""
     evaluation = subject.settings.evaluation
-    rates = {"all": evaluation.rates_all, "controls": evaluation.rates_controls}
-    tune, tokens = (
-        excerpt(subject.corpus, split, size, evaluation.adapted_piece, subject.seed)
-        for split, size in (("tune", evaluation.tune), ("test", evaluation.adapted))
-    )
-    tried = sweep(subject.model, tune, evaluation.ttt, rates)
-    chosen = {scope: tried.best(scope).rate for scope in rates}
-    runs = {"all": ("all", chosen["all"]), "controls": ("controls", chosen["controls"]), "shared": ("controls", chosen["all"])}
-    plain = adapt(subject.model, tokens, replace(evaluation.ttt, scope="none")).bpb
-    found: dict[str, Any] = {"plain": plain, "tuning": _tuning(tried)}
-    for name, (scope, rate) in runs.items():
-        run = adapt(subject.model, tokens, replace(evaluation.ttt, scope=scope, rate=rate))
-        gain = None if run.diverged else plain - run.bpb
-        found[name] = {"gain": gain, "rate": rate, "share": run.share, "parameters": run.parameters}
+    rates = {"all": evaluation.rates_all, "controls": tuple(sorted({*evaluation.rates_all, *evaluation.rates_controls}))}
+    found = {}
+    for name, split, size in (("tuning", "tune", evaluation.tune), ("test", "test", evaluation.adapted)):
+        tokens = excerpt(subject.corpus, split, size, evaluation.adapted_piece, subject.seed)
+        found[name] = _rows(sweep(subject.model, tokens, evaluation.ttt, rates))
     return found, {}
 
 
-def _tuning(tried: Sweep) -> list[dict[str, Any]]:
-    finite = {True: lambda x: x, False: lambda _: None}
+def _rows(tried: Sweep) -> list[dict[str, Any]]:
+    """gain: bits per byte below the plain evaluation; None where the run diverged."""
     return [
-        {
-            "scope": row.scope,
-            "rate": row.rate,
-            "gain": finite[abs(row.gain) < float("inf")](row.gain),
-            "edge": tried.at_edge(row.scope),
-        }
+        {"scope": row.scope, "rate": row.rate, "gain": row.gain if math.isfinite(row.gain) else None, "share": row.share}
         for row in tried.rows
     ]
 
@@ -231,9 +218,8 @@ MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
 _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "sequential": ("quantised", "ttt", "paths"),
-        "gptj": ("paths",),
         "shipped": ("quantised", "calibrations", "ttt", "tapin", "paths"),
-        "asymmetric": ("quantised", "paths"),
+        "asymmetric": ("quantised",),
         "narrow": ("quantised",),
         "wide": ("quantised", "ttt", "growth"),
         "wide-embeddings": ("quantised",),

@@ -143,7 +143,7 @@ def _runner(scale: Scale, size: Size, name: str, device: torch.device, total: in
     arm = replace(get_arms((name,))[0], enable_at=0.0)  # a loop is timed as it runs
     model = build(arm.config(size), 0).to(device)
     optimiser = build_optimizer(model.named_parameters(), Training(steps=total).optim_of(arm))
-    loss = torch.compile(model.loss) if scale.compile else model.loss
+    loss = torch.compile(model.loss, fullgraph=True) if scale.compile else model.loss
 
     def step(batch: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=scale.precision == "bf16"):

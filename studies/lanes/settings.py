@@ -37,7 +37,7 @@ class Evaluation:
     tune, adapted       tokens that rates of test-time training are chosen on, and that are then read with them
     adapted_piece       tokens of an excerpt of theirs: longer, for there is more to be learnt from a text that goes on
     ttt                 test-time training, but for scope and rate
-    rates_all, rates_controls       what is swept on the tuning stream
+    rates_all, rates_controls       what is swept; controls are tried at those of all parameters too
     gptq                quantisation, but for what is compared
     many                calibration batches of the larger calibration; gptq.batches of the smaller one
     clip_lambda         the record's older Hessian clip, against 0
@@ -50,12 +50,12 @@ class Evaluation:
     stride: int = 64
     test: int = 12288
     piece: int = 2048
-    tune: int = 8192
-    adapted: int = 8192
-    adapted_piece: int = 4096
+    tune: int = 6144
+    adapted: int = 6144
+    adapted_piece: int = 3072
     ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=1024, epochs=1))
     rates_all: tuple[float, ...] = (0.03, 0.1, 0.3)
-    rates_controls: tuple[float, ...] = (0.3, 1.0, 3.0)
+    rates_controls: tuple[float, ...] = (1.0, 3.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
     many: int = 64
     clip_lambda: float = 0.175
@@ -171,11 +171,11 @@ def quick(text: str) -> Settings:
     evaluation = Evaluation(
         test=6144,
         tune=2048,
-        adapted=4096,
+        adapted=2048,
         adapted_piece=2048,
         ttt=TTTSettings(chunk=1024, epochs=1),
         rates_all=(0.1, 0.3),
-        rates_controls=(1.0, 3.0),
+        rates_controls=(1.0,),
         gptq=GPTQSettings(batches=4),
         many=16,
         clips=(6.0, 12.85, 13.1, 20.0),

@@ -173,6 +173,7 @@ def _end_silently() -> None:
     """A worker ends at once, without a traceback and leaving no half part: at Ctrl-C, which reaches every process of a terminal,
     and when its parent is gone, which the executor's queues do not tell it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that a killed worker leaves in the system
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -80,7 +80,9 @@ def train(
     """Train an arm on windows of a stream.
 
     Args:
-        arm, size, training: what is trained, how large and for how long.
+        arm: what is trained.
+        size: how large it is.
+        training: for how long it is trained, on what batches.
         tokens: the stream that windows are drawn from, on the CPU.
         seed: of the weights and of the order of the data; two arms of one seed share both.
         device: where the model is trained.

@@ -13,7 +13,7 @@ from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
 
 SIZE = Size(d_model=8, heads=2, mlp=1)
-TRAINING = Training(steps=5, batch=2, length=24)
+TRAINING = Training(steps=4, batch=2, length=24)
 FEW = ("gptj", "wide-embeddings")  # a plain arm and a looped one, for what needs no table of claims
 
 

@@ -13,7 +13,7 @@ from tiny_lanes import tiny_settings, write_texts
 
 from studies.lanes.claims import VERDICTS, Claim, Rule, judge, needed, verdict
 from studies.lanes.claims_table import CLAIMS
-from studies.lanes.estimates import bpb, worst
+from studies.lanes.estimates import TTT_ARMS, bpb, controls, extraction, gains, tuned, worst
 from studies.lanes.found import Estimate, Found, load
 
 numbers = st.floats(-1e3, 1e3)
@@ -108,6 +108,34 @@ def test_artifacts_come_to_their_verdicts(
     rows = judge(synthetic(settings, differences, partial), claims)
     assert tuple(row.verdict for row in rows) == expected
     assert rows[0].estimate.value == pytest.approx(sum(differences) / 3)
+
+
+def rows_of(scope: str, gains: dict[float, float | None]) -> list[dict[str, Any]]:
+    return [{"scope": scope, "rate": rate, "gain": gain, "share": 0.01} for rate, gain in gains.items()]
+
+
+def adapted(settings: Any) -> Found:
+    """Two seeds that would choose other rates on their own; at the largest one of them diverged."""
+    alone = ({0.03: 0.02, 0.1: 0.05, 0.3: 0.9}, {0.03: 0.04, 0.1: 0.03, 0.3: None})
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed, by_rate in enumerate(alone):
+        tuning = rows_of("all", by_rate) + rows_of("controls", {0.03: 0.0, 0.1: 0.001, 1.0: 0.002})
+        test = rows_of("all", {0.03: 1.0, 0.1: 0.2 + seed, 0.3: 3.0}) + rows_of("controls", {0.03: 4.0, 0.1: 0.05, 1.0: 0.15})
+        for arm in TTT_ARMS:
+            contents[arm, seed, "bpb"] = {"bpb": 4.0}
+            contents[arm, seed, "ttt"] = {"tuning": tuning, "test": test}
+    return Found(settings, contents)
+
+
+def test_rates_come_from_the_tuning_texts_of_all_seeds_and_gains_from_the_test_texts(settings: Any) -> None:
+    found = adapted(settings)
+    assert (tuned(found, "shipped", "all"), tuned(found, "shipped", "controls")) == (0.1, 1.0)
+    assert gains(found, "shipped", "all") == {0: 0.2, 1: 1.2}
+    assert gains(found, "shipped", "controls") == {0: 0.15, 1: 0.15}
+    assert gains(found, "shipped", "shared") == {0: 0.05, 1: 0.05}
+    assert controls("controls")(found).each == pytest.approx((0.15 - 0.1, 0.15 - 0.6))
+    assert controls("shared")(found).note.endswith("4 of 8 tuned rates at an edge of the sweep")
+    assert extraction("shipped", "sequential")(found).value == 0
 
 
 def test_a_claim_about_what_was_not_measured_says_so(settings: Any) -> None:

@@ -16,6 +16,7 @@ def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_
         figure = FIGURES[name](study, load(study))
         save_figure(figure, tmp_path / "a.png", dpi=40)
         save_figure(FIGURES[name](study, load(study)), tmp_path / "b.png", dpi=40)
+        figure.set_dpi(40)
         canvas = FigureCanvasAgg(figure)
         canvas.draw()
         page = figure.bbox
