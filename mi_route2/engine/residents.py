@@ -111,15 +111,16 @@ class Residents:
         """What is computed next is computed under the steering that is in force now."""
         if not self.prefixes.budget:
             return
-        idle = not self.steering.sites()
+        idle, changes = not self.steering.sites(), self.steering.changes
         for one, count in pieces:
-            if idle and not one.acts.digests:
-                continue  # nothing acts, and nothing ever did
+            if (idle and not one.acts.digests) or one.noted == changes:
+                continue  # nothing acts, and nothing ever did; or what was noted of a generated token still acts
             start = one.computed
             if start < one.prompt:
                 one.acts.steered(start, b"" if idle else self.steering.content(one.id, decode=False))
             if start + count > one.prompt:
                 one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.content(one.id, decode=True))
+                one.noted = changes
 
     def publish(self, one: Sequence) -> None:
         """Whole blocks that a request computed may be used by others."""

@@ -17,7 +17,8 @@ from mi_route2.sites import Site
 @dataclass(eq=False)
 class Sequence:
     """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back.
-    ``lost`` is told where the run that it writes cannot go on."""
+    ``lost`` is told where the run that it writes cannot go on; ``noted`` is the count of steering's changes when ``acts`` was told
+    what acts on generated tokens."""
 
     id: int
     arrival: int
@@ -31,6 +32,7 @@ class Sequence:
     admitted: bool = False
     patches: tuple[Resolved, ...] = ()
     acts: Acts = field(default_factory=Acts)
+    noted: int = -1
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None

@@ -223,5 +223,5 @@ class Rows:
 
 def row_key(spec: Steering) -> bytes:
     """The content by which a row is shared; ``b""`` where it would hold nothing."""
-    bare = spec.rows
-    return bare.content() if bare != Steering() else b""
+    empty = not (spec.base or spec.prefill or spec.decode or spec.clamps)
+    return b"" if empty else spec.rows.content()

@@ -11,8 +11,10 @@ What is said of ``content`` is about the numbers: two specs with equal content a
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -23,6 +25,7 @@ from mi_route2.sites import Site
 
 Number = float | int
 TIERS = ("base", "prefill", "decode")
+KINDS = (*TIERS, "clamps", "monitors")
 PHASES = ("both", "prefill", "decode")
 MODES = ("add", "attenuate")
 QUARANTINES = ("open", "close")
@@ -141,7 +144,9 @@ class Steer:
         object.__setattr__(self, "scale", _finite("scale", self.scale))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steer":
-        return replace(self, vector=Vector(self.vector).resolved(lookup))
+        """Itself where there is no name to look up: this, and all of the others, is asked for every request."""
+        vector = Vector(self.vector)
+        return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
 
     def values(self) -> Float[Tensor, " n"]:
         """``scale * vector`` in float64."""
@@ -192,7 +197,8 @@ class Clamp:
         _one_of("phase", self.phase, PHASES)
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
-        return replace(self, vector=Vector(self.vector).resolved(lookup))
+        vector = Vector(self.vector)
+        return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
 
     def unit(self) -> Float[Tensor, " n"]:
         """The direction in float64, of length one."""
@@ -282,8 +288,10 @@ class Monitor:
         return (0.0, 1.0) if self.mode == "add" else (1.0, -float(self.depth))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Monitor":
-        probe = Vector(self.probe).resolved(lookup)
-        return replace(self, probe=probe, adds=tuple(entry.resolved(lookup) for entry in self.adds))
+        probe, adds = Vector(self.probe), tuple(entry.resolved(lookup) for entry in self.adds)
+        if probe.values is not None and all(map(operator.is_, adds, self.adds)):
+            return self
+        return replace(self, probe=probe.resolved(lookup), adds=adds)
 
     def content(self) -> bytes:
         """All but the name."""
@@ -322,14 +330,20 @@ class Steering:
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
         """With every name looked up; what ``lookup`` raises passes through."""
-        kinds = (*TIERS, "clamps", "monitors")
-        return Steering(**{kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in kinds})
+        found = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
+        if all(map(operator.is_, (e for kind in KINDS for e in found[kind]), (e for kind in KINDS for e in getattr(self, kind)))):
+            return self
+        return Steering(**found)
 
     def content(self) -> bytes:
         """SHA-256 of what is asked for, not of names; ``ValueError`` where a name was not looked up."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> bytes:
         found = hashlib.sha256()
         self.resolved(_unknown)
-        for kind in (*TIERS, "clamps", "monitors"):
+        for kind in KINDS:
             for entry in getattr(self, kind):
                 found.update(kind.encode() + b":" + entry.content() + b";")
         return found.digest()
@@ -337,7 +351,7 @@ class Steering:
     @property
     def rows(self) -> "Steering":
         """What a row of the table holds: vectors and clamps, no monitors."""
-        return replace(self, monitors=())
+        return replace(self, monitors=()) if self.monitors else self
 
 
 def _unknown(name: str) -> Vector:

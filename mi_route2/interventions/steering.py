@@ -45,6 +45,7 @@ class SteeringState:
     """See the module. ``widths`` gives a site's shape behind [b s]: ``(d,)``, by head ``(h, dh)``; what it raises passes through.
 
     ``rows`` configurations may act at a time. ``quarantine_sites`` are the ``quarantine_out`` that monitors gate by default.
+    ``changes`` counts the calls after which something else may act.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SteeringState:
         self._requests = Requests(self.rows, self.vectors, self.quarantine_sites)
         self._monitors: dict[str, tuple[Watch, str]] = {}
         self._sites: frozenset[Site] = frozenset()
-        self._version = 0
+        self._version = self.changes = 0
         self._contents: dict[tuple[int, bool], bytes] = {}
         self._plans: OrderedDict[tuple[object, ...], tuple[dict[Site, SiteStep], int]] = OrderedDict()
         self._layout: Layout | None = None
@@ -267,6 +268,7 @@ class SteeringState:
     def _forget(self, request: int | None) -> None:
         """What was prepared is stale; ``request`` is the only one on which something else acts now, ``None``: all may be."""
         self._plans.clear()
+        self.changes += 1
         if request is None:
             self._contents.clear()
         else:
