@@ -41,10 +41,10 @@ Sides = dict[str, Callable[[Int64[Tensor, " s"]], Hints]]
 
 
 def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: Any, counts: Any, found: Any) -> None:
-    """Fills ``found`` [4][n] with token, length, votes and cross at every position, by walking all earlier places of its token.
+    """Fills ``found`` (4 x n) with token, length, votes and cross at every position, by walking all earlier places of its token.
 
-    ``heads`` and ``tails`` [2][vocabulary] and ``after`` [2][n] hold the lists of the window and of the lost text: all -1.
-    ``counts`` [vocabulary] is zeros. All of them are lists, or arrays for the compiled function.
+    ``heads`` and ``tails`` (2 x vocabulary) and ``after`` (2 x n) hold the lists of the window and of the lost text: all -1.
+    ``counts`` (of each token) are zeros. All of them are lists, or arrays for the compiled function.
     """
     document = 0
     for t in range(len(ids)):

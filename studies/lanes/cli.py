@@ -2,23 +2,23 @@
 
 ``run`` makes everything from nothing: sixteen arms of a small byte-level model, float64 instruments, tables and figures. Start with
 ``run --quick``, which shows in about a minute that all parts work and resolves nothing. The same command started again goes on
-where it stopped, and leaves the same bytes. ``scale`` times two lanes against one stream on an accelerator.
+where it stopped, and leaves the same bytes. ``run --large`` is the same study at an accelerator's size; ``scale`` times two lanes
+against one stream there.
 """
 
-import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from studies.commands import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
 from studies.lanes.publish import publish
 from studies.lanes.report import TABLE, write_report
-from studies.lanes.scale import Scale
-from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.scale import Scale, device_of
+from studies.lanes.settings import Settings, large, open_text, quick
 from studies.lanes.study import run_study
-from studies.route2.cli import read_seeds, show_paths
 
 SEEDS, QUICK_SEEDS = "3", "2"
 
@@ -30,6 +30,8 @@ class Dev:
     steps: int | None = None
     batch: int | None = None
     length: int | None = None
+    device: str | None = None
+    compile: bool | None = None
 
     def apply(self, settings: Settings) -> Settings:
         given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
@@ -43,19 +45,26 @@ class Run:
     """Train what is missing, measure it, write the table of claims and the figures. Safe to interrupt and start again."""
 
     quick: Annotated[bool, tyro.conf.arg(help="everything once over, small: two seeds in about a minute")] = False
+    large: Annotated[bool, tyro.conf.arg(help="12 blocks of 512 features, bf16, compiled, on an accelerator")] = False
     seeds: Annotated[
         str | None, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9); 3, or 2 if quick")
     ] = None
     out: Annotated[Path, tyro.conf.arg(help="where study folders are kept")] = Path("runs")
     text: Annotated[Path | None, tyro.conf.arg(help="a folder of UTF-8 text; without it, the running Python's own library")] = None
-    workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
+    workers: Annotated[int | None, tyro.conf.arg(help="processes; 2 of one thread each, or 1 with an accelerator")] = None
     dev: Dev = Dev()
 
     def __call__(self) -> None:
+        if self.quick and self.large:
+            raise ValueError("a study is quick or large: give one of --quick and --large, or neither")
         seeds = read_seeds(self.seeds or (QUICK_SEEDS if self.quick else SEEDS))
         digest = open_text(self.text).sha256
-        settings = self.dev.apply(quick(digest) if self.quick else Settings(digest))
-        folder = run_study(settings, seeds, self.out, text=self.text, workers=self.workers)
+        settings = self.dev.apply(quick(digest) if self.quick else large(digest) if self.large else Settings(digest))
+        device = settings.training.device
+        if device != "cpu":
+            device_of(None if device == "cuda" else device)  # or it says that there is none, before anything is written
+        workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
+        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
         show_paths(write_report(folder))
         print((folder / TABLE).read_text(encoding="utf-8"))
 
@@ -96,14 +105,4 @@ COMMANDS: dict[str, Any] = {"run": Run, "report": Report, "publish": Publish, "s
 
 
 def main() -> int:
-    command = tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.lanes", description=__doc__)
-    try:
-        command()
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on with the parts that are missing", file=sys.stderr)
-        return 130
-    except (KeyError, ValueError, OSError, RuntimeError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
-        print(f"error: {text}", file=sys.stderr)
-        return 2
-    return 0
+    return run_command(COMMANDS, "studies.lanes", __doc__, "goes on with the parts that are missing")

@@ -10,8 +10,9 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -23,11 +24,10 @@ from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, build_optimizer
 from studies.lanes.settings import open_text
 from studies.lanes.text import batches
-from studies.lanes.train import Training, build
+from studies.lanes.train import Precision, Training, build, loss_of
 from studies.route2.randomness import torch_generator
 from studies.route2.recorder import write_json
 
-Precision = Literal["float32", "bf16"]
 BASELINE = "sequential"
 
 
@@ -143,13 +143,8 @@ def _runner(scale: Scale, size: Size, name: str, device: torch.device, total: in
     arm = replace(get_arms((name,))[0], enable_at=0.0)  # a loop is timed as it runs
     model = build(arm.config(size), 0).to(device)
     optimiser = build_optimizer(model.named_parameters(), Training(steps=total).optim_of(arm))
-    loss = torch.compile(model.loss, fullgraph=True) if scale.compile else model.loss
-
-    def step(batch: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=scale.precision == "bf16"):
-            return loss(batch)
-
-    return _Runner(model, optimiser, step, total, device)
+    loss = loss_of(device.type, scale.precision, scale.compile)
+    return _Runner(model, optimiser, partial(loss, model), total, device)
 
 
 def _timing(scale: Scale, name: str, seconds: dict[str, list[float]], runners: dict[str, _Runner]) -> Timing:

@@ -190,6 +190,16 @@ def quick(text: str) -> Settings:
     return Settings(text, size, training, evaluation, instruments, train_bytes=1_000_000, profile="quick")
 
 
+def large(text: str, device: str = "cuda") -> Settings:
+    """The same study at 12 blocks of 512 features, in bf16 and compiled, for an accelerator: 38 million parameters, hours."""
+    training = Training(steps=2000, batch=64, length=1024, device=device, precision="bf16", compile=True)
+    ttt = TTTSettings(window=1024, stride=256, chunk=32_768, epochs=3)
+    evaluation = Evaluation(
+        window=1024, stride=256, test=131_072, piece=32_768, tune=65_536, adapted=131_072, adapted_piece=65_536, ttt=ttt
+    )
+    return Settings(text, Size.of_layers(12, 512, 8), training, evaluation, train_bytes=50_000_000, profile="large")
+
+
 def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
     """The corpus of a folder, or of the running Python.
 

@@ -99,7 +99,8 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
 
 def run_job(job: Job) -> None:
     """Make the parts that are missing. What is there is not made again, and damaged parts are an error, not a reason to."""
-    torch.set_num_threads(1)
+    if job.settings.training.device == "cpu":
+        torch.set_num_threads(1)  # a worker a core; with an accelerator one worker has all of them
     corpus = _corpus(job.text, job.settings.text)
     place = job.path(job.parts[0]).parent
     with held(place):

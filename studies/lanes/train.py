@@ -10,6 +10,7 @@ not used has no gradient, or one of 0. Source: parameter-golf, pull request 1420
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int64
@@ -23,21 +24,34 @@ from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
 from studies.lanes.text import batches
 from studies.route2.randomness import torch_generator
 
+Precision = Literal["float32", "bf16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WARMED = 5  # the momentum's warm-up takes one part of so many of all steps
 
 
 @dataclass(frozen=True)
 class Training:
-    """steps, batch, length: of optimisation; windows of a step; predictions of a window. optim: what an arm does not change."""
+    """How an arm is trained.
+
+    steps, batch, length        of optimisation; windows of a step; predictions of a window
+    optim                       what an arm does not change
+    device                      where it is trained; what is measured on the trained model is measured on the CPU, in float32
+    precision, compile          of forward and backward; weights and optimiser stay float32
+    """
 
     steps: int = 120
     batch: int = 4
     length: int = 128
     optim: OptimSettings = field(default_factory=OptimSettings)
+    device: str = "cpu"
+    precision: Precision = "float32"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch, self.length) < 1:
             raise ValueError(f"steps {self.steps}, batch {self.batch} and length {self.length} must be at least 1")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
 
     def optim_of(self, arm: Arm) -> OptimSettings:
         """The arm's optimiser, its momentum warmed over a fifth of these steps."""
@@ -46,7 +60,7 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """`losses`: nats per byte of each step's batch, before the step."""
+    """The model, on the CPU. `losses`: nats per byte of each step's batch, before the step."""
 
     model: LanesModel
     losses: Float[Tensor, " steps"]
@@ -67,35 +81,35 @@ def switch_step(arm: Arm, steps: int) -> int:
     return 0 if arm.looped == "none" else math.ceil(arm.enable_at * steps)
 
 
-def train(
-    arm: Arm,
-    size: Size,
-    training: Training,
-    tokens: Int64[Tensor, " n"],
-    seed: int,
-    *,
-    device: str = "cpu",
-    step: Callable[[LanesModel, Tensor], Tensor] | None = None,
-) -> Trained:
+def loss_of(device: str, precision: Precision, compiled: bool) -> Callable[[LanesModel, Tensor], Tensor]:
+    """The loss of a model on a batch, autocast and compiled as asked for. Each call compiles anew."""
+
+    def loss(model: LanesModel, batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16"):
+            return model.loss(batch)
+
+    return torch.compile(loss, fullgraph=True) if compiled else loss
+
+
+def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"], seed: int) -> Trained:
     """Train an arm on windows of a stream.
 
     Args:
         arm: what is trained.
         size: how large it is.
-        training: for how long it is trained, on what batches.
+        training: for how long it is trained, on what batches, where.
         tokens: the stream that windows are drawn from, on the CPU.
         seed: of the weights and of the order of the data; two arms of one seed share both.
-        device: where the model is trained.
-        step: the loss of a model on a batch, `LanesModel.loss` by default (a compiled or autocast one elsewhere).
 
     Raises:
         ValueError: the stream is shorter than a window, or the loss is no longer finite.
     """
     config, optim = arm.config(size), training.optim_of(arm)
     switch = switch_step(arm, training.steps)
+    device = training.device
     model = build(plain(config) if switch else config, seed).to(device)
     optimiser = build_optimizer(model.named_parameters(), optim)
-    loss_of, losses = step or LanesModel.loss, []
+    loss_on, losses = loss_of(device, training.precision, training.compile), []
     generator = torch_generator(seed, "lanes batches")
     drawn = batches(tokens, size=training.batch, length=training.length, steps=training.steps, generator=generator)
     for i, batch in enumerate(tqdm(drawn, arm.name, training.steps, delay=3, leave=False, disable=None)):
@@ -103,14 +117,14 @@ def train(
             model, optimiser = looped(model, optimiser, build(config, seed).to(device))
         optimiser.set(i, training.steps)
         optimiser.zero_grad()
-        loss = loss_of(model, batch.to(device))
+        loss = loss_on(model, batch.to(device))
         loss.backward()
         optimiser.step()
         losses.append(loss.detach())
     found = torch.stack(losses).float().cpu()
     if not bool(found.isfinite().all()):
         raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the rates, or the decay")
-    return Trained(model, found)
+    return Trained(model.cpu(), found)
 
 
 def looped(model: LanesModel, optimiser: LanesOptimiser, new: LanesModel) -> tuple[LanesModel, LanesOptimiser]:

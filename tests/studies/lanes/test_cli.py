@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from studies.lanes import cli
+from studies.lanes.arms import ARMS
 from studies.lanes.claims_table import CLAIMS
 from studies.lanes.publish import publish
 from studies.lanes.scale import Scale, timings
-from studies.lanes.settings import Settings
+from studies.lanes.settings import Settings, large
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -76,6 +77,30 @@ def test_publishing_copies_a_whole_study_and_refuses_a_trial(study: Path, tiny: 
     assert listed.keys() == {path.name for path in place.iterdir()} - {"provenance.json"}
     assert {"headline.md", "tables.md", "claims.json", "arms.png", "symmetry.png"} <= listed.keys()
     assert (place / "headline.md").read_text().startswith("6 blocks of 8 features")
+
+
+def test_quick_and_large_are_two_studies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give one of --quick and --large" in refusal(monkeypatch, capsys, "run", "--quick", "--large")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")
+def test_the_large_study_without_an_accelerator_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path
+) -> None:
+    said = refusal(monkeypatch, capsys, "run", "--large", "--text", str(texts), "--out", str(tmp_path / "runs"))
+    assert "there is no accelerator here" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_large_study_is_the_same_one_at_another_size(tmp_path: Path) -> None:
+    """Its settings are whole and come back from their file; its model is the one of 12 blocks of 512 features."""
+    settings = large("0" * 64)
+    settings.write(tmp_path)
+    assert Settings.read(tmp_path) == settings
+    assert settings.folder.startswith("lanes-large-")
+    config = ARMS["shipped"].config(settings.size)
+    assert (config.layers, config.d_model, config.lane_start) == (12, 512, 8)
+    assert (settings.training.device, settings.training.precision, settings.training.compile) == ("cuda", "bf16", True)
 
 
 TINY = Scale(

@@ -128,3 +128,16 @@ def test_refusals_are_one_sentence() -> None:
     hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=float("inf")))
     with pytest.raises(ValueError, match="is not finite: lower the rates"):
         train(ARMS["sequential"], SIZE, hot, TOKENS, 0)
+
+
+@pytest.mark.parametrize("name", ["shipped", "wide-embeddings"])
+def test_bf16_rounds_the_forward_and_leaves_weights_and_optimiser_as_they_are(name: str) -> None:
+    exact, rounded = trained(name), train(ARMS[name], SIZE, replace(TRAINING, precision="bf16"), TOKENS, 0)
+    assert {value.dtype for value in rounded.model.state_dict().values()} == {torch.float32}
+    assert not torch.equal(exact.losses, rounded.losses)
+    torch.testing.assert_close(exact.losses, rounded.losses, rtol=0, atol=0.05)
+
+
+def test_an_unknown_precision_is_refused_with_the_ones_that_there_are() -> None:
+    with pytest.raises(ValueError, match="precision 'fp8' is not one of float32, bf16"):
+        replace(TRAINING, precision="fp8")  # pyright: ignore[reportArgumentType]
