@@ -44,7 +44,7 @@ class Training:
     length: int = 128
     optim: OptimSettings = field(default_factory=OptimSettings)
     device: str = "cpu"
-    precision: Precision = "float32"
+    precision: str = "float32"
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ def switch_step(arm: Arm, steps: int) -> int:
     return 0 if arm.looped == "none" else math.ceil(arm.enable_at * steps)
 
 
-def loss_of(device: str, precision: Precision, compiled: bool) -> Callable[[LanesModel, Tensor], Tensor]:
+def loss_of(device: str, precision: str, compiled: bool) -> Callable[[LanesModel, Tensor], Tensor]:
     """The loss of a model on a batch, autocast and compiled as asked for. Each call compiles anew."""
 
     def loss(model: LanesModel, batch: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ TOKENS = torch.randint(256, (4000,), generator=torch.Generator().manual_seed(0))
 @pytest.mark.parametrize("name", ["sequential", "shipped", "z2", "wide-embeddings"])
 def test_an_arm_trained_on_the_device_is_the_cpus(name: str, precision: str, close: float) -> None:
     """Muon's iteration is in bfloat16 on either, so that losses agree to some hundredths of a nat after eight steps."""
-    there = replace(TRAINING, device=DEVICE, precision=precision)  # pyright: ignore[reportArgumentType]
+    there = replace(TRAINING, device=DEVICE, precision=precision)
     own, found = train(ARMS[name], SIZE, TRAINING, TOKENS, 0), train(ARMS[name], SIZE, there, TOKENS, 0)
     assert {value.device.type for value in found.model.state_dict().values()} == {"cpu"}
     torch.testing.assert_close(found.losses, own.losses, rtol=0, atol=close)
