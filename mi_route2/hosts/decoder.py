@@ -30,6 +30,7 @@ DECODERS: Mapping[str, str] = MappingProxyType(
 attention, caps) or have not been compared piece by piece."""
 
 HOSTED = ("torch", "transformer_lens")
+STREAM = ("resid_pre", "resid_post")
 MASKED = ("sdpa", "eager", "exact")
 """Attentions of transformers that take a mask of every query; the others would take it for something else."""
 
@@ -72,6 +73,7 @@ class Decoder:
         self._drops = bool(getattr(config, "attention_dropout", 0.0)) or any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
         )
+        self._stream = (int(_first(config, "hidden_size", "n_embd", "d")),)
         self._shapes: dict[Site, tuple[int, ...]] = {}
         self._bool_mask = self._own or getattr(config, "_attn_implementation", "") == "exact"
 
@@ -112,6 +114,8 @@ class Decoder:
     def shape(self, site: Site) -> tuple[int, ...]:
         """The shape of a site's value at one token, as a forward shows it; errors as of ``Host.hooks``, and ``ValueError`` for a
         site that does not fire. What was seen is remembered until ``forget``."""
+        if site.layer is not None and site.layer < self.layers and not site.linear and site.point in STREAM:
+            return self._stream  # there in every architecture: no forward has to tell
         if site not in self._shapes:
             try:
                 found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))

@@ -51,11 +51,11 @@ class Evaluation:
     test: int = 12288
     piece: int = 2048
     tune: int = 6144
-    adapted: int = 6144
+    adapted: int = 12288
     adapted_piece: int = 3072
     ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=1024, epochs=1))
-    rates_all: tuple[float, ...] = (0.03, 0.1, 0.3)
-    rates_controls: tuple[float, ...] = (1.0, 3.0)
+    rates_all: tuple[float, ...] = (0.1, 0.3, 1.0)
+    rates_controls: tuple[float, ...] = (3.0, 10.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
     many: int = 64
     clip_lambda: float = 0.175

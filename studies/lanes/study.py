@@ -11,14 +11,11 @@ leaves the bytes that an uninterrupted one does. Workers share nothing.
 
 import hashlib
 import json
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -33,6 +30,7 @@ from studies.lanes.settings import Settings, open_text
 from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 from studies.route2.job import held
+from studies.route2.processes import end_silently
 from studies.route2.schedule import exclusive
 
 TRAIN = "train"
@@ -156,7 +154,7 @@ def run_jobs(jobs: Sequence[Job], workers: int, *, quiet: bool = False) -> None:
 
 
 def _pooled(todo: Sequence[Job], workers: int, done: Callable[[], object]) -> None:
-    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=_end_silently) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=end_silently) as pool:
         left = {pool.submit(run_job, job) for job in todo}
         try:
             while left:
@@ -168,21 +166,6 @@ def _pooled(todo: Sequence[Job], workers: int, done: Callable[[], object]) -> No
             raise RuntimeError("a worker was killed, for its memory perhaps; the same command goes on where it was") from error
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _end_silently() -> None:
-    """A worker ends at once, without a traceback and leaving no half part: at Ctrl-C, which reaches every process of a terminal,
-    and when its parent is gone, which the executor's queues do not tell it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that a killed worker leaves in the system
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def run_study(

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from studies.commands import read_seeds, run_command, show_paths
 from studies.route2.cli import override
+from studies.route2.processes import end_silently
 from studies.route2.recorder import write_json
 from studies.route2.schedule import exclusive, run_jobs
 from studies.route2.settings import PRESETS, get_settings
@@ -94,7 +95,7 @@ def _experiments(jobs: list[SteeringJob], workers: int, quiet: bool) -> None:
             run_steering(job)
         return
     parts = [job.folder / f"{part}.json" for job in todo for part in parts_of(job.subject)]
-    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=end_silently) as pool:
         # the longest first, so that none of them is left for the end
         left = {pool.submit(run_steering, job) for job in sorted(todo, key=lambda job: -len(parts_of(job.subject)))}
         try:

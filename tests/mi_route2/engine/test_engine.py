@@ -11,7 +11,7 @@ from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.hosts.decoder import DECODERS
+from mi_route2.hosts.decoder import DECODERS, Decoder
 from mi_route2.interventions.patches import Patch
 from mi_route2.interventions.specs import Steer, Steering
 from mi_route2.interventions.where import Where
@@ -60,6 +60,16 @@ def check(result: Result, host: Host, request: Request, close: float, *sites: Si
     for site, captured in result.captured.items():
         assert list(captured.positions) == list(range(len(request.prompt) + request.sampling.max_new - 1))
         torch.testing.assert_close(captured.rows, truth.values[site], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize(("family", "host"), list(product(DECODERS, HOSTS)))
+def test_the_shape_that_is_known_of_a_site_is_the_one_that_a_forward_shows(family: str, host: str) -> None:
+    made, _ = make(family, host)
+    decoder, tokens = Decoder(made), torch.tensor([[3, 4]])
+    for site in [Site(layer, point) for layer in range(decoder.layers) for point in ("resid_pre", "resid_mid", "resid_post", "z")]:
+        assert decoder.shape(site) == tuple(made.capture([site], tokens)[site].shape[2:])
+    with pytest.raises((KeyError, ValueError)):
+        decoder.shape(Site(decoder.layers, "resid_pre"))
 
 
 @pytest.mark.parametrize(("family", "host"), list(product(DECODERS, HOSTS)))
