@@ -641,3 +641,13 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
         state.admit(0, replace(spec, decode=(*spec.decode, Steer(LATE, model.vector(LATE, 1)))))
     assert state.snapshot() == before
     assert state.requests == ()
+
+
+def test_a_monitor_for_everybody_needs_hooks_only_where_there_is_somebody(model: Model) -> None:
+    state = model.state()
+    state.set_monitor(Monitor(EARLY, model.vector(EARLY, 1), name="all"))
+    assert state.sites() == frozenset()
+    state.admit(0, None)
+    assert state.sites() == {EARLY}
+    state.release(0)
+    assert state.sites() == frozenset()
