@@ -57,7 +57,9 @@ def test_what_the_page_says_in_words_is_what_the_claims_say(claims: dict[str, di
         "null"
     }
     assert 8 <= claims["learned-asymmetric"]["needed"] <= claims["frozen"]["needed"] <= 100
-    assert "7 of 8 tuned rates at an edge" in claims["controls"]["measured"]["note"]
+    assert {verdicts[name] for name in ("controls-shared", "early")} == {"null"}
+    assert "0 of 8 tuned rates at an edge" in claims["controls"]["measured"]["note"]
+    assert "and -0.0171" in claims["controls"]["measured"]["note"]
     assert {verdicts[name] for name in ("clip", "bytes", "gptq", "tapin")} == {"supported"}
     assert claims["bytes"]["measured"]["value"] < 0.04
 
