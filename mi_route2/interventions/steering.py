@@ -278,7 +278,7 @@ class SteeringState:
     def _changed(self, request: int | None = None) -> None:
         """As ``_forget``, where hooks may be needed at other sites too."""
         self._forget(request)
-        everyones = (watch.sites for watch, _ in self._monitors.values()) if self._requests.living else ()
+        everyones = (watch.sites for watch, _ in self._monitors.values())
         found = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
         if found != self._sites:
             self._sites, self._version = frozenset(found), self._version + 1

@@ -643,11 +643,13 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
     assert state.requests == ()
 
 
-def test_a_monitor_for_everybody_needs_hooks_only_where_there_is_somebody(model: Model) -> None:
+def test_a_monitor_for_everybody_is_seen_before_there_is_anybody(model: Model) -> None:
+    """Whoever comes is told at once where it would not fire."""
     state = model.state()
     state.set_monitor(Monitor(EARLY, model.vector(EARLY, 1), name="all"))
-    assert state.sites() == frozenset()
-    state.admit(0, None)
     assert state.sites() == {EARLY}
+    state.admit(0, None)
     state.release(0)
+    assert state.sites() == {EARLY}
+    state.clear_monitor("all")
     assert state.sites() == frozenset()

@@ -346,7 +346,8 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_left(self) -> None:
         assert self.state.rows.used == 0
         globals_ = {entry.site for entries in self.tiers.values() for entry in entries}
-        assert self.state.sites() == globals_ | {entry.site for entry in self.tier}
+        watched = {site for one in self.monitors.values() for site in (one.site, *(entry.site for entry in one.adds))}
+        assert self.state.sites() == globals_ | {entry.site for entry in self.tier} | watched
 
 
 def equal(a: object, b: object) -> bool:
