@@ -1,4 +1,4 @@
-"""The house stands as drawn: imports run one way, modules stay short, nothing is pickled, the wheel holds what is scripted."""
+"""The house stands as drawn: imports run one way, modules say what they are, nothing is pickled, the wheel holds what is scripted."""
 
 import ast
 import importlib.util
@@ -122,10 +122,9 @@ def test_the_import_reader_sees_every_form() -> None:
     assert reached("studies.route2.job")["studies.loopholes.oracle"]
 
 
-def test_modules_stay_short_and_say_what_they_are() -> None:
+def test_modules_say_what_they_are() -> None:
     for name, path in SOURCES.items():
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 380, f"{name} has {len(lines)} lines"
         assert not lines or ast.get_docstring(TREES[name]), f"{name} does not say what it is"
 
 

@@ -119,7 +119,7 @@ def calibrations(subject: Subject) -> Part:
     return {**found, "points": [asdict(point) for point in points]}, {}
 
 
-def test_time_training(subject: Subject) -> Part:
+def score_first_training(subject: Subject) -> Part:
     """What every scope gains at every rate, on a tuning text and on a test text. Which rate counts is chosen later, by the tuning
     texts of all seeds; controls are tried at the rates of all parameters too."""
     evaluation = subject.settings.evaluation
@@ -208,7 +208,7 @@ MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
         "bpb": plain_bpb,
         "quantised": quantised,
         "calibrations": calibrations,
-        "ttt": test_time_training,
+        "ttt": score_first_training,
         "tapin": tap_in,
         "paths": gradient_paths,
         "growth": error_growth,
