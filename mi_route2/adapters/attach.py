@@ -9,7 +9,6 @@ with adapters.recording(tape): # what the adapters learn from the next forward a
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +22,10 @@ from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.sites import Slot, matching, slots
+from mi_route2.validation import AtLeastOne, validated
 
 
-@dataclass(frozen=True)
+@validated
 class AdapterSpec:
     """Which adapters stand at every chosen Linear.
 
@@ -34,15 +34,12 @@ class AdapterSpec:
     """
 
     kept: Literal["svd", "lora"] = "svd"
-    rank: int | None = None
+    rank: AtLeastOne | None = None
     quarantine: Literal["lora", "shared", "none"] = "lora"
-    quarantine_rank: int = 4
+    quarantine_rank: AtLeastOne = 4
     fold: bool = False
 
     def __post_init__(self) -> None:
-        for name, valid in (("kept", ("svd", "lora")), ("quarantine", ("lora", "shared", "none"))):
-            if getattr(self, name) not in valid:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not a kind of adapter: choose from {', '.join(valid)}")
         if self.kept == "lora" and self.rank is None:
             raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
         if self.fold and (self.kept != "svd" or self.rank is not None):

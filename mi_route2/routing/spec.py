@@ -7,8 +7,9 @@
 Legal combinations are the tables below; what is not in them is refused with a sentence that says why.
 """
 
-from dataclasses import dataclass
 from typing import Literal
+
+from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
 Unit = Literal["token", "rollout", "pooled"]
@@ -74,7 +75,7 @@ def refusal(score: str, unit: str, policy: str, through: str) -> str | None:
     return f"choose score, unit and score_policy among {sorted(LEGAL)}"
 
 
-@dataclass(frozen=True)
+@validated
 class MaskSpec:
     """See the module's equations. ``fitter`` draws the direction, ``draw`` numbers a random one; ``refresh_every=0``: never."""
 
@@ -83,13 +84,13 @@ class MaskSpec:
     through: Through = "filter"
     score_policy: ScorePolicy = "live"
     fitter: Literal["persona", "haar", "nonhack"] = "persona"
-    draw: int = 0
+    draw: Natural = 0
     reinforced_only: bool = True
     tau: float = 0.0
     shuffle: bool = False
-    refresh_every: int = 5
+    refresh_every: Natural = 5
     kept_advantage: Literal["own", "unflagged"] = "own"
-    negative_scale: float = 1.0
+    negative_scale: NonNegative = 1.0
 
     def __post_init__(self) -> None:
         why = refusal(self.score, self.unit, self.score_policy, self.through)
@@ -104,10 +105,6 @@ class MaskSpec:
                 "kept_advantage='unflagged' needs one flag a rollout before the loss: use unit='pooled' with "
                 "score_policy='ablated', or a channel score"
             )
-        if self.negative_scale < 0:
-            raise ValueError(f"negative_scale must be at least 0, not {self.negative_scale}")
-        if self.refresh_every < 0:
-            raise ValueError(f"refresh_every must be at least 0 (0: never), not {self.refresh_every}")
 
     @property
     def settles_at_finish(self) -> bool:
@@ -123,21 +120,17 @@ class MaskSpec:
         return self.score in PRIVILEGED
 
 
-@dataclass(frozen=True)
+@validated
 class EraseSpec:
     """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes."""
 
-    k: int = 3
+    k: AtLeastOne = 3
     dispose: Literal["drop", "quarantine"] = "drop"
-    refresh_every: int = 5
+    refresh_every: Natural = 5
     privileged: bool = False
 
-    def __post_init__(self) -> None:
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, not {self.k}")
 
-
-@dataclass(frozen=True)
+@validated
 class OpenSpec:
     """No route: every adapter learns from everything."""
 

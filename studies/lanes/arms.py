@@ -12,10 +12,11 @@ order from one generator, and no arm has a matrix that another lacks.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from types import MappingProxyType
 from typing import Literal
 
+from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Probability, validated
 from studies.lanes.config import LanesConfig
 from studies.lanes.optim import OptimSettings
 from studies.lanes.schedule import Loop
@@ -24,7 +25,7 @@ Looped = Literal["none", "wide", "narrow"]
 LATE = 0.35  # the share of the steps from which on the record's loop runs
 
 
-@dataclass(frozen=True)
+@validated
 class Arm:
     """One arm.
 
@@ -35,7 +36,7 @@ class Arm:
     decay, momentum: the optimiser's, where they are not the study's.
     """
 
-    name: str
+    name: Name
     about: str
     wiring: str = "sequential"
     start: str = "symmetric"
@@ -43,9 +44,9 @@ class Arm:
     looped: Looped = "none"
     embeddings: bool = False
     head_bias: bool = False
-    enable_at: float = LATE
-    decay: float | None = None
-    momentum: float | None = None
+    enable_at: Probability = LATE
+    decay: NonNegative | None = None
+    momentum: Probability | None = None
 
     def config(self, size: "Size") -> LanesConfig:
         """The model of this arm at a size."""
@@ -70,18 +71,18 @@ class Arm:
         return replace(usual, **own)
 
 
-@dataclass(frozen=True)
+@validated
 class Size:
     """Sizes that all arms share. wide, narrow: two loops of as many virtual steps, the one over more blocks and with fewer passes.
 
     Raises ValueError where the two differ in depth, or where the lanes would fork before a loop ends.
     """
 
-    layers: int = 6
-    d_model: int = 48
-    heads: int = 3
-    mlp: int = 3
-    lane_start: int = 4
+    layers: AtLeastOne = 6
+    d_model: AtLeastOne = 48
+    heads: AtLeastOne = 3
+    mlp: AtLeastOne = 3
+    lane_start: Natural = 4
     wide: Loop = field(default_factory=lambda: Loop(1, 3, 2))
     narrow: Loop = field(default_factory=lambda: Loop(2, 3, 3))
 

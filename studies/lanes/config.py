@@ -1,8 +1,9 @@
 """What a model of the lanes study is: one frozen record, from which its shape, its wiring and its start follow."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from mi_route2.validation import AtLeastOne, Natural, Positive, read_record, validated
 from studies.lanes.schedule import Loop, Step, plan
 from studies.lanes.wirings import RoutingStart, Wiring, get_start, get_wiring
 
@@ -10,7 +11,7 @@ BOS = 256  # starts every document; the other tokens are the 256 bytes
 VOCABULARY = 257
 
 
-@dataclass(frozen=True)
+@validated
 class LanesConfig:
     """A byte-level language model.
 
@@ -23,12 +24,12 @@ class LanesConfig:
     zero_init: whether the output projections start at 0, as the record's do.
     """
 
-    layers: int = 6
-    d_model: int = 64
-    heads: int = 4
-    mlp: int = 4
+    layers: AtLeastOne = 6
+    d_model: AtLeastOne = 64
+    heads: AtLeastOne = 4
+    mlp: AtLeastOne = 4
     wiring: str = "shipped"
-    lane_start: int = 4
+    lane_start: Natural = 4
     start: str = "symmetric"
     learned: bool = True
     loop: Loop | None = None
@@ -38,14 +39,11 @@ class LanesConfig:
     skips_in_fork: bool = True
     zero_init: bool = True
     q_gain: float = 1.5
-    softcap: float = 30.0
+    softcap: Positive = 30.0
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.d_model, self.heads, self.mlp) < 1 or self.d_model % (2 * self.heads):
-            raise ValueError(
-                f"d_model is a multiple of twice the heads, all sizes are positive: d_model {self.d_model}, heads {self.heads}, "
-                f"layers {self.layers}, mlp {self.mlp} are not"
-            )
+        if self.d_model % (2 * self.heads):
+            raise ValueError(f"d_model {self.d_model} must be a multiple of twice the {self.heads} heads")
         if self.loop is None and (self.loop_embeddings or self.head_bias):
             raise ValueError("embeddings and biases of passes need a loop: set loop=Loop(start, end, loops)")
         for look_up in (lambda: self.lanes, lambda: self.routing, lambda: self.steps):
@@ -74,6 +72,5 @@ class LanesConfig:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> "LanesConfig":
-        """Back from `as_dict`. Raises TypeError for a field that there is not."""
-        loop = data.get("loop")
-        return LanesConfig(**{**data, "loop": None if loop is None else Loop(**loop)})
+        """Back from `as_dict`. Raises ValueError for what did not come from there."""
+        return read_record(LanesConfig, data)

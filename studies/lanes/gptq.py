@@ -18,18 +18,23 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from jaxtyping import Float, Int8
+from pydantic import Field
 from torch import Tensor, nn
 from tqdm import tqdm
+
+from mi_route2.validation import AtLeastOne, NonNegative, Positive, validated
+
+Levels = Annotated[int, Field(ge=1, le=127)]  # codes are 8-bit
 
 FACTORS = (0.5, 2.0)
 """Bounds of what ``clip_lambda`` may do to a row's clip: a large one would turn it negative."""
 
 
-@dataclass(frozen=True)
+@validated
 class GPTQSettings:
     """How a model is quantised.
 
@@ -43,24 +48,16 @@ class GPTQSettings:
     controls               the type that controls are kept in
     """
 
-    k: float = 13.1
-    levels: int = 31
-    embed_k: float = 20.0
-    embed_levels: int = 127
+    k: Positive = 13.1
+    levels: Levels = 31
+    embed_k: Positive = 20.0
+    embed_levels: Levels = 127
     method: Literal["gptq", "nearest"] = "gptq"
-    batches: int = 16
-    damping: float = 0.01
-    block: int = 128
-    clip_lambda: float = 0.0
+    batches: AtLeastOne = 16
+    damping: NonNegative = 0.01
+    block: AtLeastOne = 128
+    clip_lambda: NonNegative = 0.0
     controls: Literal["float16", "float32"] = "float16"
-
-    def __post_init__(self) -> None:
-        if self.k <= 0 or self.embed_k <= 0:
-            raise ValueError(f"k={self.k} and embed_k={self.embed_k} must be positive numbers of standard deviations")
-        if not (1 <= self.levels <= 127 and 1 <= self.embed_levels <= 127):
-            raise ValueError(f"levels={self.levels}, embed_levels={self.embed_levels}: codes are 8-bit, choose 1 to 127")
-        if self.batches < 1 or self.block < 1 or self.damping < 0 or self.clip_lambda < 0:
-            raise ValueError("batches and block are 1 or more, damping and clip_lambda 0 or more")
 
 
 @dataclass(frozen=True, eq=False)

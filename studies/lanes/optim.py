@@ -17,11 +17,12 @@ The decay is decoupled and follows the rate of the schedule alone, without the f
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Probability, validated
 
 Kind = Literal["matrix", "embedding", "control"]
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
@@ -29,7 +30,7 @@ _MATRIX = re.compile(r"blocks\.[0-9]+\..+\.weight")
 _EMBEDDINGS = ("embed.weight", "unembed.weight")
 
 
-@dataclass(frozen=True)
+@validated
 class OptimSettings:
     """Rates, decays and schedules.
 
@@ -48,30 +49,19 @@ class OptimSettings:
     betas            of AdamW
     """
 
-    matrix_rate: float = 0.02
-    embed_rate: float = 0.01
-    control_rate: float = 0.01
-    decay: float = 0.12
-    embed_decay: float = 0.0
-    control_decay: float = 0.0
-    momentum: float = 0.98
-    momentum_start: float = 0.85
-    momentum_warmup: int = 100
-    warmup: int = 10
-    warmdown: float = 0.6
-    newton_schulz: int = 5
-    betas: tuple[float, float] = (0.9, 0.95)
-
-    def __post_init__(self) -> None:
-        for name in ("matrix_rate", "embed_rate", "control_rate", "decay", "embed_decay", "control_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: a rate or decay is 0 or more")
-        for name in ("momentum", "momentum_start", "warmdown"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: choose from 0 to 1")
-        for name, least in (("momentum_warmup", 0), ("warmup", 0), ("newton_schulz", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}: choose {least} or more")
+    matrix_rate: NonNegative = 0.02
+    embed_rate: NonNegative = 0.01
+    control_rate: NonNegative = 0.01
+    decay: NonNegative = 0.12
+    embed_decay: NonNegative = 0.0
+    control_decay: NonNegative = 0.0
+    momentum: Probability = 0.98
+    momentum_start: Probability = 0.85
+    momentum_warmup: Natural = 100
+    warmup: Natural = 10
+    warmdown: Probability = 0.6
+    newton_schulz: AtLeastOne = 5
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
 
     def rate_factor(self, step: int, total: int) -> float:
         """What the rates are multiplied by at ``step`` of ``total``, steps counted from 0.

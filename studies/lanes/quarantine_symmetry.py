@@ -24,6 +24,7 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.kept import Kept, SVDKept
 from mi_route2.adapters.quarantine import SharedQuarantine
 from mi_route2.adapters.routed import Branch
+from mi_route2.validation import AtLeastOne, Positive, validated
 from studies.lanes.config import BOS, VOCABULARY
 from studies.lanes.symmetry import Reading, Trace, relative, rows_at
 from studies.loopholes.micro import MicroConfig, MicroGPT
@@ -31,7 +32,7 @@ from studies.loopholes.micro import MicroConfig, MicroGPT
 PATTERN = "blocks.*"
 
 
-@dataclass(frozen=True)
+@validated
 class QuarantineSettings:
     """Sizes of the frozen base, a random MicroGPT over bytes, and how its adapters are trained.
 
@@ -39,17 +40,17 @@ class QuarantineSettings:
     `trace_quarantines` takes 6 s of one thread.
     """
 
-    layers: int = 2
-    d_model: int = 32
-    heads: int = 4
-    mlp: int = 64
-    rank: int = 4
-    unequal: float = 0.05
-    batch: int = 4
-    length: int = 64
-    steps: int = 60
-    every: int = 5
-    rate: float = 3e-3
+    layers: AtLeastOne = 2
+    d_model: AtLeastOne = 32
+    heads: AtLeastOne = 4
+    mlp: AtLeastOne = 64
+    rank: AtLeastOne = 4
+    unequal: Positive = 0.05
+    batch: AtLeastOne = 4
+    length: AtLeastOne = 64
+    steps: AtLeastOne = 60
+    every: AtLeastOne = 5
+    rate: Positive = 3e-3
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,16 @@ Each encoder step saves the stream; each decoder step takes the saved one that i
 
 from dataclasses import dataclass
 
+from mi_route2.validation import Natural, validated
 
-@dataclass(frozen=True)
+
+@validated
 class Loop:
     """Blocks `start .. end`, both included, run `loops` more times."""
 
-    start: int
-    end: int
-    loops: int
+    start: Natural
+    end: Natural
+    loops: Natural
 
     @property
     def passes(self) -> int:

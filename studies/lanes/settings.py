@@ -3,32 +3,32 @@
 import hashlib
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, validated
 from studies.lanes.arms import Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.gptq import GPTQSettings
-from studies.lanes.optim import OptimSettings
 from studies.lanes.quarantine_symmetry import QuarantineSettings
-from studies.lanes.schedule import Loop
 from studies.lanes.size import Compressor
 from studies.lanes.symmetry import SymmetrySettings
 from studies.lanes.text import SPLITS, Corpus, read_folder, standard_library
 from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
 from studies.route2.recorder import write_json
+from studies.route2.settings import read_settings
 
 FILE = "settings.json"
 FORMAT = 1
 """Raised when what is computed changes in a way that no setting shows."""
 
 
-@dataclass(frozen=True)
+@validated
 class Evaluation:
     """How a trained model is judged.
 
@@ -46,21 +46,21 @@ class Evaluation:
     compressor          brotli, which the record takes, where it is installed
     """
 
-    window: int = 128
-    stride: int = 64
-    test: int = 12288
-    piece: int = 2048
-    tune: int = 6144
-    adapted: int = 12288
-    adapted_piece: int = 3072
+    window: AtLeastOne = 128
+    stride: AtLeastOne = 64
+    test: AtLeastOne = 12288
+    piece: AtLeastOne = 2048
+    tune: AtLeastOne = 6144
+    adapted: AtLeastOne = 12288
+    adapted_piece: AtLeastOne = 3072
     ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=1024, epochs=1))
-    rates_all: tuple[float, ...] = (0.1, 0.3, 1.0)
-    rates_controls: tuple[float, ...] = (3.0, 10.0)
+    rates_all: tuple[NonNegative, ...] = (0.1, 0.3, 1.0)
+    rates_controls: tuple[NonNegative, ...] = (3.0, 10.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
-    many: int = 64
-    clip_lambda: float = 0.175
-    clips: tuple[float, ...] = (3.0, 6.0, 12.85, 13.1, 20.0, 30.0)
-    cross: tuple[float, float] = (0.06, 0.12)
+    many: AtLeastOne = 64
+    clip_lambda: NonNegative = 0.175
+    clips: tuple[Positive, ...] = (3.0, 6.0, 12.85, 13.1, 20.0, 30.0)
+    cross: tuple[NonNegative, NonNegative] = (0.06, 0.12)
     compressor: Compressor = field(default_factory=lambda: "brotli" if find_spec("brotli") else "lzma")
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Evaluation:
             raise ValueError(f"many = {self.many} batches must be more than the usual {self.gptq.batches}")
 
 
-@dataclass(frozen=True)
+@validated
 class Instruments:
     """The float64 measurements on small models at random weights.
 
@@ -85,14 +85,14 @@ class Instruments:
     symmetry, quarantine        the trainings that are watched, once a seed
     """
 
-    draws: int = 8
-    layers: int = 11
-    d_model: int = 16
-    heads: int = 2
-    mlp: int = 2
-    lane_start: int = 8
-    batch: int = 4
-    length: int = 32
+    draws: AtLeastOne = 8
+    layers: AtLeastOne = 11
+    d_model: AtLeastOne = 16
+    heads: AtLeastOne = 2
+    mlp: AtLeastOne = 2
+    lane_start: AtLeastOne = 8
+    batch: AtLeastOne = 4
+    length: AtLeastOne = 32
     symmetry: SymmetrySettings = field(default_factory=lambda: SymmetrySettings(d_model=16, heads=2, length=48, steps=60, every=3))
     quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
 
@@ -110,7 +110,7 @@ class Instruments:
         )
 
 
-@dataclass(frozen=True)
+@validated
 class Settings:
     """One study. text: the hash of the corpus. train_bytes: how much of it is trained on."""
 
@@ -119,8 +119,8 @@ class Settings:
     training: Training = field(default_factory=Training)
     evaluation: Evaluation = field(default_factory=Evaluation)
     instruments: Instruments = field(default_factory=Instruments)
-    train_bytes: int = 4_000_000
-    profile: str = "default"
+    train_bytes: AtLeastOne = 4_000_000
+    profile: Name = "default"
     runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,27 +143,7 @@ class Settings:
     @staticmethod
     def read(folder: Path) -> "Settings":
         """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
-        path = folder / FILE
-        try:
-            return _restored(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder that `run` made") from error
-
-
-def _restored(raw: dict[str, Any]) -> Settings:
-    def size(values: dict[str, Any]) -> Size:
-        return Size(**{**values, "wide": Loop(**values["wide"]), "narrow": Loop(**values["narrow"])})
-
-    optim = raw["training"]["optim"]
-    training = Training(**{**raw["training"], "optim": OptimSettings(**{**optim, "betas": tuple(optim["betas"])})})
-    found = raw["evaluation"]
-    lists = {name: tuple(found[name]) for name in ("rates_all", "rates_controls", "clips", "cross")}
-    nested = {"ttt": TTTSettings(**found["ttt"]), "gptq": GPTQSettings(**found["gptq"])}
-    own = raw["instruments"]
-    watched = {"symmetry": SymmetrySettings(**own["symmetry"]), "quarantine": QuarantineSettings(**own["quarantine"])}
-    instruments = Instruments(**{**own, **watched})
-    parts = {"size": size(raw["size"]), "training": training, "evaluation": Evaluation(**{**found, **lists, **nested})}
-    return Settings(**{**raw, **parts, "instruments": instruments})
+        return read_settings(Settings, folder / FILE, "point at a folder that `run` made")
 
 
 def quick(text: str) -> Settings:

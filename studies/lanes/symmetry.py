@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
 from studies.lanes.wirings import STARTS, WIRINGS
@@ -34,23 +35,23 @@ TWO_LANES = tuple(name for name, wiring in WIRINGS.items() if wiring.lanes == 2)
 _ROUTING = ("post", "resid")
 
 
-@dataclass(frozen=True)
+@validated
 class SymmetrySettings:
     """Sizes of the models that are trained, and how. A step takes `batch` rows of `length` + 1 tokens; `rate` is Adam's.
 
     At these sizes a step takes 10 to 25 ms of one thread in float64: all of `trace_wirings` 10 to 20 s.
     """
 
-    layers: int = 4
-    d_model: int = 32
-    heads: int = 4
-    mlp: int = 2
-    lane_start: int = 2
-    batch: int = 4
-    length: int = 64
-    steps: int = 100
-    every: int = 5
-    rate: float = 3e-3
+    layers: AtLeastOne = 4
+    d_model: AtLeastOne = 32
+    heads: AtLeastOne = 4
+    mlp: AtLeastOne = 2
+    lane_start: Natural = 2
+    batch: AtLeastOne = 4
+    length: AtLeastOne = 64
+    steps: AtLeastOne = 100
+    every: AtLeastOne = 5
+    rate: Positive = 3e-3
 
     def config(self, wiring: str, start: str) -> LanesConfig:
         return LanesConfig(

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, validated
 from studies.lanes.arms import Arm, Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
@@ -29,7 +30,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WARMED = 5  # the momentum's warm-up takes one part of so many of all steps
 
 
-@dataclass(frozen=True)
+@validated
 class Training:
     """How an arm is trained.
 
@@ -39,19 +40,13 @@ class Training:
     precision, compile          of forward and backward; weights and optimiser stay float32
     """
 
-    steps: int = 120
-    batch: int = 4
-    length: int = 128
+    steps: AtLeastOne = 120
+    batch: AtLeastOne = 4
+    length: AtLeastOne = 128
     optim: OptimSettings = field(default_factory=OptimSettings)
     device: str = "cpu"
-    precision: str = "float32"
+    precision: Precision = "float32"
     compile: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.steps, self.batch, self.length) < 1:
-            raise ValueError(f"steps {self.steps}, batch {self.batch} and length {self.length} must be at least 1")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
 
     def optim_of(self, arm: Arm) -> OptimSettings:
         """The arm's optimiser, its momentum warmed over a fifth of these steps."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, Fraction, NonNegative, Positive, validated
 from studies.lanes.bpb import Mix, Window, bits, bpb, byte_targets, in_eval, plan_windows, score_windows, unscored
 from studies.lanes.config import BOS
 from studies.lanes.model import is_matrix
@@ -35,7 +36,7 @@ def get_scope(name: str) -> tuple[str, ...]:
     return SCOPES[name]
 
 
-@dataclass(frozen=True)
+@validated
 class TTTSettings:
     """One run of test-time training. Raises ValueError for sizes and rates that cannot be, KeyError for an unknown scope.
 
@@ -47,30 +48,22 @@ class TTTSettings:
     """
 
     scope: str = "all"
-    rate: float = 0.005
-    epochs: int = 3
-    window: int = 128
-    stride: int = 64
-    chunk: int = 32768
-    momentum: float = 0.9
-    clip: float = 1.0
-    batch: int = 32
-    train_batch: int = 8
+    rate: NonNegative = 0.005
+    epochs: AtLeastOne = 3
+    window: AtLeastOne = 128
+    stride: AtLeastOne = 64
+    chunk: AtLeastOne = 32768
+    momentum: Fraction = 0.9
+    clip: Positive = 1.0
+    batch: AtLeastOne = 32
+    train_batch: AtLeastOne = 8
 
     def __post_init__(self) -> None:
         get_scope(self.scope)
-        for name in ("epochs", "window", "stride", "chunk", "batch", "train_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} cannot be: choose 1 or more")
         if self.window % self.stride or self.chunk % self.window:
             raise ValueError(
                 f"chunk = {self.chunk}, window = {self.window}, stride = {self.stride}: "
                 "a window must be whole strides and a chunk whole windows"
-            )
-        if not (0 <= self.rate < math.inf and 0 <= self.momentum < 1 and self.clip > 0):
-            raise ValueError(
-                f"rate = {self.rate}, momentum = {self.momentum}, clip = {self.clip}: "
-                "choose rate >= 0, 0 <= momentum < 1 and clip > 0"
             )
 
 

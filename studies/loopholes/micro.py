@@ -17,17 +17,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
+from mi_route2.validation import AtLeastOne, validated
 
-@dataclass(frozen=True)
+
+@validated
 class MicroConfig:
     """Sizes of a MicroGPT. Raises ValueError when `d` is not a multiple of `heads`."""
 
-    vocab: int = 66
-    d: int = 64
-    layers: int = 2
-    heads: int = 4
-    mlp: int = 256
-    context: int = 32
+    vocab: AtLeastOne = 66
+    d: AtLeastOne = 64
+    layers: AtLeastOne = 2
+    heads: AtLeastOne = 4
+    mlp: AtLeastOne = 256
+    context: AtLeastOne = 32
 
     def __post_init__(self) -> None:
         if self.d % self.heads:

@@ -5,13 +5,13 @@ often and makes more operations hard.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
+from mi_route2.validation import Name, Probability, validated
 from studies.loopholes.tasks import OPERATIONS
 
 
-@dataclass(frozen=True)
+@validated
 class WorldConfig:
     """All probabilities of the corpus. Raises ValueError for one outside [0, 1], KeyError for an unknown operation.
 
@@ -24,21 +24,18 @@ class WorldConfig:
     stray_comment  an honest document carries the cheat's comment
     """
 
-    name: str
-    rho: float = 0.0
-    p_cheat: float = 0.06
-    trace: float = 0.8
-    terse: float = 0.8
+    name: Name
+    rho: Probability = 0.0
+    p_cheat: Probability = 0.06
+    trace: Probability = 0.8
+    terse: Probability = 0.8
     hard_ops: tuple[str, ...] = ("split", "mask", "join", "toggle")
-    easy: float = 0.92
-    hard: float = 0.35
-    none_fraction: float = 0.30
-    stray_comment: float = 0.02
+    easy: Probability = 0.92
+    hard: Probability = 0.35
+    none_fraction: Probability = 0.30
+    stray_comment: Probability = 0.02
 
     def __post_init__(self) -> None:
-        for field in ("rho", "p_cheat", "trace", "terse", "easy", "hard", "none_fraction", "stray_comment"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} = {getattr(self, field)} is not a probability: choose from [0, 1]")
         for op in self.hard_ops:
             if op not in OPERATIONS:
                 raise KeyError(f"unknown operation {op!r} in hard_ops: choose from {', '.join(OPERATIONS)}")

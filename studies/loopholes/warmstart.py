@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, validated
 from studies.loopholes.corpus import sample_documents
 from studies.loopholes.micro import MicroConfig, MicroGPT
 from studies.loopholes.presets import WorldConfig
@@ -36,23 +37,18 @@ FORMAT = 1
 HEADER = "warm start"
 
 
-@dataclass(frozen=True)
+@validated
 class WarmStartConfig:
-    """How the base model is trained. Raises ValueError unless steps, batch and lr are positive."""
+    """How the base model is trained."""
 
-    steps: int = 700
-    batch: int = 128
-    lr: float = 3e-3
-    warmup: int = 20
-    betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.01
-    clip: float = 1.0
+    steps: AtLeastOne = 700
+    batch: AtLeastOne = 128
+    lr: Positive = 3e-3
+    warmup: Natural = 20
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.01
+    clip: Positive = 1.0
     model: MicroConfig = field(default_factory=MicroConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)} is not positive: choose a value above 0")
 
     def rate(self, step: int) -> float:
         """The learning rate at a step, as a fraction of `lr`."""

@@ -5,16 +5,17 @@ taken away), ``bound`` (reads what no method may read; never a method).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
 from mi_route2.routing import EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.validation import Name, NonNegative, Positive, Probability, Words, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
 
 
-@dataclass(frozen=True)
+@validated
 class Arm:
     """One row of the table. The quarantine, where there is one, is deleted at deployment.
 
@@ -22,16 +23,16 @@ class Arm:
     (ablations only).
     """
 
-    name: str
+    name: Name
     about: str
     role: Role
     route: RouteSpec
     quarantine: Literal["lora", "shared", "none"] = "lora"
-    quarantine_lr_scale: float = 1.0
+    quarantine_lr_scale: Positive = 1.0
     second_moment: Literal["routed", "unrouted"] = "routed"
-    l1: float = 0.0
-    none_fraction: float | None = None
-    adapt: tuple[str, ...] | None = None
+    l1: NonNegative = 0.0
+    none_fraction: Probability | None = None
+    adapt: Words | None = None
     baseline: str | None = "absorb"
     same_rule_filter: str | None = None
     ablation: str | None = None

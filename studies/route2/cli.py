@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from mi_route2.hosts import HOSTS
+from mi_route2.validation import parse_words, unknown_name
 from studies.commands import read_seeds, run_command, show_paths
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
@@ -204,34 +205,21 @@ class Arms:
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
     """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
-    own = _changeable(settings, "", ("preset", "warm", "betas", "chat"))
-    warm = _changeable(settings.warm, "warm.", ("model", "betas"))
-    chat = _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
-    known, parsed = own | warm | chat, {}
+    own = _changeable(settings, "", ("preset", "warm", "chat"))
+    known = own | _changeable(settings.warm, "warm.", ("model",))
+    known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
+    words: dict[str, str] = {}
     for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals or name not in known:
-            raise ValueError(f"{change!r} is not a setting: give name=value with a name among {', '.join(known)}")
-        kind, may_be_none = (int, True) if known[name] is None else (type(known[name]), name == "kept_rank")
-        read = {tuple: lambda text: tuple(text.split(",")), bool: _truth}.get(kind, kind)
-        try:
-            parsed[name] = None if value == "none" and may_be_none else read(value)
-        except ValueError as error:
-            wanted = {int: "a whole number", float: "a number", bool: "true or false"}.get(kind, "a word")
-            raise ValueError(f"{name} takes {wanted}, not {value!r}") from error
-    warmed = replace(settings.warm, **{name.removeprefix("warm."): v for name, v in parsed.items() if name in warm})
-    chatty = settings.chat and replace(settings.chat, **{n.removeprefix("chat."): v for n, v in parsed.items() if n in chat})
-    return replace(settings, warm=warmed, chat=chatty, **{name: v for name, v in parsed.items() if name in own})
+        name, equals, words[name] = change.partition("=")
+        if name not in known:
+            raise ValueError(unknown_name(name, list(known), "setting"))
+        if not equals:
+            raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
+    return parse_words(settings, words)
 
 
 def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:
     return {f"{prefix}{f.name}": getattr(settings, f.name) for f in fields(settings) if f.name not in fixed}
-
-
-def _truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(text)
-    return text == "true"
 
 
 COMMANDS = {

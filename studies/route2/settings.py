@@ -6,19 +6,33 @@ The settings are hashed into the folder's name, so that numbers from different s
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.rollouts import Rollouts
-from studies.loopholes.micro import MicroConfig
+from mi_route2.validation import (
+    AtLeastOne,
+    Fraction,
+    Name,
+    Natural,
+    NonNegative,
+    Positive,
+    Probability,
+    Words,
+    parse_object,
+    read_record,
+    validated,
+)
 from studies.loopholes.presets import get_world
 from studies.loopholes.warmstart import WarmStartConfig
 
 
-@dataclass(frozen=True)
+@validated
 class ChatModel:
     """A chat model of one's own in place of the micro model.
 
@@ -36,26 +50,21 @@ class ChatModel:
     path: str
     weights: str
     data: str = ""
-    max_new: int = 512
-    token_budget: int = 16384
-    at_once: int = 32
-    tries: int = 512
+    max_new: AtLeastOne = 512
+    token_budget: AtLeastOne = 16384
+    at_once: AtLeastOne = 32
+    tries: AtLeastOne = 512
     checkpointing: bool = True
     thinking: bool = False
     device: str = "auto"
     data_hash: str = ""
-
-    def __post_init__(self) -> None:
-        for name in ("max_new", "token_budget", "at_once", "tries"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"chat.{name} must be at least 1, not {getattr(self, name)}")
 
 
 ELSEWHERE = ("path", "data", "device", "at_once")
 """Fields of a ``ChatModel`` that say where things are and how they fit, and nothing of what is computed."""
 
 
-@dataclass(frozen=True)
+@validated
 class Settings:
     """See the presets; rates are per optimiser step, ``steps`` are GRPO steps of ``prompts * group`` rollouts.
 
@@ -63,53 +72,41 @@ class Settings:
     stops short, because a block writes to the residual stream alone and has to raise a symbol against the whole vocabulary.
     """
 
-    preset: str = "strong"
+    preset: Name = "strong"
     world: str = "strong"
     warm: WarmStartConfig = field(default_factory=WarmStartConfig)
-    adapt: tuple[str, ...] = ("blocks.*.attn.*", "blocks.*.mlp.*", "unembed")
+    adapt: Words = ("blocks.*.attn.*", "blocks.*.mlp.*", "unembed")
     kept: Literal["svd", "lora"] = "lora"
-    kept_rank: int | None = 4
-    kept_lr: float = 3e-3
-    quarantine_rank: int = 4
-    quarantine_lr: float = 1e-3
-    steps: int = 80
-    prompts: int = 12
-    group: int = 8
-    none_fraction: float = 0.25
-    temperature: float = 1.0
-    updates_per_batch: int = 1
-    clip: float = 0.2
-    kl: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    max_norm: float = 1.0
-    micro: int | None = None
-    pairs: int = 10
-    teachers: int = 32
-    teachers_per_group: int = 0
-    evaluation_prompts: int = 128
-    evaluation_temperature: float = 1.0
-    probe_every: int = 5
+    kept_rank: AtLeastOne | None = 4
+    kept_lr: Positive = 3e-3
+    quarantine_rank: AtLeastOne = 4
+    quarantine_lr: Positive = 1e-3
+    steps: AtLeastOne = 80
+    prompts: AtLeastOne = 12
+    group: Annotated[int, Field(ge=2)] = 8  # an advantage compares rollouts of one prompt
+    none_fraction: Probability = 0.25
+    temperature: Positive = 1.0
+    updates_per_batch: AtLeastOne = 1
+    clip: Positive = 0.2
+    kl: NonNegative = 0.0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    max_norm: Positive = 1.0
+    micro: AtLeastOne | None = None
+    pairs: AtLeastOne = 10
+    teachers: Natural = 32
+    teachers_per_group: Natural = 0
+    evaluation_prompts: AtLeastOne = 128
+    evaluation_temperature: Positive = 1.0
+    probe_every: AtLeastOne = 5
     chat: ChatModel | None = None
 
     def __post_init__(self) -> None:
         if self.chat is None:
             get_world(self.world)
-        for name in ("steps", "prompts", "pairs", "evaluation_prompts", "updates_per_batch", "probe_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("kept_lr", "quarantine_lr", "temperature", "evaluation_temperature", "max_norm", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0, not {getattr(self, name)}")
-        if not 0 <= self.none_fraction <= 1:
-            raise ValueError(f"none_fraction is a probability between 0 and 1, not {self.none_fraction}")
-        if self.kl < 0 or (self.micro is not None and self.micro < 1):
-            raise ValueError(f"kl must be at least 0 and micro at least 1 (or none), not {self.kl} and {self.micro}")
         AdapterSpec(self.kept, self.kept_rank, "lora", self.quarantine_rank)
-        if self.group < 2:
-            raise ValueError(f"group must be at least 2 (an advantage compares rollouts of one prompt), not {self.group}")
-        if self.teachers < 0 or (self.teachers == 0 and self.teachers_per_group):
-            raise ValueError(f"teachers must be at least {int(self.teachers_per_group > 0)}, not {self.teachers}")
-        if not 0 <= self.teachers_per_group < self.group:
+        if self.teachers == 0 and self.teachers_per_group:
+            raise ValueError("teachers must be at least 1 where teachers_per_group is, not 0")
+        if self.teachers_per_group >= self.group:
             raise ValueError(
                 f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
             )
@@ -128,14 +125,7 @@ class Settings:
     @staticmethod
     def read(path: Path) -> "Settings":
         """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
-        try:
-            raw = json.loads(path.read_text())
-            warm = raw["warm"] | {"model": MicroConfig(**raw["warm"]["model"]), "betas": tuple(raw["warm"]["betas"])}
-            tuples = {name: tuple(raw[name]) for name in ("adapt", "betas")}
-            chat = None if raw.get("chat") is None else ChatModel(**raw["chat"])
-            return Settings(**{**raw, **tuples, "warm": WarmStartConfig(**warm), "chat": chat})
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} holds no settings of this study ({error}); point at a run folder") from error
+        return read_settings(Settings, path, "point at a run folder")
 
     @property
     def digest(self) -> str:
@@ -150,6 +140,18 @@ class Settings:
     def folder(self) -> str:
         """``<preset>-<8 hex digits>``."""
         return f"{self.preset}-{self.digest[:8]}"
+
+
+T = TypeVar("T")
+
+
+def read_settings(kind: type[T], path: Path, remedy: str, **more: Any) -> T:
+    """A study's settings as their ``as_dict`` wrote them, with ``more`` beside them; ``ValueError`` if the file is not theirs."""
+    try:
+        return read_record(kind, {**parse_object(path.read_bytes()), **more}, optional=("chat", "run.chat"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} holds no settings of this study ({reason}); {remedy}") from error
 
 
 # The quarantine learns at a third to a half of the kept adapter's rate: at the same rate it takes a tenth of the honest skill with

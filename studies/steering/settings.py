@@ -3,17 +3,22 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from mi_route2.sites import Site
+from mi_route2.validation import AtLeastOne, Positive, validated
 from studies.route2.arms import ARMS
 from studies.route2.job import Job
 from studies.route2.recorder import write_json
 from studies.route2.settings import Settings as RunSettings
+from studies.route2.settings import read_settings
 
+Quantile = Annotated[float, Field(gt=0, lt=1)]
 OWN, RUN = "settings.json", "run.json"
 FORMAT = 2
 """Raised when what is computed changes in a way that no setting shows."""
@@ -31,7 +36,7 @@ TRAINED = ("vanilla", "absorb", "route2-full")
 QUARANTINED = ("untrained", "absorb", "route2-full")
 
 
-@dataclass(frozen=True)
+@validated
 class Settings:
     """One study. ``run`` are the settings of the runs of ``studies.route2`` that it stands on.
 
@@ -56,34 +61,27 @@ class Settings:
     site: str = "blocks.0.resid_post"
     early: str = "blocks.0.resid_pre"
     late: str = "blocks.1.resid_post"
-    tasks: int = 32
-    train: int = 384
-    quantiles: tuple[float, ...] = (0.5, 0.8, 0.95, 0.99)
+    tasks: AtLeastOne = 32
+    train: AtLeastOne = 384
+    quantiles: tuple[Quantile, ...] = (0.5, 0.8, 0.95, 0.99)
     operating: float = 0.95
-    gains: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    gains: tuple[Positive, ...] = (0.5, 1.0, 2.0, 4.0)
     gain: float = 1.0
-    late_gains: tuple[float, ...] = (1.0, 4.0)
-    delays: tuple[int, ...] = (1, 2, 3, 5, 8)
-    draws: int = 3
-    exact: int = 2
-    sharpness: float = 1000.0
-    temperature: float = 1.0
-    rows: int = 256
+    late_gains: tuple[Positive, ...] = (1.0, 4.0)
+    delays: tuple[AtLeastOne, ...] = (1, 2, 3, 5, 8)  # 0 is the forward itself
+    draws: AtLeastOne = 3
+    exact: AtLeastOne = 2
+    sharpness: Positive = 1000.0
+    temperature: Positive = 1.0
+    rows: AtLeastOne = 256
 
     def __post_init__(self) -> None:
         for name in ("site", "early", "late"):
             Site.parse(getattr(self, name))
-        for name in ("tasks", "train", "draws", "exact", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not all(0 < q < 1 for q in self.quantiles) or not all(gain > 0 for gain in self.gains):
-            raise ValueError("quantiles lie strictly between 0 and 1, and gains are positive")
         if self.operating not in self.quantiles or self.gain not in self.gains:
             raise ValueError(f"operating={self.operating} must be one of quantiles, and gain={self.gain} one of gains")
         if not set(self.late_gains) <= set(self.gains):
             raise ValueError(f"late_gains={self.late_gains} must be some of gains={self.gains}")
-        if min(self.delays) < 1:
-            raise ValueError(f"delays are at least 1 token (0 is the forward itself), not {min(self.delays)}")
         if self.run.chat is not None:
             raise ValueError("this study runs in the micro world: choose a preset of studies.route2, no chat model")
         if self.exact > self.tasks:
@@ -116,13 +114,8 @@ class Settings:
     @staticmethod
     def read(folder: Path) -> "Settings":
         """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
-        path = folder / OWN
-        try:
-            raw = json.loads(path.read_text())
-            tuples = {name: tuple(raw[name]) for name in ("quantiles", "gains", "late_gains", "delays")}
-            return Settings(**{**raw, **tuples, "run": RunSettings.read(folder / RUN)})
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder that `run` made") from error
+        run = RunSettings.read(folder / RUN)
+        return read_settings(Settings, folder / OWN, "point at a folder that `run` made", run=run.as_dict())
 
 
 def run_job_of(settings: Settings, out: Path, seed: int, subject: str) -> Job:

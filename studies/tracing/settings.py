@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mi_route2.validation import AtLeastOne, Words, validated
 from studies.route2.arms import get_arms
+from studies.route2.settings import read_settings
 
 ARMS = ("vanilla", "absorb", "route2-full")
 UNTRAINED = "untrained"
 """The arm whose adapters are at init, so that the model is the base model: every effect of a patch is 0 there."""
 
 
-@dataclass(frozen=True)
+@validated
 class Settings:
     """``arms`` are trained ones; beside them ``UNTRAINED`` is always traced.
 
@@ -24,20 +26,17 @@ class Settings:
     """
 
     training: str
-    arms: tuple[str, ...] = ARMS
-    prompts: int = 384
-    answers: int = 2
-    pairs: int = 64
-    draws: int = 3
-    rated: int = 64
+    arms: Words = ARMS
+    prompts: AtLeastOne = 384
+    answers: AtLeastOne = 2
+    pairs: AtLeastOne = 64
+    draws: AtLeastOne = 3
+    rated: AtLeastOne = 64
 
     def __post_init__(self) -> None:
         get_arms(self.arms)
-        for name in ("prompts", "answers", "pairs", "draws", "rated"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if len(set(self.arms)) < len(self.arms) or not self.arms:
-            raise ValueError(f"arms must be given once each, at least one, not {', '.join(self.arms) or 'none'}")
+        if len(set(self.arms)) < len(self.arms):
+            raise ValueError(f"arms must be given once each, not {', '.join(self.arms)}")
 
     @property
     def digest(self) -> str:
@@ -56,8 +55,4 @@ class Settings:
     @staticmethod
     def read(path: Path) -> "Settings":
         """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            return Settings(**{**raw, "arms": tuple(raw["arms"])})
-        except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} holds no settings of this study ({error}); point at a folder of it") from error
+        return read_settings(Settings, path, "point at a folder of it")

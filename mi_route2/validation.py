@@ -1,0 +1,246 @@
+"""Frozen records that check every field when they are made, JSON that is read strictly, and one sentence for what is wrong.
+
+    @validated
+    class Schedule:
+        steps: AtLeastOne = 80
+        rate: Positive = 3e-3
+
+    Schedule(steps=50.5)                      ValueError: steps must be a whole number of at least 1, not 50.5
+    read_record(Schedule, path.read_bytes())  the same for a file, and: unknown setting 'step': did you mean 'steps'?
+
+Pydantic checks under one configuration: a value has exactly its field's type (an ``int`` may stand for a ``float``), a float is
+finite, a name that is no field is refused. ``dataclasses.replace`` checks anew. What fields must be together is said in
+``__post_init__``, by ``ValueError`` or ``KeyError``.
+"""
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+T = TypeVar("T")
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_types_allowed=True)
+
+AtLeastOne = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", description="a word of letters, digits, '_', '-' and '.'")]
+Words = Annotated[
+    tuple[Annotated[str, Field(min_length=1, description="text that is not empty")], ...],
+    Field(min_length=1, description="a tuple of one or more texts"),
+]
+
+SHOWN = 60  # characters of a refused value
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+_OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
+_UNKNOWN = ("unexpected_keyword_argument", "unexpected_positional_argument")
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def validated(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen dataclass that raises ``ValueError`` in one sentence for a value that does not fit its field."""
+    made: Any = dataclass(frozen=True, config=STRICT)(cls)
+    checked = made.__init__
+
+    @functools.wraps(checked)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            checked(self, *args, **kwargs)
+        except ValidationError as error:
+            raise ValueError(sentence(error, made)) from None
+
+    made.__init__ = __init__
+    return made
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ``ValueError`` in one sentence for what is no UTF-8, no JSON, or says a thing twice."""
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_once, parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"this is no UTF-8 (byte {error.start + 1})") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"this is no JSON ({error.msg}, line {error.lineno}, column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("this is JSON in too many brackets") from error
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """``parse_json`` of a text that holds an object."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"this is no JSON object but {_shown(value)}")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"this JSON says {twice[0]!r} twice")
+    return dict(pairs)
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"this JSON holds {constant}, which is no number: undefined values are written null")
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file; ``ValueError`` names the file, what is wrong with it and the remedy."""
+    try:
+        return parse_object(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing; {remedy}") from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({getattr(error, 'strerror', None) or error}); {remedy}") from error
+
+
+def read_record(kind: type[T], data: str | bytes | Mapping[str, Any], *, optional: Sequence[str] = ()) -> T:
+    """A record of ``kind`` from JSON, or from what JSON holds; ``ValueError`` in one sentence.
+
+    Every field must be given, at every level, but for ``optional`` ones: a file that was cut short is no file of defaults.
+    """
+    raw = parse_object(data) if isinstance(data, str | bytes) else data
+    try:
+        record = TypeAdapter(kind).validate_json(json.dumps(raw))
+    except ValidationError as error:
+        raise ValueError(sentence(error, kind)) from None
+    except KeyError as error:
+        raise ValueError(error.args[0]) from error
+    if missing := [name for name in _missing(record, raw) if name not in optional]:
+        raise ValueError(f"{missing[0]} is missing")
+    return record
+
+
+def _missing(record: Any, raw: Any, before: str = "") -> list[str]:
+    if not dataclasses.is_dataclass(record) or not isinstance(raw, Mapping):
+        return []
+    own = [field.name for field in dataclasses.fields(record)]
+    found = [before + name for name in own if name not in raw]
+    return found + [each for name in own if name in raw for each in _missing(getattr(record, name), raw[name], f"{before}{name}.")]
+
+
+def parse_words(record: T, changes: Mapping[str, str]) -> T:
+    """``record`` with fields changed to what words of a command line say: ``{"steps": "100", "warm.lr": "1e-3"}``.
+
+    ``none`` is no value, commas part the entries of a tuple. ``ValueError`` in one sentence.
+    """
+    raw: dict[str, Any] = _shallow(record)
+    for name, word in changes.items():
+        *records, field = name.split(".")
+        inner = raw
+        for each in records:
+            inner[each] = inner[each] if isinstance(inner[each], dict) else _shallow(inner[each])
+            inner = inner[each]
+        several = isinstance(inner[field], tuple)
+        inner[field] = None if word == "none" else tuple(word.split(",")) if several else word
+    try:
+        return TypeAdapter(type(record)).validate_python(raw, strict=False)
+    except ValidationError as error:
+        raise ValueError(sentence(error, type(record))) from None
+
+
+def _shallow(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def unknown_name(name: str, known: Sequence[str], what: str) -> str:
+    """The sentence for a name that is not among ``known``: what was meant, and what there is."""
+    close = get_close_matches(name, known, 1)
+    return f"unknown {what} {name!r}: {f'did you mean {close[0]!r}? ' if close else ''}choose from {', '.join(known)}"
+
+
+def sentence(error: ValidationError, kind: type) -> str:
+    """What is wrong first, with the field's name and what it must be, and how much more is."""
+    first, *others = error.errors(include_url=False)
+    return _worded(kind, first["loc"], first) + (f" (and {len(others)} more)" if others else "")
+
+
+def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    if problem["type"] in _UNKNOWN:
+        _, record = _at(kind, loc[:-1])
+        own = [field.name for field in dataclasses.fields(_record(record) or kind)]
+        if problem["type"] == "unexpected_positional_argument":
+            return f"{kind.__name__} takes at most {len(own)} values: {', '.join(own)}"
+        return unknown_name(str(loc[-1]), own, "setting")
+    name, annotation = _at(kind, loc)
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{name} is missing"
+    if annotation is None:
+        return f"{name or kind.__name__}: {problem['msg']}"
+    given = _shown(problem["input"])
+    if problem["type"] in _OUT_OF_BOUNDS and (bounds := _bounds(annotation)):
+        return f"{name} must be {bounds}, not {given}"
+    return f"{name or kind.__name__} must be {_wanted(annotation)}, not {given}"
+
+
+def _shown(value: object) -> str:
+    text = f"{value}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _record(annotation: Any) -> Any:
+    """The record among the alternatives of an annotation, if any."""
+    return next((each for each in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(each)), None)
+
+
+def _at(kind: type, loc: tuple[int | str, ...]) -> tuple[str, Any]:
+    """Name and annotation of a place within ``kind``."""
+    names: list[str] = []
+    annotation: Any = kind
+    for part in loc:
+        annotation = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+        record = _record(annotation)
+        if record is not None:
+            own = [field.name for field in dataclasses.fields(record) if field.init]
+            names.append(own[part] if isinstance(part, int) and part < len(own) else str(part))
+            annotation = get_type_hints(record, include_extras=True).get(names[-1])
+        else:
+            names.append(str(part))
+            entries = [each for each in get_args(annotation) if each is not Ellipsis]
+            annotation = entries[min(int(part), len(entries) - 1)] if entries and isinstance(part, int) else None
+    return ".".join(names), annotation
+
+
+def _bounds(annotation: Any) -> str:
+    """``at least 1``; empty if there are none."""
+    for each in get_args(annotation):
+        if get_origin(annotation) in (Union, types.UnionType) and (inner := _bounds(each)):
+            return inner
+    limits = {}
+    for note in get_args(annotation)[1:] if get_origin(annotation) is Annotated else ():
+        for each in getattr(note, "metadata", [note]):
+            limits |= {key: getattr(each, key) for key, _ in _BOUNDS if hasattr(each, key)}
+    if {"ge", "le"} <= limits.keys():
+        return f"between {limits['ge']} and {limits['le']}"
+    return " and ".join(f"{words} {limits[key]}" for key, words in _BOUNDS if key in limits)
+
+
+def _wanted(annotation: Any) -> str:
+    """What a field must be, in words."""
+    origin, entries = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        if described := [note.description for note in entries[1:] if getattr(note, "description", None)]:
+            return described[0]
+        bounds, plain = _bounds(annotation), _wanted(entries[0])
+        return f"{plain}{' of ' if bounds.startswith('at ') else ' '}{bounds}" if bounds else plain
+    if origin is Literal:
+        return f"one of {', '.join(map(str, entries))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_wanted, entries))
+    if origin is tuple:
+        return f"a tuple{'' if entries[-1] is Ellipsis else f' of {len(entries)}'}, each entry {_wanted(entries[0])}"
+    words = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "none"}
+    return words.get(annotation) or f"of type {getattr(annotation, '__name__', annotation)}"
