@@ -169,6 +169,8 @@ def sentence(error: ValidationError, kind: type) -> str:
 def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
+    if problem["type"] == "json_invalid":
+        return f"this is no JSON ({problem['ctx']['error']})"
     if problem["type"] in _UNKNOWN:
         _, record = _at(kind, loc[:-1])
         own = [field.name for field in dataclasses.fields(_record(record) or kind)]
@@ -200,7 +202,10 @@ def _at(kind: type, loc: tuple[int | str, ...]) -> tuple[str, Any]:
     """Name and annotation of a place within ``kind``."""
     names: list[str] = []
     annotation: Any = kind
-    for part in loc:
+    for place, part in enumerate(loc):
+        if member := [each for each in get_args(annotation) if getattr(each, "__name__", None) == part]:  # of a union
+            annotation = annotation if place == len(loc) - 1 else member[0]
+            continue
         annotation = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
         record = _record(annotation)
         if record is not None:

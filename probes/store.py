@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.validation import parse_json
 from probes.affine import AffineProbe
 from probes.direction import DirectionProbe, Score
 from probes.probe import Probe
@@ -54,9 +55,9 @@ def load_probe(path: Path) -> tuple[Probe, dict[str, str]]:
 
 def _json(path: Path, header: dict[str, str], key: str) -> dict[str, str]:
     try:
-        value = json.loads(header.get(key, "null"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: the header's {key} is not JSON.") from error
+        value = parse_json(header.get(key, "null"))
+    except ValueError as error:
+        raise ValueError(f"{path}: the header's {key} is damaged ({error}).") from error
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{path}: the header's {key} is not a JSON object of strings.")
     return value

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 from mi_route2.adapters.kept import SVDKept
+from mi_route2.validation import parse_json, read_record
 
 HEADER = "mi-route2"
 CHECKSUM = "checksum"
@@ -86,9 +87,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """
     try:
         with safe_open(path, framework="pt") as handle:
-            header = json.loads((handle.metadata() or {}).get(HEADER, "{}"))
+            header = parse_json((handle.metadata() or {}).get(HEADER, "{}"))
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-    except (SafetensorError, json.JSONDecodeError) as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} has a header that is no JSON object; delete it and write it again")
@@ -277,9 +278,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not tensors.is_file():
         raise FileNotFoundError(f"{folder} has no {TENSORS}: copy the folder again, whole")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); copy the folder again, whole") from error
+        config = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); copy the folder again, whole") from error
     known = config.get("format") if isinstance(config, dict) else None
     if known != FORMAT:
         raise ValueError(f"{path} is of the unknown format {known!r}: this version reads {FORMAT!r}")
@@ -304,6 +305,6 @@ def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> N
 
 def _spec(path: Path, config: dict[str, Any]) -> AdapterSpec:
     try:
-        return AdapterSpec(**config["spec"])
-    except TypeError as error:  # a field that this version does not have
+        return read_record(AdapterSpec, config["spec"])
+    except ValueError as error:  # a field that this version does not have
         raise ValueError(f"{path} describes adapters that this version does not know ({error})") from error

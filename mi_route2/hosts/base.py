@@ -98,7 +98,7 @@ def known_architecture(model: nn.Module) -> Architecture:
     """The model's row; ``ValueError`` with the known ones, and for a model that is not causal."""
     row = architecture_of(model)
     if row is None:
-        classes = ", ".join(name for row in ARCHITECTURES.values() for name in row.classes)
+        classes = ", ".join(dict.fromkeys(name for row in ARCHITECTURES.values() for name in row.classes))
         raise ValueError(
             f"{type(model).__name__} is no known architecture: choose among {classes}, or add a row to architectures.py"
         )

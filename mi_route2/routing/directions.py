@@ -21,6 +21,7 @@ from torch import Tensor
 from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.features import FeatureKind, Features, collect
+from mi_route2.validation import Natural, read_record, validated
 
 FORMAT = "mi-route2 directions 1"
 
@@ -38,7 +39,7 @@ class PairBatch:
             raise ValueError(f"{len(self.hack)} hack and {len(self.clean)} clean rollouts are not pairs")
 
 
-@dataclass(frozen=True)
+@validated
 class Provenance:
     """Where a direction came from."""
 
@@ -46,7 +47,7 @@ class Provenance:
     kind: FeatureKind
     pairs_hash: str
     base_hash: str
-    step: int
+    step: Natural
     seed: int | None = None
 
 
@@ -80,7 +81,10 @@ class Directions:
         for site, v in tensors.items():
             if not torch.isfinite(v).all():
                 raise ValueError(f"the direction at {site} in {path} holds values that are not finite")
-        return Directions(tensors, Provenance(**json.loads(metadata["provenance"])))
+        try:
+            return Directions(tensors, read_record(Provenance, metadata.get("provenance", "{}")))
+        except ValueError as error:
+            raise ValueError(f"{path} does not say where its directions came from ({error}); fit them again") from error
 
 
 @runtime_checkable

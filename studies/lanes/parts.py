@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mi_route2.adapters.store import digest, read_tensors, write_tensors
+from mi_route2.validation import parse_object
 from studies.route2.recorder import write_json
 
 Content = dict[str, Any]
@@ -38,7 +39,7 @@ def read_part(path: Path, identity: str | None = None) -> tuple[Content, dict[st
         return None
     remedy = f"delete {path} to have it made again"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = parse_object(path.read_bytes())
         found, sha256, content = str(raw["identity"]), str(raw["sha256"]), dict(raw["content"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}") from error

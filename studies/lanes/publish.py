@@ -14,6 +14,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
+from mi_route2.validation import read_object
 from studies.lanes.found import load
 from studies.lanes.report import ARMS_TABLE, JSON, TABLE, write_report
 from studies.lanes.settings import FILE, Settings
@@ -37,7 +38,9 @@ def publish(root: Path, to: Path) -> Path:
         for path in (path for path in paths if path.suffix == ".png"):
             (part / path.name).write_bytes(repacked(path.read_bytes()))
         for name in (JSON, FILE):
-            (part / name).write_text(compact(json.loads((root / name).read_text(encoding="utf-8"))), encoding="utf-8")
+            (part / name).write_text(
+                compact(read_object(root / name, f"`python -m studies.lanes report {root}` writes it again")), encoding="utf-8"
+            )
         for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
             (part / name).write_text(inside((root / text).read_text(encoding="utf-8")), encoding="utf-8")
         content = {

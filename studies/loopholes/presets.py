@@ -7,7 +7,7 @@ often and makes more operations hard.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mi_route2.validation import Name, Probability, validated
+from mi_route2.validation import Name, Probability, unknown_name, validated
 from studies.loopholes.tasks import OPERATIONS
 
 
@@ -62,5 +62,5 @@ PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
 def get_world(name: str) -> WorldConfig:
     """The preset called `name`; raises KeyError with the valid names."""
     if name not in PRESETS:
-        raise KeyError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}")
+        raise KeyError(unknown_name(name, list(PRESETS), "world"))
     return PRESETS[name]

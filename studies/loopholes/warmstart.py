@@ -12,6 +12,7 @@ import math
 import os
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, field
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, validated
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, parse_json, validated
 from studies.loopholes.corpus import sample_documents
 from studies.loopholes.micro import MicroConfig, MicroGPT
 from studies.loopholes.presets import WorldConfig
@@ -32,6 +33,8 @@ from studies.loopholes.vocabulary import PROMPT_LENGTH, Vocabulary
 
 # Raised when the training loop changes in a way that no setting shows.
 FORMAT = 1
+
+REPORTED = 10  # steps between two reports of the training
 
 # The one entry of a cached file's metadata, JSON: safetensors writes several in a random order, and the same model as other bytes.
 HEADER = "warm start"
@@ -58,18 +61,24 @@ class WarmStartConfig:
 
 
 def warm_start(
-    config: WorldConfig, training: WarmStartConfig, seed: int, cache_dir: Path | str | None, progress: bool = True
+    config: WorldConfig,
+    training: WarmStartConfig,
+    seed: int,
+    cache_dir: Path | str | None,
+    progress: bool = True,
+    report: Callable[[int], None] | None = None,
 ) -> MicroGPT:
     """The base model of a world, in float32 and eval mode: read from `cache_dir` when it is there, else trained and kept.
 
     A cached file that does not check is reported by a warning, trained again and replaced; `cache_dir=None` neither
-    reads nor writes. Raises ValueError when the model's vocabulary or context does not fit the corpus.
+    reads nor writes. `report` is told every `REPORTED` steps how many are done. Raises ValueError when the model's
+    vocabulary or context does not fit the corpus.
     """
     vocabulary = Vocabulary()
     if training.model.vocab != len(vocabulary):
         raise ValueError(f"a model of {training.model.vocab} tokens does not fit: choose vocab={len(vocabulary)}")
     if cache_dir is None:
-        return train(config, training, seed, progress)
+        return train(config, training, seed, progress, report)
     key = settings_hash(config, training, seed)
     path = Path(cache_dir) / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors"
     if path.exists():
@@ -77,7 +86,7 @@ def warm_start(
             return _load(path, training.model, key)
         except (SafetensorError, ValueError) as error:
             warnings.warn(f"the cached base model {path} is not usable ({error}): training it again", stacklevel=2)
-    model = train(config, training, seed, progress)
+    model = train(config, training, seed, progress, report)
     _save(model, path, key)
     return model
 
@@ -97,7 +106,13 @@ def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> 
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def train(config: WorldConfig, training: WarmStartConfig, seed: int, progress: bool = True) -> MicroGPT:
+def train(
+    config: WorldConfig,
+    training: WarmStartConfig,
+    seed: int,
+    progress: bool = True,
+    report: Callable[[int], None] | None = None,
+) -> MicroGPT:
     """Trains a base model from scratch; the same seed, settings and thread count give the same bits."""
     vocabulary = Vocabulary()
     rng = np.random.default_rng(seed)
@@ -115,6 +130,8 @@ def train(config: WorldConfig, training: WarmStartConfig, seed: int, progress: b
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
         optimizer.step()
         schedule.step()
+        if report is not None and (step + 1) % REPORTED == 0:
+            report(step + 1)
         if step % 50 == 0:
             bar.set_postfix(loss=f"{loss.item():.3f}")
     return model.eval()
@@ -164,7 +181,7 @@ def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
     if HEADER in metadata:  # files of before have its entries as their own
-        metadata = json.loads(metadata[HEADER])
+        metadata = parse_json(metadata[HEADER])
     if not isinstance(metadata, dict) or metadata.get("settings") != key:
         raise ValueError("it was made by other settings")
     model = MicroGPT(config, torch.Generator())

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mi_route2.routing import EraseSpec, MaskSpec, OpenSpec, RouteSpec
-from mi_route2.validation import Name, NonNegative, Positive, Probability, Words, validated
+from mi_route2.validation import Name, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
 
@@ -193,5 +193,5 @@ def get_arms(names: tuple[str, ...]) -> list[Arm]:
     """The arms called ``names``, in order, each once; ``KeyError`` with the valid names."""
     for name in names:
         if name not in ARMS:
-            raise KeyError(f"unknown arm {name!r}: choose from {', '.join(ARMS)}")
+            raise KeyError(unknown_name(name, list(ARMS), "arm"))
     return [ARMS[name] for name in dict.fromkeys(names)]

@@ -14,8 +14,10 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
@@ -23,6 +25,7 @@ from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.validation import Natural, parse_object, read_record, validated
 
 FORMAT = "mi-route2 checkpoint 3"
 CHECKPOINT, PREVIOUS = "checkpoint.safetensors", "checkpoint.previous.safetensors"
@@ -31,12 +34,30 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 CHUNK = 1 << 20
 
 
-@dataclass(frozen=True)
+@validated
 class Mark:
     """A point in a log: its length in bytes, and the SHA-256 of these bytes (empty where an earlier version kept none)."""
 
-    length: int
+    length: Natural
     sha256: str = ""
+
+
+@validated
+class _Header:
+    """The metadata of a checkpoint; ``logs``, ``log_hashes`` and ``provenance`` are JSON."""
+
+    format: str
+    step: Annotated[str, Field(pattern=r"^\d+$", description="a whole number in digits")]
+    identity: str
+    base_hash: str
+    logs: str
+    log_hashes: str = "{}"
+    provenance: str | None = None
+
+    @property
+    def marks(self) -> dict[str, Mark]:
+        hashes = parse_object(self.log_hashes)
+        return {name: Mark(length, hashes.get(name, "")) for name, length in parse_object(self.logs).items()}
 
 
 def save_checkpoint(
@@ -106,18 +127,20 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
         raise ValueError(f"{path} is not a checkpoint of this study (format {meta.get('format')!r}, expected {FORMAT!r})")
     if meta.pop("sha256", None) != _digest(tensors, meta):
         raise ValueError(f"{path} is damaged: it does not match its own checksum")
-    if meta["identity"] != identity:
+    try:
+        header = read_record(_Header, meta, optional=("log_hashes", "provenance"))
+        marks, provenance = header.marks, None if header.provenance is None else read_record(Provenance, header.provenance)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: its header is not of this version ({error})") from error
+    if header.identity != identity:
         raise ValueError(f"{path} was written under other settings")
-    if meta["base_hash"] != adapters.base_hash:
-        raise ValueError(f"{path} was written on other base weights (hash {meta['base_hash']}, not {adapters.base_hash})")
+    if header.base_hash != adapters.base_hash:
+        raise ValueError(f"{path} was written on other base weights (hash {header.base_hash}, not {adapters.base_hash})")
     own = {f"adapter.{name}": t.shape for name, t in adapters.tensors().items()}
     found = {name: t.shape for name, t in tensors.items() if name.startswith("adapter.")}
     if differing := sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name)):
         raise ValueError(f"{path} does not fit the model's adapters, first in {differing[0]}")
-    provenance = Provenance(**json.loads(meta["provenance"])) if "provenance" in meta else None
-    hashes = json.loads(meta.get("log_hashes", "{}"))
-    logs = {name: Mark(int(length), hashes.get(name, "")) for name, length in json.loads(meta["logs"]).items()}
-    return Checkpoint(tensors, int(meta["step"]), logs, provenance)
+    return Checkpoint(tensors, int(header.step), marks, provenance)
 
 
 def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Iterable[str]) -> int:

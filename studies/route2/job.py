@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,6 +33,7 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated
 from studies.loopholes.base import World
 from studies.loopholes.micro import MicroGPT
 from studies.loopholes.pair_files import read_pairs, write_pairs
@@ -58,6 +59,37 @@ PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
 )
 
 
+REMEDY = "run the command again that made this folder"
+
+
+@validated
+class Manifest:
+    """What a run folder says of itself once it is whole; ``identity`` is a hash of all that its result depends on."""
+
+    arm: str
+    seed: Natural
+    status: Literal["finished", "running"]
+    identity: str
+    settings_hash: str
+    arm_spec: dict[str, Any]
+    versions: dict[str, str]
+    platform: dict[str, str]
+    checksums: dict[str, str]
+    host: str | None = None
+    precision: str | None = None
+    pairs_sha256: str | None = None
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a run folder; ``ValueError`` if it is missing or damaged."""
+    path = folder / MANIFEST
+    try:
+        return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "pairs_sha256"))
+    except ValueError as error:
+        told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
+        raise ValueError(f"{told}; delete {folder} to run this arm again") from error
+
+
 @dataclass(frozen=True)
 class Job:
     """``arm`` is ``None`` for the base model: warm start and evaluation alone. ``pairs`` replaces the world's own pairs.
@@ -78,8 +110,8 @@ class Job:
     def __post_init__(self) -> None:
         """Refuse at once, by ``ValueError``, what would otherwise fail once base models are trained."""
         for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(known)}")
+            if getattr(self, name) not in tuple(known):
+                raise ValueError(unknown_name(getattr(self, name), list(known), name))
         _fit_the_world(self.settings, self.pairs)
 
     @property
@@ -112,7 +144,9 @@ class Job:
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
         """A job of the run folder ``root``, with the settings, host and precision that were written there."""
         path = root / ELSEWHERE
-        where = dict(json.loads(path.read_text())) if path.exists() else {}
+        where = read_object(path, REMEDY) if path.exists() else {}
+        if unknown := sorted(where.keys() - {"host", "precision"}):
+            raise ValueError(f"{path} says {unknown[0]!r}, and knows host and precision; {REMEDY}")
         return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **where)
 
     @property
@@ -129,18 +163,14 @@ class Job:
     @property
     def finished(self) -> bool:
         """Whether the folder holds this very job's result; ``ValueError`` where it holds another's."""
-        path = self.folder / MANIFEST
-        if not path.exists():
+        if not (self.folder / MANIFEST).exists():
             return False
-        try:
-            manifest = dict(json.loads(path.read_text()))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); delete {self.folder} to run this arm again") from error
-        if manifest.get("identity") != self.identity:
+        manifest = read_manifest(self.folder)
+        if manifest.identity != self.identity:
             raise ValueError(
                 f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
             )
-        return manifest.get("status") == "finished"
+        return manifest.status == "finished"
 
 
 @functools.cache

@@ -24,6 +24,8 @@ class Seen:
     log: Follower
     state: str = "waiting"
     done: int = 0
+    warmed: int = 0
+    """Steps of a base model's training."""
     since: tuple[float, int] | None = None
     """When this start's first message came, and how many steps an earlier start had made by then."""
     row: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +36,9 @@ class Seen:
 
     @property
     def steps(self) -> str:
-        return "" if self.job.arm is None else f"{self.done}/{self.job.settings.steps}"
+        if self.job.arm is not None:
+            return f"{self.done}/{self.job.settings.steps}"
+        return f"{self.warmed}/{self.job.settings.warm.steps}" if self.warmed and self.state == "running" else ""
 
     @property
     def place(self) -> str:

@@ -30,7 +30,7 @@ SAID = 3  # failures that are shown at a time; the command repeats them all at i
 
 @runtime_checkable
 class Display(Protocol):
-    """Told of what happens to the jobs. ``say`` shows a line that stays."""
+    """Told of what happens to the jobs. ``warmed`` is how far a base model's training is, ``say`` shows a line that stays."""
 
     def __enter__(self) -> "Display": ...
 
@@ -39,6 +39,8 @@ class Display(Protocol):
     def began(self, job: Job) -> None: ...
 
     def moved(self, job: Job, steps: int) -> None: ...
+
+    def warmed(self, job: Job, steps: int) -> None: ...
 
     def ended(self, job: Job, failure: str | None) -> None: ...
 
@@ -81,6 +83,9 @@ class Bar:
 
     def moved(self, job: Job, steps: int) -> None:
         self._bar.update(steps)
+
+    def warmed(self, job: Job, steps: int) -> None:
+        self._bar.set_postfix_str(f"seed {job.seed} {job.name} {steps}/{job.settings.warm.steps}")
 
     def ended(self, job: Job, failure: str | None) -> None:
         self._bar.set_postfix_str(f"seed {job.seed} {job.name}")
@@ -126,6 +131,9 @@ class Grid:
             seen.since = (time.monotonic(), seen.done)
         else:
             self._pace.add(steps)
+
+    def warmed(self, job: Job, steps: int) -> None:
+        self._seen[_key(job)].warmed = steps
 
     def ended(self, job: Job, failure: str | None) -> None:
         seen = self._seen[_key(job)]

@@ -30,6 +30,7 @@ from mi_route2.interventions.capture import capture
 from mi_route2.plots import save_figure, style, write_whole
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site, block_paths
+from mi_route2.validation import read_object
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
@@ -223,7 +224,7 @@ def _remedy(job: Job, modes: Modes) -> str:
     """Arms of the same seed that hack neither always nor never."""
     rates = {}
     for path in sorted(job.folder.parent.glob(f"*/{EVAL}")):
-        mode = json.loads(path.read_text())["modes"][modes.known[0]]
+        mode = read_object(path, f"delete {path.parent} and run this arm again")["modes"][modes.known[0]]
         rates[path.parent.name] = max((mode[state]["hack"] for state in STATES), key=lambda rate: min(rate, 1 - rate))
     useful = sorted((name for name, rate in rates.items() if 0.1 <= rate <= 0.9), key=lambda name: abs(rates[name] - 0.5))
     if not useful:

@@ -25,6 +25,7 @@ import tyro
 
 from mi_route2.plots import write_whole
 from mi_route2.stats import Summary, mean, summary
+from mi_route2.validation import read_object
 from studies.route2.arms import ARMS
 from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text, short, tables, targets
 from studies.route2.headline_figure import write_headline_figure
@@ -121,7 +122,9 @@ def _copy(root: Path, part: Path) -> None:
     _copy_probes(root, part)
     for name in JSONS:
         if (root / name).exists():
-            (part / name).write_text(compact(json.loads((root / name).read_text(encoding="utf-8"))), encoding="utf-8")
+            (part / name).write_text(
+                compact(read_object(root / name, f"`python -m studies.route2 report {root}` writes it again")), encoding="utf-8"
+            )
     for path in figures(root):
         shutil.copyfile(path, part / path.name)
     shutil.copyfile(root / "settings.json", part / "settings.json")
@@ -182,7 +185,10 @@ def trained_solve(runs: RunSet) -> dict[str, Summary]:
 def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
     """What a prototype measured, from prototype.toml beside the results; empty where there is none."""
     path = to / "prototype.toml"
-    return tomllib.loads(path.read_text(encoding="utf-8")).get(preset, {}) if path.exists() else {}
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")).get(preset, {}) if path.exists() else {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); restore it from the repository") from error
 
 
 def provenance(runs: RunSet, part: Path) -> str:

@@ -71,7 +71,7 @@ def _work(link: Connection, errors: Connection) -> None:
         while (job := link.recv()) is not None:
             try:
                 if job.arm is None and job.settings.chat is None and not job.finished:
-                    base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision])
+                    base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision], lambda n: link.send(("base", n)))
                     link.send(("warm", None))
                 whole = run_job(job, lambda n: link.send(("steps", n)), link.poll)
                 outcome = ("done", None) if whole else ("failed", "it was stopped before its end")
@@ -193,6 +193,8 @@ class _Dispatch:
         job = worker.job
         if kind == "steps" and job is not None:
             self._display.moved(job, value)
+        elif kind == "base" and job is not None:
+            self._display.warmed(job, value)
         elif kind == "warm" and job is not None:
             self._ready.extend(self._waiting.pop(job.seed, []))
         else:

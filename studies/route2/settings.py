@@ -26,6 +26,7 @@ from mi_route2.validation import (
     Words,
     parse_object,
     read_record,
+    unknown_name,
     validated,
 )
 from studies.loopholes.presets import get_world
@@ -177,5 +178,5 @@ CHAT = replace(
 def get_settings(preset: str) -> Settings:
     """The preset's settings; ``KeyError`` with the valid names."""
     if preset not in PRESETS:
-        raise KeyError(f"unknown preset {preset!r}: choose from {', '.join(PRESETS)}")
+        raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
+from mi_route2.validation import read_object
 from studies.route2.follow import Tracked
 
 PROJECT = "mi-route2"
@@ -134,7 +135,7 @@ class Wandb:
 
     def _id(self, run: Tracked) -> str:
         """The run's id, made and kept where it has none."""
-        known = json.loads(self._ids.read_text()) if self._ids.exists() else {}
+        known = read_object(self._ids, "delete it, and curves begin anew") if self._ids.exists() else {}
         key = f"{run.key} {run.identity}"
         if key not in known:
             self._ids.parent.mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -129,10 +129,12 @@ def modes_of(settings: Settings) -> Modes:
     return problem.modes
 
 
-def base_model(settings: Settings, seed: int, cache: Path, dtype: torch.dtype, progress: bool = False) -> nn.Module:
-    """The model that every arm of a seed starts from, in ``dtype`` and ``eval`` mode."""
+def base_model(
+    settings: Settings, seed: int, cache: Path, dtype: torch.dtype, report: Callable[[int], None] | None = None
+) -> nn.Module:
+    """The model that every arm of a seed starts from, in ``dtype`` and ``eval`` mode; ``report`` as ``warm_start`` has it."""
     if settings.chat is None:
-        return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=progress).to(dtype)
+        return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report).to(dtype)
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # a worker's bar would run into the run's own

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from mi_route2.adapters.store import read_tensors, write_tensors
-from studies.route2.job import MANIFEST, Job, build_hosted, held
+from mi_route2.validation import read_object
+from studies.route2.job import MANIFEST, Job, build_hosted, held, read_manifest
 from studies.route2.probing import finished_policy
 from studies.route2.recorder import write_json
 from studies.route2.worlds import open_world
@@ -82,8 +83,8 @@ class SteeringJob:
 
     def identity(self, part: str) -> str:
         """A hash of what the part depends on, beside the code: settings, and the adapters that were trained."""
-        manifest = json.loads((self.run.folder / MANIFEST).read_text())
-        made = [manifest["identity"], sorted(manifest["checksums"].items())] if self.subject != "untrained" else self.run.identity
+        manifest = read_manifest(self.run.folder)
+        made = [manifest.identity, sorted(manifest.checksums.items())] if self.subject != "untrained" else self.run.identity
         described = json.dumps([self.settings.digest, self.seed, self.subject, part, made], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
@@ -103,10 +104,7 @@ def read_part(folder: Path, part: str, identity: str | None) -> tuple[dict[str, 
     path = folder / f"{part}.json"
     if not path.exists():
         return None
-    try:
-        about = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}); delete it to have it made again") from error
+    about = read_object(path, "delete it to have it made again")
     tensors, header = read_tensors(folder / f"{part}.safetensors")
     wanted = about.get("identity") if identity is None else identity
     if about.get("identity") != wanted or header.get("identity") != wanted:

@@ -19,10 +19,11 @@ from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
+from mi_route2.validation import parse_object
 from studies.loopholes.protocol import Witness
 from studies.loopholes.world import MicroWorld
 from studies.route2.arms import ARMS
-from studies.route2.job import FULL, MANIFEST, Job, build_hosted
+from studies.route2.job import FULL, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.recorder import write_json
@@ -60,9 +61,9 @@ class Tracing:
     @property
     def identity(self) -> str:
         """A hash of the settings and of the trained adapters' bytes."""
-        manifest = json.loads((self.training.folder / MANIFEST).read_text(encoding="utf-8"))
-        trained = manifest["checksums"].get(FULL, "none")
-        return hashlib.sha256(json.dumps([self.settings.digest, manifest["identity"], trained, self.arm]).encode()).hexdigest()
+        manifest = read_manifest(self.training.folder)
+        trained = manifest.checksums.get(FULL, "none")
+        return hashlib.sha256(json.dumps([self.settings.digest, manifest.identity, trained, self.arm]).encode()).hexdigest()
 
     @property
     def finished(self) -> bool:
@@ -184,7 +185,7 @@ def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What ``write_trace`` wrote; ``ValueError`` in one sentence where it is damaged or not whole."""
     values = path.with_suffix(".safetensors")
     try:
-        content = dict(json.loads(path.read_text(encoding="utf-8")))
+        content = parse_object(path.read_bytes())
         if _sha256(values) != content["sha256"]:
             raise ValueError(f"its checksum is not the one in {path.name}")
         tensors, header = read_tensors(values)

@@ -9,7 +9,6 @@ Interval: percentile bootstrap in two levels, seeds and then the pairs of each, 
 the gap's own interval holds 0 there is nothing to recover, and ``recovered`` is ``None``.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from jaxtyping import Float
 from scipy.stats import spearmanr
 
 from mi_route2.stats import Summary, summary
+from studies.route2.settings import Settings as Training
 from studies.tracing.cells import OUT
 from studies.tracing.job import read_trace
 from studies.tracing.pairs import CONTRASTS, SIDES
@@ -89,10 +89,9 @@ class Found:
 def load(root: Path) -> Found:
     """A tracing folder, checked; ``ValueError`` where it is none, where something is damaged, and where seeds lack an arm."""
     settings = Settings.read(root / "settings.json")
-    try:
-        training = dict(json.loads((root / "training.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{root} does not say how its arms were trained ({error}); run the study again") from error
+    training = Training.read(root / "training.json")
+    if training.digest != settings.training:
+        raise ValueError(f"{root} does not say how its arms were trained (training.json was changed); run the study again")
     contents, effects = {}, {}
     wanted = {UNTRAINED, *settings.arms}
     for path in sorted(root.glob("seed-*/*.json")):
@@ -106,7 +105,7 @@ def load(root: Path) -> Found:
         raise ValueError(f"{root} lacks {', '.join(missing)}: the run that makes it goes on where it stopped")
     if not contents:
         raise ValueError(f"{root} holds nothing that was traced: point at a tracing folder, or run the study")
-    return Found(root, settings, training, contents, effects)
+    return Found(root, settings, training.as_dict(), contents, effects)
 
 
 def share(found: Found, arm: str, contrast: str, side: str, source: str, cell: str) -> Share | None:

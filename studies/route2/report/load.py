@@ -12,7 +12,6 @@ definitions of leakage and of the paired differences call by name.
 
 import gzip
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -20,8 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mi_route2.validation import parse_object
 from studies.loopholes.modes import MICRO_MODES
 from studies.loopholes.protocol import Modes
+from studies.route2.job import read_manifest
+from studies.route2.settings import Settings
 
 BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
 ROLES = ("method", "baseline", "control", "bound")
@@ -91,7 +93,7 @@ def load_runs(root: Path) -> RunSet:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is no folder: give the run folder, runs/<preset>-<hash>")
-    settings, modes = _read_json(root / "settings.json"), read_modes(root)
+    settings, modes = Settings.read(root / "settings.json"), read_modes(root)
     runs: dict[tuple[str, int], Run] = {}
     unfinished: list[str] = []
     for seed, folder in _arm_folders(root):
@@ -103,7 +105,13 @@ def load_runs(root: Path) -> RunSet:
     if not runs:
         waiting = f" (unfinished: {', '.join(unfinished)})" if unfinished else ""
         raise ValueError(f"{root} holds no finished run{waiting}: `python -m studies.route2 run` makes and resumes them")
-    return RunSet(root, settings, runs, tuple(unfinished), _agreed_specs(runs), modes)
+    specs = _agreed_specs(runs)
+    if (found := next(iter(runs.values())).settings_hash) != settings.digest:
+        raise ValueError(
+            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, and its runs were made under {found[:8]}; "
+            "run the command again that made this folder"
+        )
+    return RunSet(root, settings.as_dict(), runs, tuple(unfinished), specs, modes)
 
 
 def read_modes(root: Path) -> Modes:
@@ -122,7 +130,7 @@ def read_rollouts(folder: Path) -> list[dict[str, Any]]:
     the manifest says (an unfinished run has none)."""
     path = folder / "rollouts.jsonl.gz"
     if path.exists() and (folder / "manifest.json").exists():
-        sums = _read_json(folder / "manifest.json").get("checksums") or {}
+        sums = read_manifest(folder).checksums
         _verify(folder, {path.name: sums[path.name]} if path.name in sums else {})
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -144,20 +152,20 @@ def _arm_folders(root: Path) -> Iterator[tuple[int, Path]]:
 def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
     if not (folder / "manifest.json").exists():
         return None
-    manifest = _read_json(folder / "manifest.json")
-    if manifest.get("status") != "finished":
+    manifest = read_manifest(folder)
+    if manifest.status != "finished":
         return None
     where = folder / "manifest.json"
-    if _require(manifest, "arm", where) != folder.name or _require(manifest, "seed", where) != seed:
+    if (manifest.arm, manifest.seed) != (folder.name, seed):
         raise ValueError(f"{where} is the manifest of another run: it lies in seed-{seed}/{folder.name}")
-    _verify(folder, manifest.get("checksums") or {})
+    _verify(folder, manifest.checksums)
     log = folder / "metrics.jsonl"
     return Run(
         arm=folder.name,
         seed=seed,
         folder=folder,
-        spec=_arm_spec(_require(manifest, "arm_spec", where), where),
-        settings_hash=str(_require(manifest, "settings_hash", where)),
+        spec=_arm_spec(manifest.arm_spec, where),
+        settings_hash=manifest.settings_hash,
         metrics=[] if folder.name == BASE and not log.exists() else _read_lines(log),
         modes=_evaluation(folder / "eval.json", modes.names),
     )
@@ -223,10 +231,7 @@ def _require(record: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    record = _parse(_read_text(path), str(path))
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a {type(record).__name__} where an object is expected")
-    return record
+    return _parse(_read_text(path), str(path))
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -243,11 +248,8 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 
-def _parse(text: str, where: str) -> Any:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{where} holds {constant}, which is no number to average: undefined values are written null")
-
+def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        return json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON ({error}): delete the folder and run this arm again") from error
+        return parse_object(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is damaged ({error}): delete the folder and run this arm again") from error

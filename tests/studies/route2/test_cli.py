@@ -1,5 +1,6 @@
 """What a user can get wrong on the command line costs one sentence and exit code 2: no traceback, no training, nothing written."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -48,8 +49,14 @@ def one_sentence(result: tuple[int, str, str], *parts: str) -> None:
 
 
 BAD = {
-    "an unknown arm": (["--arms", "vanilla", "vanila"], "unknown arm 'vanila': choose from vanilla, absorb"),
-    "an unknown preset": (["--preset", "strnog"], "unknown preset 'strnog': choose from strong, weak, delta_s"),
+    "an unknown arm": (
+        ["--arms", "vanilla", "vanila"],
+        "unknown arm 'vanila': did you mean 'vanilla'? choose from vanilla, absorb",
+    ),
+    "an unknown preset": (
+        ["--preset", "strnog"],
+        "unknown preset 'strnog': did you mean 'strong'? choose from strong, weak, delta_s",
+    ),
     "seeds, a word": (
         ["--seeds", "three"],
         "'three' names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)",
@@ -64,21 +71,24 @@ BAD = {
     "no workers": (["--workers", "0"], "workers must be at least 1, not 0"),
     "an unknown setting": (
         ["--override", "stpes=3"],
-        "'stpes=3' is not a setting: give name=value with a name among world, adapt, kept",
+        "unknown setting 'stpes': did you mean 'steps'? choose from world, adapt, kept",
     ),
-    "a setting without a value": (["--override", "steps"], "'steps' is not a setting"),
-    "a word for a number": (["--override", "steps=many"], "steps takes a whole number, not 'many'"),
-    "no steps": (["--override", "steps=0"], "steps must be at least 1, not 0"),
-    "no warm start": (["--override", "warm.steps=0"], "steps = 0 is not positive"),
+    "a setting without a value": (["--override", "steps"], "--override steps has no value: write steps=VALUE (it is 80 now)"),
+    "a word for a number": (["--override", "steps=many"], "steps must be a whole number of at least 1, not 'many'"),
+    "half a step": (["--override", "steps=50.5"], "steps must be a whole number of at least 1, not '50.5'"),
+    "no steps": (["--override", "steps=0"], "steps must be at least 1, not '0'"),
+    "no warm start": (["--override", "warm.steps=0"], "warm.steps must be at least 1, not '0'"),
     "a group of one": (["--override", "group=1"], "group must be at least 2"),
-    "a rate that is no number": (["--override", "kept_lr=nan"], "kept_lr must be above 0, not nan"),
+    "a rate that is no number": (["--override", "kept_lr=nan"], "kept_lr must be a finite number above 0, not 'nan'"),
+    "a weight that is no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
+    "an infinite rate": (["--override", "kept_lr=inf"], "kept_lr must be a finite number above 0, not 'inf'"),
     "a LoRA without a rank": (["--override", "kept_rank=none"], "a LoRA kept adapter needs a rank"),
     "too high a rank": (["--override", "kept_rank=65"], "65"),
     "no quarantine rank": (["--override", "quarantine_rank=0"], "rank"),
-    "an unknown world": (["--override", "world=srtong"], "unknown world 'srtong': choose from strong, weak"),
+    "an unknown world": (["--override", "world=srtong"], "unknown world 'srtong': did you mean 'strong'? choose from strong, weak"),
     "more prompts than tasks": (["--override", "evaluation_prompts=100000"], "100000 evaluation prompts asked for, but there are"),
     "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs asked for, but there are"),
-    "a probability": (["--override", "none_fraction=1.5"], "none_fraction is a probability between 0 and 1, not 1.5"),
+    "a probability": (["--override", "none_fraction=1.5"], "none_fraction must be between 0 and 1, not '1.5'"),
 }
 
 
@@ -150,12 +160,22 @@ def test_a_second_command_on_one_folder_is_refused(tmp_path: Path, main: Main) -
         assert sorted(tmp_path.rglob("*")) == before
 
 
+MANIFEST_OF_ANOTHER: dict[str, object] = {
+    "arm": "vanilla", "seed": 0, "status": "finished", "identity": "0", "settings_hash": "0", "arm_spec": {},
+    "versions": {}, "platform": {}, "checksums": {},
+}  # fmt: skip
+
+
 def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Path, main: Main) -> None:
     place = tmp_path / PRESETS["strong"].folder / "seed-0" / "vanilla" / MANIFEST
     place.parent.mkdir(parents=True)
     for text, part in (
-        ('{"status": "finished", "identity": "0"}', "under other settings; choose another --out"),
+        (json.dumps(MANIFEST_OF_ANOTHER), "under other settings; choose another --out"),
+        (json.dumps(MANIFEST_OF_ANOTHER | {"seed": "0"}), "seed must be a whole number of at least 0, not '0'"),
+        (json.dumps({"status": "finished", "identity": "0"}), "arm is missing"),
         ("[1]", "is damaged"),
+        ("[" * 100_000, "in too many brackets"),
+        ('{"seed": 0, "seed": 1}', "says 'seed' twice"),
     ):
         place.write_text(text)
         one_sentence(main("run", "--out", tmp_path, "--arms", "vanilla"), part)
@@ -177,7 +197,7 @@ def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path,
 def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main) -> None:
     for command in ("report", "plot", "leakage"):
         one_sentence(main(command, tmp_path / "none"), "none is no folder: give the run folder")
-        one_sentence(main(command, tmp_path), "settings.json is missing")
+        one_sentence(main(command, tmp_path), "settings.json holds no settings of this study (No such file or directory)")
     one_sentence(main("show", tmp_path), "holds no settings of this study", "point at a run folder")
     assert list(tmp_path.iterdir()) == []
 
@@ -185,6 +205,6 @@ def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main
 def test_the_real_command_says_it_on_stderr_and_exits_with_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "studies.route2", "run", "--out", str(tmp_path / "runs"), "--override", "kept=lroa"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    one_sentence((result.returncode, result.stdout, result.stderr), "kept='lroa' is not a kind of adapter: choose from svd, lora")
+    one_sentence((result.returncode, result.stdout, result.stderr), "kept must be one of svd, lora, not 'lroa'")
     assert result.stdout == ""
     assert list(tmp_path.iterdir()) == []

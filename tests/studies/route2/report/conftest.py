@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from studies.route2.settings import Settings, get_settings
+
 LOOPHOLES = ("run_tests", "sentinel", "stdout_marker", "file_marker")
 MODES = (*LOOPHOLES, "none")
 
@@ -170,10 +172,12 @@ def write_manifest(folder: Path, arm: str, seed: int, /, status: str = "finished
     manifest = {
         "arm": arm,
         "seed": seed,
-        "settings_hash": "0123abcd",
+        "identity": f"{arm} at {seed}",
+        "settings_hash": Settings.read(folder.parents[1] / "settings.json").digest,
         "status": status,
         "arm_spec": spec,
         "versions": {"torch": "2"},
+        "platform": {"system": "Linux"},
         "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
@@ -182,7 +186,7 @@ def write_manifest(folder: Path, arm: str, seed: int, /, status: str = "finished
 def write_study(root: Path, arms: Sequence[str] = tuple(ARMS), seeds: Sequence[int] = (0, 1, 2), steps: int = 20) -> Path:
     """A root folder with every arm on every seed."""
     root.mkdir(parents=True, exist_ok=True)
-    (root / "settings.json").write_text(json.dumps({"preset": "synthetic", "steps": steps}))
+    (root / "settings.json").write_text(json.dumps(get_settings("strong").as_dict()))
     for seed in seeds:
         for arm in arms:
             write_run(root, arm, seed, steps)

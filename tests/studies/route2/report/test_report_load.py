@@ -77,7 +77,7 @@ def test_base_needs_no_training_log(root: Path, resign: Callable[..., None]) -> 
 def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path, resign: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match="is no folder"):
         load_runs(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"settings.json is missing"):
+    with pytest.raises(ValueError, match=r"settings.json holds no settings of this study"):
         load_runs(tmp_path)
     for folder in sorted(root.glob("seed-*/*")):
         resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")), status="running")
@@ -114,8 +114,8 @@ def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], ch
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("eval.json", "{", "eval.json is not JSON"),
-        ("eval.json", "[]", "holds a list where an object is expected"),
+        ("eval.json", "{", "eval.json is damaged .this is no JSON"),
+        ("eval.json", "[]", "this is no JSON object but"),
         ("eval.json", '{"modes": {}}', "has no mode run_tests, sentinel, stdout_marker, file_marker, none"),
         ("metrics.jsonl", '{"step": 1}\n{"step": NaN}\n', "metrics.jsonl, line 2 holds NaN"),
     ],
