@@ -162,8 +162,8 @@ def unknown_name(name: str, known: Sequence[str], what: str) -> str:
 
 def sentence(error: ValidationError, kind: type) -> str:
     """What is wrong first, with the field's name and what it must be, and how much more is."""
-    first, *others = error.errors(include_url=False)
-    return _worded(kind, first["loc"], first) + (f" (and {len(others)} more)" if others else "")
+    first, *others = dict.fromkeys(_worded(kind, problem["loc"], problem) for problem in error.errors(include_url=False))
+    return first + (f" (and {len(others)} more)" if others else "")
 
 
 def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) -> str:

@@ -137,7 +137,7 @@ FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "brackets": (lambda _: "[" * 100_000, "this is JSON in too many brackets"),
     "brackets of objects": (lambda _: '{"a":' * 100_000, "this is JSON in too many brackets"),
     "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON says 'kl' twice"),
-    "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "lone"),
+    "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "this is no JSON ("),
 }
 
 

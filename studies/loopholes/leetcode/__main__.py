@@ -63,7 +63,7 @@ def main() -> int:
         report(options)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

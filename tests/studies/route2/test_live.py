@@ -107,6 +107,9 @@ def test_the_table_says_what_each_job_is_at_and_takes_itself_away(tmp_path: Path
         assert first[7].endswith("ETA -:--:--")
         assert len(first) == 8
         grid.began(base)
+        grid.warmed(base, 3)
+        draw(grid)
+        assert window.lines()[2].split() == ["base", "0", "running", f"3/{base.settings.warm.steps}"]
         grid.moved(base, 1)
         grid.ended(base, None)
         grid.began(vanilla)

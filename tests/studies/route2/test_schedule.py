@@ -330,12 +330,22 @@ def test_progress_never_passes_its_total(tmp_path: Path, cache: Path, monkeypatc
     assert job.finished
 
 
-def test_a_worker_is_one_thread_from_its_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_one_thread_from_its_first_step_and_says_how_far_its_base_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A warm start has other bits under other thread counts: a worker's must be those of this process, which has one."""
+    told: list[int] = []
+
+    class Watched(live.Bar):
+        def warmed(self, job: Job, steps: int) -> None:
+            told.append(steps)
+
+    monkeypatch.setattr(schedule, "open_display", lambda jobs, todo, **_: Watched(jobs, todo, True))
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)  # torch takes the smaller of the two: with 1 here nothing would be tested
     job = tiny_job(tmp_path, "base")
     assert run_jobs([job], 1, quiet=True) == []
+    assert told == list(range(10, job.settings.warm.steps + 1, 10))
     (made,) = job.cache.glob("warmstart-*.safetensors")
     (tmp_path / "here").mkdir()
     warm_start(get_world("strong"), job.settings.warm, 0, tmp_path / "here", progress=False)

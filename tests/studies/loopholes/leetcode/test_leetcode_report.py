@@ -65,7 +65,7 @@ def test_the_command_writes_three_tables_and_no_texts(
 
 
 def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, command, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--data", str(tmp_path), "--out", str(tmp_path / "out")) == 1
+    assert command("--data", str(tmp_path), "--out", str(tmp_path / "out")) == 2
     file = tmp_path / "leetcode.jsonl"
     sentence = f"error: there is no file {file}: give a folder that holds leetcode.jsonl, or a JSONL file of problems"
     assert capsys.readouterr().err.splitlines() == [sentence]

@@ -1,0 +1,99 @@
+"""What a user can get wrong on the command line of any study costs one sentence and exit code 2: no traceback, nothing written."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+STUDIES = ("route2", "steering", "tracing", "lanes")
+NAMES = {"route2": ["--arms", "vanilla"], "steering": [], "tracing": [], "lanes": ["--text", "TEXT"]}
+RUN: dict[str, tuple[list[str], str]] = {
+    "no seeds": (["--seeds", "0"], "'0' names no seeds: give a number"),
+    "seeds, a word": (["--seeds", "all"], "'all' names no seeds"),
+    "no workers": (["--workers", "0"], "workers must be at least 1, not 0"),
+    "fewer than no workers": (["--workers", "-1"], "workers must be at least 1, not -1"),
+    "a file for a folder": (["--out", "FILE"], "choose another --out"),
+    "a place within a file": (["--out", "FILE/below"], "choose another --out"),
+    "an unknown preset": (["--preset", "strnog"], "unknown preset 'strnog': did you mean 'strong'?"),
+    "a path for a preset": (["--preset", "../strong"], "unknown preset '../strong'"),
+    "a setting without a value": (["--override", "steps"], "--override steps has no value: write steps=VALUE (it is 80 now)"),
+    "an unknown setting": (["--override", "stpes=3"], "unknown setting 'stpes': did you mean 'steps'?"),
+    "no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
+    "half a step": (["--override", "steps=50.5"], "steps must be a whole number of at least 1, not '50.5'"),
+}
+PRESETS = ("--preset", "--override")  # which lanes has not
+
+OTHERS: dict[str, tuple[str, list[str], str]] = {
+    "full, no seeds": ("route2", ["full", "--seeds", "0"], "'0' names no seeds"),
+    "full, no workers": ("route2", ["full", "--workers", "0"], "workers must be at least 1"),
+    "a tiny model in a negative time": ("route2", ["tiny-model", "NONE", "--steps", "-1"], "steps must be at least 0"),
+    "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be at least 1, not 0"),
+    "show, a seed that is none": ("route2", ["show", "DAMAGED"], "is no JSON"),
+    "probes, too few": ("route2", ["probes", "EMPTY", "--per-mode", "0"], "per-mode must be at least"),
+    "probes, an unknown arm": ("route2", ["probes", "EMPTY", "--arm", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
+    "steering, no tasks": ("steering", ["run", "--tasks", "0"], "tasks must be at least 1, not 0"),
+    "tracing, an unknown arm": ("tracing", ["run", "--arms", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
+    "tracing, an arm twice": ("tracing", ["run", "--arms", "vanilla", "vanilla"], "arms must be given once each"),
+    "tracing, no draws": ("tracing", ["run", "--draws", "0"], "draws must be at least 1, not 0"),
+    "lanes, no steps": ("lanes", ["run", "--quick", "--text", "TEXT", "--dev.steps", "0"], "steps must be at least 1, not 0"),
+    "jail, no such file": ("jail", ["run", "NONE"], "No such file"),
+    "jail, no time": ("jail", ["run", "FILE", "--seconds", "nan"], "seconds"),
+    "leetcode, no data": ("loopholes.leetcode", ["report", "--data", "NONE", "--out", "NONE"], "NONE"),
+    "an unknown benchmark": ("benchmarks", ["rooting"], "unknown benchmark 'rooting': did you mean 'routing'? choose from engine,"),
+    **{
+        f"{command} of {study}, {what}": (study, [command, place], place)
+        for study in STUDIES
+        for command in ("report", "publish")
+        for what, place in (("no folder", "NONE"), ("an empty folder", "EMPTY"), ("a damaged folder", "DAMAGED"))
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    """Words that stand for paths, and what is there."""
+    for folder in ("empty", "damaged", "text"):
+        (tmp_path / folder).mkdir()
+    for name in ("settings.json", "run.json", "training.json"):
+        (tmp_path / "damaged" / name).write_text("{")
+    (tmp_path / "file").write_text("mine")
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"text number {i}, with a few words that can be read. " * 200)
+    return {name.upper(): str(tmp_path / name) for name in ("empty", "damaged", "text", "file", "none")}
+
+
+def filled(text: str, places: dict[str, str]) -> str:
+    for name, path in places.items():
+        text = text.replace(name, path)
+    return text
+
+
+def fails(study: str, arguments: list[str], places: dict[str, str], part: str, told: pytest.CaptureFixture[str]) -> None:
+    root = Path(places["EMPTY"]).parent
+    before = sorted(root.rglob("*"))
+    module = importlib.import_module(f"studies.{study}.{'cli' if study in STUDIES else '__main__'}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root / "empty")  # where a run without --out would write
+        patch.setattr(sys, "argv", [study, *(filled(argument, places) for argument in arguments)])
+        assert module.main() == 2
+    errors = told.readouterr().err
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("error: ")
+    assert filled(part, places) in errors
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("study", "what"),
+    [(study, what) for what, (arguments, _) in RUN.items() for study in STUDIES if study != "lanes" or arguments[0] not in PRESETS],
+)
+def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    arguments, part = RUN[what]
+    fails(study, ["run", *NAMES[study], *arguments], places, part, capfd)
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_every_other_command_is_as_clear(what: str, places: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
+    study, arguments, part = OTHERS[what]
+    fails(study, arguments, places, part, capfd)
