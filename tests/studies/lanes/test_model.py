@@ -299,7 +299,7 @@ def test_a_config_comes_back_from_its_dictionary() -> None:
     ("changes", "error", "says"),
     [
         ({"d_model": 10}, ValueError, "d_model 10"),
-        ({"layers": 0}, ValueError, "layers 0"),
+        ({"layers": 0}, ValueError, "layers must be at least 1, not 0"),
         ({"wiring": "braided"}, KeyError, "sequential, gptj, shipped"),
         ({"start": "random"}, KeyError, "symmetric, asymmetric"),
         ({"loop_embeddings": True}, ValueError, "set loop=Loop"),
