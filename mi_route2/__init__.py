@@ -19,15 +19,19 @@ from mi_route2.adapters import (
 from mi_route2.hosts import open_host
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import MaskRoute, StepContext, TrainBatch
 from mi_route2.sites import Site, select
 
 __all__ = [
     "AdapterSpec",
     "Adapters",
+    "MaskRoute",
     "Policy",
     "Rollouts",
     "Site",
+    "StepContext",
     "Tape",
+    "TrainBatch",
     "attach",
     "export_merged",
     "export_peft",

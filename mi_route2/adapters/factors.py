@@ -23,13 +23,19 @@ def multiply(h: Tensor, factor: Tensor) -> Tensor:
     return h * factor if factor.ndim == 1 else h @ factor.mT
 
 
+def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
+    """Tell ``tape`` of a gradient; a graph that is kept (``retain_graph``) would report it again to a second backward."""
+    tape.saw_backward(site, what, again=ctx.reported)
+    ctx.reported = True
+
+
 class RoutedFactor(torch.autograd.Function):
     """``multiply`` whose factor gradient is the lane's answer."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, lane: Lane, site: str, name: str) -> Tensor:
         ctx.save_for_backward(h, factor)
-        ctx.routing = (tape, lane, site, name)
+        ctx.routing, ctx.reported = (tape, lane, site, name), False
         return multiply(h, factor)
 
     @staticmethod
@@ -40,7 +46,7 @@ class RoutedFactor(torch.autograd.Function):
         # Detached: a lane that holds h would otherwise hold the graph, whose node holds the lane, and none would ever be freed.
         h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
         tape, lane, site, name = ctx.routing
-        tape.saw_backward(site)
+        report(ctx, tape, site, f"{'kept' if lane is tape.kept else 'quarantine'}.{name}")
         pair_type = Diagonal if factor.ndim == 1 else Pairs
         answer = lane.gradient(site, name, pair_type(tape.rows(h), tape.rows(dy)))
         dh = None
@@ -60,7 +66,7 @@ class ReadOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, tape: Tape, site: str) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.tape, ctx.site = tape, site
+        ctx.tape, ctx.site, ctx.reported = tape, site, False
         return y.view_as(y)
 
     @staticmethod
@@ -68,7 +74,7 @@ class ReadOutput(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         x = ctx.saved_tensors[0].detach().to(dy.dtype)
-        ctx.tape.saw_backward(ctx.site)
+        report(ctx, ctx.tape, ctx.site, "output")
         ctx.tape.outputs.read(ctx.site, Pairs(ctx.tape.rows(x), ctx.tape.rows(dy)))
         return dy, None, None, None
 

@@ -9,6 +9,7 @@ Where several logical Linears are fused in one module, each has a ``Branch`` on 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional
 from mi_route2.adapters.factors import L1, ReadOutput, apply_factor
 from mi_route2.adapters.kept import Kept, SVDKept
 from mi_route2.adapters.quarantine import Quarantine
-from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.tape import NO_MASK, Tape, requested
 from mi_route2.sites import Slot
 
 
@@ -32,6 +33,14 @@ class Switchboard:
     merged: bool = False
     tape: Tape | None = None
     sites: int = 0
+
+
+def _note(tape: Tape, site: str, _gradient: Tensor) -> None:
+    tape.saw_backward(site, "output")
+
+
+def _refuse_unmasked(site: str, _gradient: Tensor) -> None:
+    raise RuntimeError(f"a hook stands at {site}.hook_mask, but this backward runs outside of a route's step: {NO_MASK}")
 
 
 class Point(nn.Identity):
@@ -90,13 +99,24 @@ class Branch(nn.Module):
             y = y + self.hook_kept(self.kept(x, tape, lane, self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
-        if tape is not None and tape.outputs is not None and torch.is_grad_enabled():
-            y = ReadOutput.apply(y, x, tape, self.site)
+        if tape is not None and torch.is_grad_enabled():
+            if tape.outputs is not None:
+                y = ReadOutput.apply(y, x, tape, self.site)
+            elif tape.kept is None and y is not None and y.requires_grad:  # no lane notes the backward
+                y.register_hook(partial(_note, tape, self.site))
+        elif tape is None and board.kept and torch.is_grad_enabled() and self.mask_requested:
+            y.register_hook(partial(_refuse_unmasked, self.site))  # pyright: ignore[reportOptionalMemberAccess]
         return y  # pyright: ignore[reportReturnType]
 
+    @property
+    def mask_requested(self) -> bool:
+        """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
+        return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
+
     def _read(self, x: Tensor, tape: Tape) -> None:
-        tape.saw_forward(self.site, self.hook_mask)
         rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
+        if not tape.saw_forward(self.site, self.hook_mask):
+            return  # a replay shows what was seen before
         if tape.inputs is not None:
             tape.inputs.read(self.site, rows)
         if tape.kept is not None and self._board.kept:

@@ -5,13 +5,20 @@ one for the quarantine: a lane sees each factor's per-rollout gradient inside th
 the parameter receives. Readers watch the input of every site in the forward, or the pair (input, gradient at the output) in
 the backward. The layout is stated by whoever makes the tape and is never guessed from a tensor's shape: ``[b * s, d]`` read as
 rollouts would flag tokens.
+
+A Linear may run more than once in the forward (weight tying, recurrence): its features are then sums over its calls. Gradient
+checkpointing runs it again in the backward, which is no call. A second backward would come after flags were decided, so it is
+refused: gradients accumulate over tapes.
 """
 
-from collections.abc import Callable, Iterable
+import sys
+from collections import Counter
+from collections.abc import Iterable
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters.gradients import FactorGradient, Pairs
 
@@ -32,7 +39,7 @@ class Lane(Protocol):
         ...
 
     def decide(self, site: str) -> None:
-        """Told in the forward, once the site's input was read: what is decided by then may be settled now."""
+        """Told at each call of the site in the forward, once its input was read: what is decided by then may be settled now."""
         ...
 
 
@@ -96,8 +103,10 @@ class Tape:
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
-        self._forward: dict[str, Callable[[Tensor], Tensor] | None] = {}
+        self._forward: dict[str, nn.Module | None] = {}
         self._backward: set[str] = set()
+        self._calls: Counter[str] = Counter()
+        self._reports: Counter[tuple[str, str]] = Counter()
 
     def rows(self, t: Tensor) -> Tensor:
         """``[b, s, d]`` of a tensor that a Linear saw as ``[b, s, d]`` or ``[b * s, d]``; ``ValueError`` otherwise."""
@@ -110,9 +119,18 @@ class Tape:
             "give the tape the layout of the batch that the model runs"
         )
 
-    def saw_forward(self, site: str, mask: Callable[[Tensor], Tensor] | None = None) -> None:
-        """``mask`` is the site's point for masks, where hooks may overrule them."""
+    def saw_forward(self, site: str, mask: nn.Module | None = None) -> bool:
+        """Note that ``site`` runs; whether this is a call of its own and no replay under gradient checkpointing.
+
+        ``mask`` is the site's point for masks, where hooks may overrule them. ``RuntimeError`` for a forward after the backward.
+        """
+        if in_backward():
+            return False
+        if self._backward:
+            raise RuntimeError(f"{site} runs again after the backward of its tape: {_ONE_BACKWARD}")
         self._forward[site] = mask
+        self._calls[site] += 1
+        return True
 
     def mask(self, site: str, keep: Tensor) -> Tensor:
         """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point; ``ValueError`` where they give no such mask."""
@@ -123,8 +141,13 @@ class Tape:
             raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(keep.shape)}")
         return new
 
-    def saw_backward(self, site: str) -> None:
+    def saw_backward(self, site: str, what: str, again: bool = False) -> None:
+        """Note that ``site`` reported the gradient of ``what``. ``RuntimeError`` if one call reports it twice: ``again`` from the
+        same graph, or from more replays than there were calls."""
         self._backward.add(site)
+        self._reports[site, what] += 1
+        if again or self._reports[site, what] > self._calls[site]:
+            raise RuntimeError(f"{site} reported twice to one tape: {_ONE_BACKWARD}")
 
     def assert_fired(self, sites: Iterable[str], *, backward: bool) -> None:
         """Raise ``RuntimeError`` naming each site that did not run in the forward (or report in the backward)."""
@@ -134,4 +157,28 @@ class Tape:
             raise RuntimeError(
                 f"these adapters did not {what} while the tape was open: {', '.join(missing)}; run forward and backward "
                 "inside the context (under checkpointing the backward runs the forward again)"
+                + (_NNSIGHT if backward and "nnsight" in sys.modules else "")
             )
+
+
+_ONE_BACKWARD = (
+    "run one forward and one backward a tape (add losses before the backward; micro-batches are parts with tapes of their own)"
+)
+_NNSIGHT = (
+    ". nnsight is imported: a backward() on the line of a `with` is taken for its trace and does not run, so put "
+    "loss.backward() on a line of its own"
+)
+NO_MASK = (
+    "no flag is decided here, so the kept adapter would learn from everything. Route by flags of your own with "
+    "MaskRoute.from_flags(flags), or run the backward in a step of a MaskRoute"
+)
+
+
+def requested(point: nn.Module) -> bool:
+    """Whether somebody hooked this point."""
+    return bool(point._forward_hooks)
+
+
+def in_backward() -> bool:
+    """Whether this code runs in a backward: in a forward, in the replay of a checkpointed one."""
+    return torch._C._current_graph_task_id() != -1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.routed import Branch
+from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream
 from mi_route2.sites import Site, block_paths, module_at, nearest, refuse_booted, slot_at
@@ -161,11 +162,6 @@ def _guard(module: nn.Module, site: Site) -> None:
             )
 
     handle = module.register_forward_pre_hook(check, prepend=True)
-
-
-def in_backward() -> bool:
-    """Whether this code runs in the replay of a checkpointed forward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def checkpointing() -> bool:

@@ -11,19 +11,23 @@ fitter is asked once a run: a control that a refresh overwrites is no control.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.features import FeatureKind, Features, collect
+from mi_route2.routing.features import FeatureKind, Features, collect, coordinates, floors
 from mi_route2.validation import Natural, read_record, validated
 
 FORMAT = "mi-route2 directions 1"
+Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
+"""The SVD coordinates of base weights, which are frozen: worked out once, at the first fit of an activation direction."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +101,35 @@ class Fitter(Protocol):
     def fit(self, policy: Policy, step: int) -> Directions: ...
 
 
-def unit(v: Tensor) -> Tensor:
-    """``v`` over its norm; ``ValueError`` for a vector of norm 0, which has no direction."""
+def unit(v: Tensor, site: str = "") -> Tensor:
+    """``v`` over its norm; ``ValueError`` for a vector of norm 0 (at ``site``), which has no direction."""
     norm = v.norm()
     if not norm > 0:
-        raise ValueError("a contrast of norm 0 has no direction: are the hack and clean sides of the pairs the same?")
+        at = f" ({site})" if site else ""
+        raise ValueError(
+            f"a contrast of norm 0 has no direction{at}: are the hack and clean sides of the pairs the same, or so short that "
+            "nothing is left but rounding (attention to one token has no gradient)?"
+        )
     return (v / norm).contiguous()
 
 
-def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, basis: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Tensor]:
     """Per site, one row a pair: ``f(hack) - f(clean)``; for ``full`` each side is first scaled to unit norm."""
+    if kind == "act" and policy.adapters not in bases:
+        bases[policy.adapters] = coordinates(policy.adapters)
+    basis = bases.get(policy.adapters, {})
 
-    def rows(features: Features, site: str) -> Tensor:
+    def rows(features: Features, floor: Mapping[str, Tensor], site: str) -> Tensor:
         values = features[site].values()
+        real = values.flatten(1).norm(dim=1) > floor[site]
+        values = torch.where(real.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
         if kind != "full":
             return values
         return torch.nn.functional.normalize(values.flatten(1), dim=1).view_as(values)
 
-    hack, clean = collect(policy, pairs.hack, kind, basis), collect(policy, pairs.clean, kind, basis)
-    return {site: contrast(rows(hack, site), rows(clean, site)) for site in policy.adapters.sites}
+    hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
+    floor = floors(hack, kind), floors(clean, kind)
+    return {site: contrast(rows(hack, floor[0], site), rows(clean, floor[1], site)) for site in policy.adapters.sites}
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Tensor:
@@ -133,12 +147,12 @@ class PersonaFitter:
     name: str
     kind: FeatureKind
     pairs: PairBatch
-    basis: Mapping[str, Tensor]
-    refreshes: bool = True
+    refreshes: bool = field(default=True, kw_only=True)
+    _bases: Bases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = differences(policy, self.pairs, self.kind, self.basis)
-        vectors = {site: unit(d.mean(dim=0)) for site, d in deltas.items()}
+        deltas = differences(policy, self.pairs, self.kind, self._bases)
+        vectors = {site: unit(d.mean(dim=0), site) for site, d in deltas.items()}
         return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
@@ -148,13 +162,13 @@ class TopKFitter:
 
     kind: FeatureKind
     pairs: PairBatch
-    basis: Mapping[str, Tensor]
-    k: int = 3
-    noise_quantile: float = 0.25
-    refreshes: bool = True
+    k: int = field(default=3, kw_only=True)
+    noise_quantile: float = field(default=0.25, kw_only=True)
+    refreshes: bool = field(default=True, kw_only=True)
+    _bases: Bases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = differences(policy, self.pairs, self.kind, self.basis)
+        deltas = differences(policy, self.pairs, self.kind, self._bases)
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)

@@ -6,6 +6,9 @@
 
 ``collect`` reads them in a pass of its own with the quarantine ablated and the summed completion NLL as the loss (no advantage).
 A loss constant is irrelevant: only directions and cosines are used.
+
+Where a Linear runs more than once in the forward, its gradients are summed over the calls, and its activations averaged. A feature
+that is 0 in theory (q and k of a rollout whose loss is at its first token) is rounding in practice: ``floors`` tells it from one.
 """
 
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, compact, wide
+from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, added, compact, rounding, wide
 from mi_route2.adapters.kept import SVDKept
 from mi_route2.adapters.routed import Branch
 from mi_route2.adapters.svd import decompose
@@ -49,17 +52,25 @@ class ActivationReader:
         self._mask = predictors
         self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
         self._basis = basis
-        self._features: dict[str, Written] = {}
+        self._features: dict[str, list[Written]] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         dtype = wide(x.dtype)
         # where, not a product: padding may hold anything, NaN included
         kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
         mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
-        self._features[site] = Written(mean @ self._basis[site].to(mean).mT)
+        feature = Written(mean @ self._basis[site].to(mean).mT, mean.norm(dim=1))
+        self._features.setdefault(site, []).append(feature)
 
     def features(self) -> dict[str, Written]:
-        return dict(self._features)
+        """The mean over the calls of a site, which are one but where modules are shared."""
+        return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._features.items()}
+
+
+def _mean(calls: list[Written]) -> Written:
+    return Written(
+        torch.stack([call.values() for call in calls]).mean(dim=0), torch.stack([call.magnitude() for call in calls]).mean(dim=0)
+    )
 
 
 class GradientReader:
@@ -69,11 +80,11 @@ class GradientReader:
 
     def __init__(self, scored: frozenset[str] = frozenset({"dS", "B"})):
         self._scored = scored
-        self.features: dict[str, Feature] = {}
+        self.features: dict[str, FactorGradient | Written] = {}
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
         if factor in self._scored:
-            self.features[site] = compact(pair)
+            self.features[site] = added(self.features.get(site), compact(pair, scored=True))
 
     def decide(self, site: str) -> None:
         return None
@@ -86,10 +97,17 @@ class FullGradientReader:
     """Holds the pair (x, dL/dy) of every site: its inner products and norms are those of ``G_b``."""
 
     def __init__(self) -> None:
-        self.features: dict[str, Feature] = {}
+        self.features: dict[str, FactorGradient | Written] = {}
 
     def read(self, site: str, pair: Pairs) -> None:
-        self.features[site] = Pairs(pair.h.detach(), pair.dy.detach())
+        self.features[site] = added(self.features.get(site), Pairs(pair.h.detach(), pair.dy.detach()))
+
+
+def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
+    """Per site, the norm ``[b]`` up to which a feature is rounding: of its own sum, and for gradients of the whole backward."""
+    if kind == "act":
+        return {site: rounding([feature]) for site, feature in features.items()}
+    return dict.fromkeys(features, rounding(features.values())) if features else {}
 
 
 def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor]) -> Features:

@@ -11,19 +11,19 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from mi_route2.adapters.gradients import FactorGradient, Feature, Written, compact
+from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding
 from mi_route2.routing.directions import Directions
-from mi_route2.routing.features import ActivationReader, Features, FullGradientReader
+from mi_route2.routing.features import ActivationReader, Features, FullGradientReader, floors
 from mi_route2.routing.spec import MaskSpec
 
-TINY = 1e-30
 SCORED = frozenset({"dS", "B"})
 
 
-def cosine(feature: Feature, v: Tensor) -> Float[Tensor, " b"]:
-    """``cos(feature_b, v)``; 0 for a rollout whose feature is 0 (it has nothing to flag)."""
-    inner, norms = feature.inner(v), feature.norms() * v.norm()
-    return torch.where(norms > TINY, inner / norms.clamp_min(TINY), torch.zeros_like(inner))
+def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
+    """``cos(feature_b, v)``; 0 for a rollout whose feature is 0 (it has nothing to flag), or rounding: a norm up to ``floor``."""
+    inner, norms = feature.inner(v), feature.norms()
+    real = norms > (rounding([feature]) if floor is None else floor)
+    return torch.where(real, inner / torch.where(real, norms * v.norm(), torch.ones_like(norms)), torch.zeros_like(inner))
 
 
 def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
@@ -32,7 +32,8 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
     if missing:
         raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
     # In name order, so that directions read back from a file give the same sum to the last bit.
-    cosines = [cosine(features[site], directions.vectors[site]) for site in sorted(directions.vectors)]
+    floor = floors(features, directions.provenance.kind)
+    cosines = [cosine(features[site], directions.vectors[site], floor[site]) for site in sorted(directions.vectors)]
     return torch.stack(cosines).mean(dim=0)
 
 
@@ -44,6 +45,8 @@ class TokenReader:
         self.scores: dict[str, Tensor] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
+        if site in self.scores:
+            raise RuntimeError(f"{site} runs twice in one forward, so its tokens have no one score: use unit='pooled'")
         a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x).mT
         v = self._directions.vectors[site].to(x)
         scores = torch.nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1)
@@ -90,32 +93,43 @@ class MaskLane:
         self.acts: ActivationReader | None = None
         self.tokens: TokenReader | None = None
         self.full: FullGradientReader | None = None
-        self.grads: dict[str, Feature] = {}
+        self.grads: dict[str, FactorGradient | Written] = {}
         self.held: dict[tuple[str, str], FactorGradient | Written] = {}
         self.unrouted: dict[str, Tensor] = {}
         self.flags: dict[str, Tensor] = {}
         self.scores: dict[str, Tensor] = {}
         self.overrule: Callable[[str, Tensor], Tensor] = lambda site, keep: keep
         self._keep: dict[str, Tensor] = {}
+        self._called: set[str] = set()
+        self._largest: Tensor | None = None
+        self._floors: dict[str, Tensor] = {}
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
         if self._want_unrouted:
             ones = torch.ones_like(self.rule.advantages)
-            self.unrouted[f"{site}.{factor}"] = pair.weighted(ones)
+            plain, name = pair.weighted(ones), f"{site}.{factor}"
+            self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
         scored = self.rule.spec.score == "grad" and factor in SCORED
         # Scored gradients are read three times (inner product, norm, weighted sum): one product over the tokens will do for all.
-        small = compact(pair) if self._waits or scored else pair
-        if (site, factor) in self.held:
-            raise RuntimeError(f"{site} reported twice to one tape: run one forward and backward a part, each site once")
+        small = compact(pair, scored=scored) if self._waits or scored else pair
         if scored:
-            self.grads[site] = small
+            self.grads[site] = added(self.grads.get(site), small)
         if self._waits:
-            self.held[site, factor] = small
+            self.held[site, factor] = added(self.held.get((site, factor)), small)
             return None
         return small.weighted(self.rule.weights(self.weights(site)))
 
     def decide(self, site: str) -> None:
-        """Flags that the forward gives, of this site or of the whole rollout, pass the site's mask point while it runs."""
+        """Flags that the forward gives, of this site or of the whole rollout, pass the site's mask point while it runs.
+
+        ``RuntimeError`` where a module's own live flag would be decided by the first of several calls.
+        """
+        if site in self._called and self.known is None and self.given is None and self.rule.spec.unit != "pooled":
+            raise RuntimeError(
+                f"{site} runs twice in one forward, so a live flag of its own would be decided by one call and act on both: use "
+                "unit='pooled' or score_policy='ablated' (or, where the forward itself ran twice, a tape for each)"
+            )
+        self._called.add(site)
         in_forward = (
             self.tokens is not None or (self.acts is not None and self.rule.spec.unit == "rollout") or self.given is not None
         )
@@ -140,6 +154,11 @@ class MaskLane:
         whole = self.known is not None
         return any(not torch.equal(keep, (~self.flags["" if whole else site]).to(keep)) for site, keep in self._keep.items())
 
+    @property
+    def decided(self) -> dict[str, Tensor]:
+        """Flags by site as hooks left them: what was learnt nothing from."""
+        return {site: keep == 0 for site, keep in self._keep.items()}
+
     def _flags(self, site: str) -> Tensor:
         if self.known is None and self.rule.spec.unit == "pooled":
             self.settle()
@@ -155,7 +174,16 @@ class MaskLane:
         assert self._directions is not None
         if self.tokens is not None:
             return self.tokens.scores[site]
-        return cosine(self._features()[site], self._directions.vectors[site])
+        features, v = self._features(), self._directions.vectors[site]
+        if self.given is not None:
+            self._floors = self._floors or floors(features, self._directions.provenance.kind)
+            return cosine(features[site], v, self._floors[site])
+        if self.acts is not None:
+            return cosine(features[site], v)
+        # A backward comes from the loss, so what rounding a module inherits is from modules that have reported.
+        size = features[site].magnitude()
+        self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+        return cosine(features[site], v, NOISE * torch.finfo(size.dtype).eps * self._largest)
 
     def _features(self) -> Features:
         if self.given is not None:

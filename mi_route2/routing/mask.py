@@ -10,6 +10,7 @@ taking a flagged rollout out again would leave rounding where the answer is 0). 
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -29,11 +30,11 @@ from mi_route2.routing.routes import (
     RouteStep,
     StepContext,
     check_kind,
+    check_step,
     chunks,
     refit,
-    refuse_verdicts,
 )
-from mi_route2.routing.spec import MaskSpec
+from mi_route2.routing.spec import MaskSpec, Through
 
 
 def _either(first: Tape, second: Tape) -> Callable[[str, Tensor], Tensor]:
@@ -81,7 +82,7 @@ class _MaskStep(Once):
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
-        self._finish(self.parts, adapters.sites)
+        self._finish(self.parts, adapters, masks=True)
         kept = adapters.kept_parameters()
         self._settle()
         for lane in self._lanes:
@@ -114,7 +115,7 @@ class _MaskStep(Once):
             return torch.stack(rows).mean(dim=0)
 
         masks = [lane.rule.predictors for lane in self._lanes]
-        flags = torch.cat([summary(lane.flags, m) > 0.5 for lane, m in zip(self._lanes, masks)])
+        flags = torch.cat([summary(lane.decided, m) > 0.5 for lane, m in zip(self._lanes, masks)])
         scored = all(lane.scores for lane in self._lanes)
         scores = torch.cat([summary(lane.scores, m) for lane, m in zip(self._lanes, masks)]) if scored else None
         unrouted: dict[str, Tensor] = {}
@@ -132,9 +133,20 @@ class _MaskStep(Once):
 
 
 class MaskRoute:
-    """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none)."""
+    """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none).
 
-    def __init__(self, spec: MaskSpec, fitter: Fitter | None, *, l1: float = 0.0, want_unrouted: bool = False):
+    ``flags`` are flags of your own in the place of a score's; see ``from_flags``.
+    """
+
+    def __init__(
+        self,
+        spec: MaskSpec,
+        fitter: Fitter | None,
+        *,
+        l1: float = 0.0,
+        want_unrouted: bool = False,
+        flags: Tensor | Callable[[TrainBatch], Tensor] | None = None,
+    ):
         if spec.needs_direction and fitter is None:
             raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
         if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):
@@ -142,9 +154,51 @@ class MaskRoute:
                 "the unrouted gradient exists in the same backward only for through='filter' and kept_advantage='own': detaching, "
                 "or another advantage, changes what every rollout sends down"
             )
+        if flags is not None and spec.score != "none":
+            raise ValueError(f"score={spec.score!r} makes its own flags: use MaskRoute.from_flags(flags)")
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
+        self._given = flags
         self.directions: Directions | None = None
         self._basis: dict[str, Tensor] | None = None
+
+    @staticmethod
+    def from_flags(
+        flags: Tensor | Callable[[TrainBatch], Tensor],
+        *,
+        through: Through = "filter",
+        kept_advantage: Literal["own", "unflagged"] = "own",
+        negative_scale: float = 1.0,
+        l1: float = 0.0,
+        want_unrouted: bool = False,
+    ) -> "MaskRoute":
+        """Route by flags of your own: True where the kept adapter must learn nothing.
+
+        Args:
+            flags: bool, ``[b]`` or by token ``[b, s]``, for every batch that comes; or a function of the batch that gives them.
+            through: what a flag does; see ``MaskSpec``, for this and what follows.
+
+        Flags are taken as they are: nothing is compared with advantages. ``begin`` raises ``ValueError`` for flags that do not
+        fit the batch.
+        """
+        spec = MaskSpec(
+            score="none", through=through, reinforced_only=False, kept_advantage=kept_advantage, negative_scale=negative_scale
+        )
+        return MaskRoute(spec, None, l1=l1, want_unrouted=want_unrouted, flags=flags)
+
+    def _own_flags(self, batch: TrainBatch) -> Tensor:
+        """Flags that the user gave; ``ValueError`` where they do not fit the batch."""
+        flags = self._given(batch) if callable(self._given) else self._given
+        by_rollout, by_token = batch.rollouts.tokens.shape[:1], batch.rollouts.tokens.shape
+        if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
+            kind = f"of {flags.dtype}" if isinstance(flags, Tensor) else f"a {type(flags).__name__}"
+            raise ValueError(f"flags are a tensor of torch.bool, True where the kept adapter must learn nothing, not {kind}")
+        if flags.shape not in (by_rollout, by_token):
+            raise ValueError(
+                f"flags have shape {list(flags.shape)}: give one a rollout, {list(by_rollout)}, or one a token, {list(by_token)}"
+            )
+        if flags.ndim == 2 and self.spec.kept_advantage == "unflagged":
+            raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag a rollout")
+        return flags.to(batch.advantages.device)
 
     def refresh(self, policy: Policy, step: int) -> float | None:
         if self._fitter is None:
@@ -156,7 +210,7 @@ class MaskRoute:
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
-        refuse_verdicts(self.spec, context)
+        check_step(self.spec, batch, context)
         return _MaskStep(self, policy, batch, context)
 
     def basis(self, policy: Policy) -> dict[str, Tensor]:
@@ -169,7 +223,9 @@ class MaskRoute:
         """Pooled scores and flags where they exist before the loss."""
         spec, b = self.spec, len(batch.rollouts)
         scores = None
-        if spec.score == "none":
+        if self._given is not None:
+            flags = self._own_flags(batch)
+        elif spec.score == "none":
             flags = torch.zeros(b, dtype=torch.bool, device=batch.advantages.device)
         elif spec.privileged:
             if context.privileged is None:

@@ -9,7 +9,7 @@
 State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -17,7 +17,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from mi_route2.adapters.tape import LearnNothing, Tape
+from mi_route2.adapters.attach import Adapters
+from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter
@@ -117,10 +118,23 @@ def check_kind(directions: Directions, kind: str) -> None:
         raise ValueError(f"this route scores {kind!r} features, but its fitter gives {directions.provenance.kind!r} directions")
 
 
-def refuse_verdicts(spec: RouteSpec, context: StepContext) -> None:
-    """No cheat: ``TypeError`` where a route that is a method is shown detector verdicts."""
+def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None:
+    """``ValueError`` for a batch or context that no route can take. No cheat: ``TypeError`` where a route that is a method is shown
+    detector verdicts."""
     if context.privileged is not None and not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
+    if context.micro is not None and context.micro < 1:
+        raise ValueError(f"micro is the number of rollouts in a micro-batch, at least 1 (None: all at once), not {context.micro}")
+    b = len(batch.rollouts)
+    columns = {name: getattr(batch, name) for name in ("rewards", "advantages", "groups", "teacher")}
+    if context.privileged is not None:
+        columns |= {name: getattr(context.privileged, name) for name in ("own_channel", "known_channel")}
+    for name, column in columns.items():
+        if column.shape != (b,):
+            raise ValueError(f"{name} has shape {list(column.shape)}, but the batch has {b} rollouts: give one entry a rollout")
+        if not torch.isfinite(column).all():
+            rows = (~torch.isfinite(column)).nonzero()[:, 0].tolist()
+            raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or mend their rewards")
 
 
 class Once:
@@ -128,12 +142,17 @@ class Once:
 
     _finished = False
 
-    def _finish(self, parts: Sequence[Part], sites: Iterable[str]) -> None:
+    def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False) -> None:
+        """``RuntimeError`` for a second call, for a hook that asks for a mask of a route without ``masks``, and for a step whose
+        backward is still to run: that may run, and be finished then."""
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
+        for part in parts:
+            part.tape.assert_fired(adapters.sites, backward=True)
+        asked = [site for site, branch in adapters.sites.items() if branch.mask_requested]
+        if asked and not masks:
+            raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
         self._finished = True
-        for part in parts:  # a lane notes the backward; without one the forward has to do
-            part.tape.assert_fired(sites, backward=part.tape.kept is not None)
 
 
 class _OpenStep(Once):
@@ -156,7 +175,7 @@ class _OpenStep(Once):
         ]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish(self.parts, self._policy.adapters.sites)
+        self._finish(self.parts, self._policy.adapters)
         if reduce is not None:
             reduce(
                 [
@@ -179,7 +198,7 @@ class OpenRoute:
         return None
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
-        refuse_verdicts(self.spec, context)
+        check_step(self.spec, batch, context)
         return _OpenStep(policy, batch, context, self._l1)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
@@ -205,7 +224,7 @@ class _EraseStep(Once):
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters, directions = self._policy.adapters, self._route.directions
-        self._finish(self.parts, adapters.sites)
+        self._finish(self.parts, adapters)
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
             reduce(list(adapters.kept_parameters().values()))
@@ -241,7 +260,7 @@ class EraseRoute:
         return None
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
-        refuse_verdicts(self.spec, context)
+        check_step(self.spec, batch, context)
         if self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         return _EraseStep(self, policy, batch, context)

@@ -31,6 +31,7 @@ class Annotator:
     policy: Policy
     fitter: PersonaFitter
     settings: Settings
+    basis: Mapping[str, Tensor]
 
     @staticmethod
     def of(job: Job, world: World) -> "Annotator":
@@ -41,7 +42,7 @@ class Annotator:
         if job.arm is not None:
             load_adapters(policy.adapters, job.folder / FULL)
         basis = coordinates(policy.adapters)
-        return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack"), basis), job.settings)
+        return Annotator(world, policy, PersonaFitter("persona", "act", build_pairs(job, world, "hack")), job.settings, basis)
 
     @torch.no_grad()
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ class Annotator:
         return annotations
 
     def _token_scores(self, rollouts: Rollouts, directions: Directions) -> Float[Tensor, "b s"]:
-        reader = TokenReader(rollouts.predictors, dict(self.fitter.basis), directions)
+        reader = TokenReader(rollouts.predictors, dict(self.basis), directions)
         with self.policy.adapters.deployed(), self.policy.adapters.recording(Tape(*rollouts.tokens.shape, inputs=reader)):
             self.policy.forward(self.policy.model, rollouts.tokens, rollouts.attention)
         return torch.stack(list(reader.scores.values())).mean(dim=0)

@@ -31,7 +31,6 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing.directions import Fitter
-from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated
 from studies.loopholes.base import World
@@ -257,14 +256,13 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
     assert arm is not None
     spec = arm.route
     if isinstance(spec, EraseSpec):
-        return EraseRoute(spec, TopKFitter("grad", build_pairs(job, world, "hack"), {}, k=spec.k))
+        return EraseRoute(spec, TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k))
     if not isinstance(spec, MaskSpec):
         return OpenRoute(spec, arm.l1)
     fitter: Fitter | None = None
     if spec.score in ("act", "grad", "full"):
-        basis = coordinates(policy.adapters) if spec.score == "act" else {}
         kind = "nonhack" if spec.fitter == "nonhack" else "hack"
-        fitter = PersonaFitter(kind, spec.score, build_pairs(job, world, kind), basis, refreshes=kind == "hack")
+        fitter = PersonaFitter(kind, spec.score, build_pairs(job, world, kind), refreshes=kind == "hack")
         if spec.fitter == "haar":
             fitter = HaarFitter(fitter, derive(job.seed, "haar", spec.draw))
     return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")

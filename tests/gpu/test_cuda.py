@@ -28,7 +28,6 @@ from mi_route2.routing import (
     TrainBatch,
     group_advantages,
 )
-from mi_route2.routing.features import coordinates
 from mi_route2.routing.optimiser import RoutedAdamW
 
 DEVICE = "cuda"
@@ -200,10 +199,10 @@ def test_directions_fit_save_load_and_route(kind: str, dtype: torch.dtype, tmp_p
     """A file is read to the CPU; the route takes it from there."""
     policy, batch = cuda_policy(SPECS["lora"], dtype), moved(make_batch(N))
     sides = [make_batch(4, seed=s).rollouts for s in (21, 22)]
-    fitter = PersonaFitter("p", kind, PairBatch(*map(moved_rollouts, sides), "h"), coordinates(policy.adapters))  # pyright: ignore
+    fitter = PersonaFitter("p", kind, PairBatch(*map(moved_rollouts, sides), "h"))  # pyright: ignore
     own = fitter.fit(policy, 0)
     exact = make_policy(SPECS["lora"])
-    expected = PersonaFitter("p", kind, PairBatch(*sides, "h"), coordinates(exact.adapters)).fit(exact, 0)  # pyright: ignore
+    expected = PersonaFitter("p", kind, PairBatch(*sides, "h")).fit(exact, 0)  # pyright: ignore
     if kind != "act":  # degenerate singular values may mix act coordinates between devices
         assert (
             own.overlap(
@@ -228,7 +227,7 @@ def test_directions_fit_save_load_and_route(kind: str, dtype: torch.dtype, tmp_p
 def test_erase_and_the_optimiser_step_on_the_device(dtype: torch.dtype) -> None:
     policy, batch = cuda_policy(SPECS["svd-shared"], dtype), moved(make_batch(N))
     pairs = PairBatch(*(moved_rollouts(make_batch(4, seed=s).rollouts) for s in (21, 22)), "h")
-    route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs, {}))
+    route = EraseRoute(EraseSpec(dispose="quarantine"), TopKFitter("grad", pairs))
     route.refresh(policy, 0)
     own = run(policy, route, batch)
     assert 0 < own.decision.extra["removed"] < 1

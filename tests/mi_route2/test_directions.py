@@ -37,7 +37,7 @@ def make_pairs(n: int = 5) -> PairBatch:
 
 
 def persona(policy: Policy, kind: str, pairs: PairBatch | None = None, refreshes: bool = True) -> PersonaFitter:
-    return PersonaFitter("persona", kind, pairs or make_pairs(), coordinates(policy.adapters), refreshes)  # pyright: ignore[reportArgumentType]
+    return PersonaFitter("persona", kind, pairs or make_pairs(), refreshes=refreshes)  # pyright: ignore[reportArgumentType]
 
 
 def written_features(policy: Policy, kind: str, side: str, n: int = 5) -> Mapping[str, Tensor]:
@@ -141,7 +141,7 @@ def test_controls_survive_refresh(control: str, route_kind: str) -> None:
     policy = make_policy(SPECS["svd"])
     fitter = persona(policy, "grad", refreshes=False)
     if route_kind == "erase":
-        fitter = TopKFitter("grad", make_pairs(), {}, k=2, refreshes=False)
+        fitter = TopKFitter("grad", make_pairs(), k=2, refreshes=False)
     if control == "haar":
         fitter = HaarFitter(fitter, seed=3)
     route = MaskRoute(MaskSpec(refresh_every=1), fitter) if route_kind == "mask" else EraseRoute(EraseSpec(refresh_every=1), fitter)
@@ -216,7 +216,7 @@ def test_collect_touches_no_gradient_and_no_switch(kind: str) -> None:
 def test_top_k_axes_are_those_of_the_stacked_differences() -> None:
     """Orthonormal, in the span of the differences, most pairs on the positive side, none from under the noise floor."""
     policy = make_policy(SPECS["svd"])
-    own = TopKFitter("grad", make_pairs(), {}, k=3).fit(policy, 7)
+    own = TopKFitter("grad", make_pairs(), k=3).fit(policy, 7)
     hack, clean = (written_features(policy, "grad", side) for side in ("hack", "clean"))
     singular = {site: torch.linalg.svdvals(hack[site] - clean[site])[:3] for site in hack}
     floor = torch.cat(list(singular.values())).quantile(0.25)
@@ -235,7 +235,7 @@ def test_top_k_axes_are_those_of_the_stacked_differences() -> None:
 def test_a_tied_vote_goes_to_the_mean_and_not_to_the_svd() -> None:
     """Even numbers of pairs tie; the sign that LAPACK happens to give must not decide."""
     policy, ties = make_policy(SPECS["svd"]), 0
-    own = TopKFitter("grad", make_pairs(4), {}, k=3, noise_quantile=0.0).fit(policy, 0)
+    own = TopKFitter("grad", make_pairs(4), k=3, noise_quantile=0.0).fit(policy, 0)
     hack, clean = (written_features(policy, "grad", side, 4) for side in ("hack", "clean"))
     for site, axes in own.vectors.items():
         along = (hack[site] - clean[site]) @ axes.T
@@ -247,7 +247,7 @@ def test_a_tied_vote_goes_to_the_mean_and_not_to_the_svd() -> None:
 
 def test_top_k_of_a_lora_is_in_the_shape_of_its_factor() -> None:
     policy = make_policy(SPECS["lora"])
-    for site, axes in TopKFitter("grad", make_pairs(), {}, k=2).fit(policy, 0).vectors.items():
+    for site, axes in TopKFitter("grad", make_pairs(), k=2).fit(policy, 0).vectors.items():
         assert axes.shape[1:] == policy.adapters.scored(site).shape
         assert torch.allclose(axes.flatten(1) @ axes.flatten(1).T, torch.eye(len(axes), dtype=torch.float64), rtol=0, atol=1e-10)
 
@@ -255,7 +255,7 @@ def test_top_k_of_a_lora_is_in_the_shape_of_its_factor() -> None:
 def test_fewer_pairs_than_axes_give_fewer_axes() -> None:
     """Two pairs span two axes; a third would be rounding, and a repeated pair adds none."""
     policy = make_policy(SPECS["svd"])
-    assert all(len(v) == 2 for v in TopKFitter("grad", make_pairs(2), {}, k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
+    assert all(len(v) == 2 for v in TopKFitter("grad", make_pairs(2), k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
     one = make_pairs(1)
     twice = PairBatch(one.hack.rows(torch.tensor([0, 0])), one.clean.rows(torch.tensor([0, 0])), "twice")
     assert all(len(v) == 1 for v in TopKFitter("grad", twice, {}, k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
@@ -264,7 +264,7 @@ def test_fewer_pairs_than_axes_give_fewer_axes() -> None:
 def test_haar_axes_for_erase_are_orthonormal() -> None:
     for name in ("svd", "lora"):
         policy = make_policy(SPECS[name])
-        own = HaarFitter(TopKFitter("grad", make_pairs(), {}, k=3, noise_quantile=0.0), 1).fit(policy, 0)
+        own = HaarFitter(TopKFitter("grad", make_pairs(), k=3, noise_quantile=0.0), 1).fit(policy, 0)
         for site, axes in own.vectors.items():
             assert axes.shape == (3, *policy.adapters.scored(site).shape)
             assert torch.allclose(axes.flatten(1) @ axes.flatten(1).T, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-10)
@@ -281,7 +281,7 @@ def test_pairs_whose_sides_are_the_same_have_no_direction(kind: str) -> None:
             persona(policy, kind, same).fit(policy, 0)
         if kind == "grad":
             with pytest.raises(ValueError, match="hack and clean sides"):
-                TopKFitter("grad", same, {}).fit(policy, 0)
+                TopKFitter("grad", same).fit(policy, 0)
 
 
 def test_pairs_must_be_aligned_and_units_need_a_norm() -> None:

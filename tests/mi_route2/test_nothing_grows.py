@@ -8,7 +8,6 @@ import torch
 from tiny_policy import SPECS, make_batch, make_policy, policy_loss
 
 from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext
-from mi_route2.routing.features import coordinates
 from mi_route2.routing.spec import LEGAL
 
 METHODS = [key for key in LEGAL if key[0] in ("act", "grad", "full")]
@@ -20,7 +19,7 @@ def test_every_tape_is_freed_after_its_step(key: tuple[str, str, str], kind: str
     policy, batch = make_policy(SPECS[kind]), make_batch()
     score, unit, score_policy = key
     pairs = PairBatch(batch.rollouts.rows(torch.arange(3)), batch.rollouts.rows(torch.arange(3, 6)), "test")
-    persona = PersonaFitter("hack", score, pairs, coordinates(policy.adapters))  # pyright: ignore
+    persona = PersonaFitter("hack", score, pairs)  # pyright: ignore
     spec = MaskSpec(score=score, unit=unit, score_policy=score_policy)  # pyright: ignore
     route = MaskRoute(spec, HaarFitter(persona, 0))
     route.refresh(policy, 0)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PersonaFitter
-from mi_route2.routing.features import coordinates
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.loopholes.presets import get_world
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
@@ -47,8 +46,7 @@ def test_r3_every_persona_mask_fires_more_than_twice_as_often_on_hacks(root: Pat
     pairs = world.encode_pairs(world.make_pairs(0, 10, "hack"))
     assert hack.sum() >= 20
     for kind in ("act", "grad", "full"):
-        basis = coordinates(policy.adapters) if kind == "act" else {}
-        persona = PersonaFitter("hack", kind, pairs, basis)
+        persona = PersonaFitter("hack", kind, pairs)
         ratios = {}
         for name, fitter in (("persona", persona), ("haar", HaarFitter(persona, 1))):
             route = MaskRoute(MaskSpec(score=kind, score_policy="ablated"), fitter)

@@ -1,0 +1,419 @@
+"""What a route must be right about, or refuse: rounding for a feature, shared modules, two backwards, flags of one's own, wrong input."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from mask_oracle import CASES, FixedFitter, assert_same, case_id, context, mask_route, plain_loss, random_directions, run, unit_cosine
+from tiny_policy import SPECS, VOCAB, make_batch, make_policy, per_rollout_gradients
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from written_out import written_out
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import (
+    EraseRoute,
+    EraseSpec,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    PairBatch,
+    PersonaFitter,
+    Privileged,
+    Route,
+    StepContext,
+    TopKFitter,
+    TrainBatch,
+)
+from mi_route2.routing.features import collect
+
+Case = tuple[str, str, str, str]
+N = 6
+LIVE = [case for case in CASES if case[2] == "live" and case[0] in ("act", "grad", "full")]
+
+
+def spec_of(case: Case, **changes: object) -> MaskSpec:
+    score, unit, policy, through = case
+    return MaskSpec(score=score, unit=unit, score_policy=policy, through=through, reinforced_only=False, **changes)  # pyright: ignore
+
+
+# ---- rounding is no feature
+
+
+def short(n: int, seed: int = 3) -> Rollouts:
+    """One prompt token, one completion token: attention is to one token, so q and k have no gradient."""
+    tokens = torch.randint(1, VOCAB, (n, 2), generator=torch.Generator().manual_seed(seed))
+    return Rollouts(tokens, torch.ones(n, 2, dtype=torch.bool), torch.tensor([[False, True]]).expand(n, 2).clone())
+
+
+def padded(rollouts: Rollouts, extra: int) -> Rollouts:
+    return Rollouts(*(nn.functional.pad(t, (0, extra)) for t in (rollouts.tokens, rollouts.attention, rollouts.completion)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["svd", "lora"])
+@pytest.mark.parametrize("kind", ["grad", "full"])
+def test_a_score_does_not_depend_on_padding_or_company_where_a_gradient_is_rounding(
+    kind: str, name: str, dtype: torch.dtype
+) -> None:
+    policy = make_policy(SPECS[name], dtype=dtype)
+    route, rollouts = mask_route(policy, MaskSpec(score=kind)), short(5)  # pyright: ignore[reportArgumentType]
+    whole, tolerance = route.score(policy, rollouts), 200 * torch.finfo(dtype).eps
+    features = collect(policy, rollouts, kind, {})  # pyright: ignore[reportArgumentType]
+    assert any(f.values().any() for site, f in features.items() if site.endswith(("attn.q", "attn.k"))), "no rounding to tell apart"
+    real = [site for site in features if not site.endswith(("attn.q", "attn.k"))]
+    cosines = [unit_cosine(features[site].values(), route.directions.vectors[site]) for site in real]
+    assert torch.allclose(whole, torch.stack(cosines).sum(0) / len(features), rtol=0, atol=tolerance)
+    for b in range(5):
+        one = rollouts.rows(torch.tensor([b]))
+        for other in (one, padded(one, 3), one.rows(torch.tensor([0, 0, 0])), padded(rollouts, 1).rows(torch.tensor([b, 0]))):
+            assert float((route.score(policy, other)[0] - whole[b]).abs()) < tolerance
+
+
+def test_live_flags_of_rounding_do_not_stand() -> None:
+    """A module's own flag, and the pooled score that training logs, as the score outside of it."""
+    policy, batch = make_policy(SPECS["lora"]), replace(make_batch(5), rollouts=short(5))
+    for kind in ("grad", "full"):
+        pooled = run(policy, mask_route(policy, spec_of((kind, "pooled", "live", "filter"))), batch).decision
+        route = mask_route(policy, spec_of((kind, "rollout", "live", "filter")))
+        step = route.begin(policy, batch, context(route.spec, 5))
+        with policy.adapters.recording(step.parts[0].tape):
+            plain_loss(policy, batch, batch.advantages).backward()
+        step.finish()
+        scores = step._lanes[0].scores  # pyright: ignore[reportAttributeAccessIssue]
+        assert not any(bool(s.any()) for site, s in scores.items() if site.endswith(("attn.q", "attn.k")))
+        assert torch.allclose(torch.stack(list(scores.values())).mean(0), pooled.scores, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["grad", "full"])
+def test_no_direction_is_fitted_to_rounding(kind: str) -> None:
+    policy = make_policy(SPECS["lora"])
+    with pytest.raises(ValueError, match=r"no direction \(blocks\.0\.attn\.q\).*nothing is left but rounding"):
+        PersonaFitter("p", kind, PairBatch(short(4), short(4, seed=4), "short"), refreshes=False).fit(policy, 0)  # pyright: ignore
+    if kind == "grad":
+        axes = TopKFitter("grad", PairBatch(short(4), short(4, seed=4), "short"), noise_quantile=0.0).fit(policy, 0).vectors
+        assert {site for site, v in axes.items() if not len(v)} == {s for s in axes if s.endswith(("attn.q", "attn.k"))}
+
+
+# ---- one Linear called twice
+
+
+def looped(policy: Policy, checkpointing: bool | None = None) -> Policy:
+    """Both blocks run twice, as in a recurrent model; ``checkpointing`` says whether it is reentrant."""
+    for block in policy.model.blocks:  # pyright: ignore
+        block.forward = _twice(block.forward, checkpointing)
+    if checkpointing is not None:
+        policy.model.embed.requires_grad_(True)  # pyright: ignore
+    return policy
+
+
+def _twice(forward: Callable[..., Tensor], reentrant: bool | None) -> Callable[..., Tensor]:
+    def again(x: Tensor, *rest: object) -> Tensor:
+        for _ in range(2):
+            x = forward(x, *rest) if reentrant is None else checkpoint(forward, x, *rest, use_reentrant=reentrant)
+        return x
+
+    return again
+
+
+def by_hand(policy: Policy, batch: TrainBatch, kind: str, live: bool) -> dict[str, Tensor]:
+    """Per site ``[b, ...]``: hooks on the base Linear give every call's input and gradient, one rollout at a time."""
+    rows: dict[str, list[Tensor]] = {site: [] for site in policy.adapters.sites}
+    for b in range(len(batch.rollouts)):
+        one = batch.rows(torch.tensor([b]))
+        calls: dict[str, list[tuple[Tensor, Tensor]]] = {site: [] for site in rows}
+        handles = [
+            policy.model.get_submodule(site).register_forward_hook(
+                lambda m, a, y, site=site: calls[site].append((a[0], y)) or y.retain_grad()
+            )
+            for site in rows
+        ]
+        with policy.adapters.full() if live else policy.adapters.deployed():
+            logprobs = policy.logprobs(one.rollouts).sum(1)
+            loss = -(one.advantages * logprobs).sum() / 50 if live else -logprobs.sum()
+            scored = [policy.adapters.scored(site) for site in rows]
+            grads = torch.autograd.grad(loss, scored, retain_graph=True)
+            loss.backward()
+        for handle in handles:
+            handle.remove()
+        at = one.rollouts.predictors[0]
+        for (site, row), g in zip(rows.items(), grads):
+            if kind == "grad":
+                row.append(g)
+            elif kind == "full":
+                row.append(sum(y.grad[0].T @ x[0].detach() for x, y in calls[site]))  # pyright: ignore
+            else:
+                basis = policy.adapters.sites[site].kept.Vh  # pyright: ignore
+                row.append(torch.stack([(x[0].detach()[at] @ basis.T).mean(0) for x, _ in calls[site]]).mean(0))  # pyright: ignore
+    policy.model.zero_grad(set_to_none=True)
+    return {site: torch.stack(row) for site, row in rows.items()}
+
+
+POOLED = [c for c in CASES if c[0] in ("act", "grad", "full") and (c[1] == "pooled" or c[2] == "ablated")]
+
+
+@pytest.mark.parametrize(
+    ("case", "checkpointing"),
+    [*((c, None) for c in POOLED), *((c, i % 2 == 0) for i, c in enumerate(POOLED) if c[3] == "filter")],
+    ids=str,
+)
+def test_a_linear_that_runs_twice_is_scored_and_filtered_as_its_sum(case: Case, checkpointing: bool | None) -> None:
+    plain, batch = looped(make_policy(SPECS["svd"])), make_batch(N)
+    spec = spec_of(case)
+    route = mask_route(plain, spec)
+    features = by_hand(plain, batch, case[0], case[2] == "live")
+    scores = {site: unit_cosine(f, route.directions.vectors[site]) for site, f in features.items()}
+    mean = torch.stack(list(scores.values())).mean(0)
+    middle = float(mean.sort().values[N // 2 - 1 : N // 2 + 1].mean())
+    flags = {site: (mean if case[1] == "pooled" else scores[site]) > middle for site in scores}
+    policy = looped(make_policy(SPECS["svd"]), checkpointing)
+    own = run(policy, mask_route(policy, replace(spec, tau=middle)), batch)
+    assert torch.allclose(own.decision.scores, mean, rtol=0, atol=1e-10)
+    if case[1] == "pooled":
+        assert torch.equal(own.decision.flags, mean > middle)
+    if case[3] == "filter":
+        alone = per_rollout_gradients(plain, batch)
+        expected = {n: torch.einsum("b,b...->...", (~flags[n[:-3]]).double(), alone[f"kept.{n}"]) for n in own.kept}
+        assert_same(own.kept, expected)
+        assert_same(own.quarantine, {n[11:]: g.sum(0) for n, g in alone.items() if n.startswith("quarantine.")})
+
+
+@pytest.mark.parametrize("case", [c for c in LIVE if c[1] != "pooled"], ids=case_id)
+def test_a_module_that_runs_twice_has_no_live_flag_of_its_own(case: Case) -> None:
+    policy, batch = looped(make_policy(SPECS["lora"])), make_batch(N)
+    with pytest.raises(RuntimeError, match=r"runs twice in one forward, so .*use unit='pooled'"):
+        run(policy, mask_route(policy, spec_of(case)), batch)
+
+
+def test_the_unrouted_gradient_of_a_linear_that_runs_twice_is_the_plain_one() -> None:
+    policy, batch = looped(make_policy(SPECS["lora"])), make_batch(N)
+    own = run(policy, mask_route(policy, spec_of(("grad", "pooled", "live", "filter")), want_unrouted=True), batch)
+    alone = per_rollout_gradients(policy, batch)
+    assert_same(own.decision.unrouted, {n[5:]: g.sum(0) for n, g in alone.items() if n.startswith("kept.")})
+
+
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_directions_of_a_linear_that_runs_twice(kind: str) -> None:
+    policy = looped(make_policy(SPECS["svd"]))
+    sides = make_batch(4, seed=8), make_batch(4, seed=9)
+    own = PersonaFitter("p", kind, PairBatch(sides[0].rollouts, sides[1].rollouts, "h")).fit(policy, 0)  # pyright: ignore
+    hack, clean = (by_hand(policy, side, kind, live=False) for side in sides)
+    for site, v in own.vectors.items():
+        one, two = hack[site], clean[site]
+        if kind == "full":
+            one, two = (t / t.flatten(1).norm(dim=1).view(-1, 1, 1) for t in (one, two))
+        expected = (one - two).mean(0)
+        assert torch.allclose(v, expected / expected.norm(), rtol=0, atol=1e-10), site
+
+
+# ---- one backward a tape
+
+
+def losses(policy: Policy, batch: TrainBatch) -> list[Tensor]:
+    logprobs = policy.logprobs(batch.rollouts)
+    return [-(batch.advantages[:, None] * logprobs).sum() / 50, 0.3 * logprobs.square().sum() / 50]
+
+
+@pytest.mark.parametrize("forwards", ["one forward", "a forward each"])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_two_backwards_under_one_tape_are_refused(case: Case, forwards: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, spec_of(case))
+    step = route.begin(policy, batch, context(route.spec, N))
+
+    def two() -> None:
+        with policy.adapters.recording(step.parts[0].tape):
+            for i, loss in enumerate(losses(policy, batch)):
+                (losses(policy, batch)[i] if i and forwards == "a forward each" else loss).backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="one forward and one backward a tape"):
+        two()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_two_backwards_are_refused_under_checkpointing_too(reentrant: bool) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    policy.model.embed.requires_grad_(True)  # pyright: ignore
+    for block in policy.model.blocks:  # pyright: ignore
+        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    step = mask_route(policy, MaskSpec(unit="rollout")).begin(policy, batch, context(MaskSpec(), N))
+
+    def two() -> None:
+        with policy.adapters.recording(step.parts[0].tape):
+            for loss in losses(policy, batch):
+                loss.backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="one forward and one backward a tape"):
+        two()
+
+
+# ---- finish
+
+
+def open_routes(policy: Policy) -> dict[str, Route]:
+    flat = random_directions(policy, "grad")
+    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
+    erase.refresh(policy, 0)
+    return {"open": OpenRoute(OpenSpec()), "erase": erase, "mask": mask_route(policy, MaskSpec()), "early": MaskRoute.from_flags(
+        torch.zeros(N, dtype=torch.bool)
+    )}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["open", "erase", "mask", "early"])
+def test_finish_without_a_backward_says_so_and_can_be_called_after_it(kind: str) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    route = open_routes(policy)[kind]
+    expected = run(policy, route, batch)
+    policy.model.zero_grad(set_to_none=True)
+    step = route.begin(policy, batch, context(route.spec, N))
+    with policy.adapters.recording(step.parts[0].tape):
+        loss = plain_loss(policy, batch, batch.advantages)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="did not report a gradient"):
+                step.finish()
+        loss.backward()
+    step.finish()
+    assert_same({n: p.grad for n, p in policy.adapters.kept_parameters().items()}, expected.kept)  # pyright: ignore
+    with pytest.raises(RuntimeError, match="already called"):
+        step.finish()
+
+
+# ---- masks that are asked for
+
+
+@pytest.mark.parametrize("kind", ["open", "erase"])
+def test_a_mask_that_was_asked_for_and_has_no_step_to_fire_in_is_an_error(kind: str) -> None:
+    policy, batch, site = make_policy(SPECS["svd"]), make_batch(N), "blocks.1.attn.v"
+    with policy.adapters.sites[site].hook_mask.register_forward_hook(lambda m, a, keep: 0 * keep):
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.v.*MaskRoute\.from_flags"):
+            run(policy, open_routes(policy)[kind], batch)
+        with pytest.raises(RuntimeError, match=r"blocks\.1\.attn\.v\.hook_mask.*MaskRoute\.from_flags"):
+            plain_loss(policy, batch, batch.advantages).backward()
+        run(policy, open_routes(policy)["mask"], batch)
+    run(policy, open_routes(policy)[kind], batch)
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_flags_say_what_a_hook_decided(case: Case, ndim: int) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    chosen = torch.tensor([True, False, False, True, False, True])
+    sites = list(policy.adapters.sites)[: 7 if ndim == 1 else 5]  # the majority of twelve modules, or not
+
+    def at(_module: object, _args: object, keep: Tensor) -> Tensor:
+        own = (~chosen).to(keep.dtype)
+        return own if keep.ndim == 1 else own[:, None].expand_as(keep).clone()
+
+    handles = [policy.adapters.sites[site].hook_mask.register_forward_hook(at) for site in sites]
+    spec = replace(spec_of(case), tau=2.0) if case[0] in ("act", "grad", "full") else MaskSpec(score="none", through=case[3])  # pyright: ignore
+    own = run(policy, mask_route(policy, spec), batch).decision
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(own.flags, chosen & (ndim == 1))
+
+
+# ---- flags of one's own
+
+
+@pytest.mark.parametrize("through", ["filter", "detach"])
+@pytest.mark.parametrize("token", [False, True])
+@pytest.mark.parametrize("micro", [None, 4])
+def test_a_route_from_flags_is_the_written_out_policy_under_them(through: str, token: bool, micro: int | None) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    shape = batch.rollouts.tokens.shape
+    flags = torch.rand(shape if token else shape[:1], generator=torch.Generator().manual_seed(1)) < 0.4
+    wide = flags if token else flags[:, None].expand(shape)
+    cut = dict.fromkeys(policy.adapters.sites, wide) if through == "detach" else None
+    expected = written_out(policy, batch.rollouts, lambda lp: -(batch.advantages[:, None] * lp).sum() / 50, cut=cut)
+    kept = {n[5:]: torch.einsum("bs,bs...->...", (~wide).double(), g) for n, g in expected.gradients.items() if n.startswith("kept.")}
+    for given in (flags, lambda seen: flags):
+        own = run(policy, MaskRoute.from_flags(given, through=through), batch, micro)  # pyright: ignore[reportArgumentType]
+        assert_same(own.kept, kept)
+        assert_same(own.quarantine, expected.summed("quarantine"))
+        if not token:
+            assert torch.equal(own.decision.flags, flags)
+
+
+def test_a_function_of_flags_sees_the_batch_and_no_verdict() -> None:
+    policy, batch, seen = make_policy(SPECS["svd"]), make_batch(N), []
+
+    def longest(given: TrainBatch) -> Tensor:
+        seen.append(given)
+        return given.rollouts.completion.sum(1) > 6
+
+    route = MaskRoute.from_flags(longest, negative_scale=0.3)
+    own = run(policy, route, batch)
+    assert seen == [batch]
+    assert torch.equal(own.decision.flags, longest(batch))
+    with pytest.raises(TypeError, match="must not see"):
+        route.begin(policy, batch, StepContext(torch.Generator(), privileged=Privileged(own.decision.flags, own.decision.flags)))
+
+
+# ---- wrong input
+
+BAD: dict[str, tuple[Callable[[TrainBatch], object], str]] = {
+    "flags as a list": (lambda b: [True] * N, "not a list"),
+    "flags as floats": (lambda b: torch.zeros(N), "not of torch.float32"),
+    "flags as integers": (lambda b: torch.zeros(N, dtype=torch.long), "not of torch.int64"),
+    "too few flags": (lambda b: torch.zeros(N - 1, dtype=torch.bool), r"shape \[5\]: give one a rollout, \[6\]"),
+    "flags of other tokens": (lambda b: torch.zeros(N, 2, dtype=torch.bool), r"shape \[6, 2\]: give one a rollout, \[6\]"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_flags_that_do_not_fit_are_one_sentence(what: str) -> None:
+    policy, (flags, sentence) = make_policy(SPECS["svd"]), BAD[what]
+    with pytest.raises(ValueError, match=sentence):
+        MaskRoute.from_flags(flags).begin(policy, make_batch(N), context(MaskSpec(), N))  # pyright: ignore[reportArgumentType]
+
+
+def test_flags_by_token_have_no_unflagged_advantage_and_a_score_has_its_own_flags() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    by_token = torch.zeros(batch.rollouts.tokens.shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match="give one flag a rollout"):
+        MaskRoute.from_flags(by_token, kept_advantage="unflagged").begin(policy, batch, context(MaskSpec(), N))
+    with pytest.raises(ValueError, match="makes its own flags"):
+        MaskRoute(MaskSpec(), FixedFitter(random_directions(policy, "grad")), flags=by_token)
+
+
+def wrong(**changes: Tensor) -> tuple[dict[str, Tensor], dict[str, object]]:
+    return changes, {}
+
+
+ENTRIES: dict[str, tuple[dict[str, Tensor], dict[str, object], str]] = {
+    "NaN advantage": (
+        {"advantages": torch.tensor([0, 1, math.nan, 0, 0, 0.0])},
+        {},
+        r"advantages of rollouts \[2\] are NaN or infinite",
+    ),
+    "infinite advantage": ({"advantages": torch.tensor([math.inf, 1, 0, 0, 0, 0.0])}, {}, r"advantages of rollouts \[0\]"),
+    "NaN reward": ({"rewards": torch.full((N,), math.nan)}, {}, r"rewards of rollouts \[0, 1, 2, 3, 4, 5\]"),
+    "too few advantages": ({"advantages": torch.zeros(N - 1)}, {}, r"advantages has shape \[5\], but the batch has 6 rollouts"),
+    "advantages of one number": ({"advantages": torch.zeros(())}, {}, r"advantages has shape \[\]"),
+    "too many rewards": ({"rewards": torch.zeros(N + 1)}, {}, r"rewards has shape \[7\]"),
+    "too few groups": ({"groups": torch.zeros(2, dtype=torch.long)}, {}, r"groups has shape \[2\]"),
+    "no teacher mark": ({"teacher": torch.zeros(0, dtype=torch.bool)}, {}, r"teacher has shape \[0\]"),
+    "micro of 0": ({}, {"micro": 0}, "micro is the number of rollouts in a micro-batch"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["open", "erase", "mask", "early"])
+@pytest.mark.parametrize("what", ENTRIES)
+def test_a_batch_that_no_route_can_take_is_one_sentence(what: str, kind: str) -> None:
+    policy, (columns, settings, sentence) = make_policy(SPECS["svd"]), ENTRIES[what]
+    batch = make_batch(N)
+    for name, column in columns.items():  # past the constructor's own checks
+        object.__setattr__(batch, name, column)
+    with pytest.raises(ValueError, match=sentence):
+        open_routes(policy)[kind].begin(policy, batch, StepContext(torch.Generator(), **settings))  # pyright: ignore[reportArgumentType]
+
+
+def test_verdicts_of_another_length_are_one_sentence() -> None:
+    policy, verdicts = make_policy(SPECS["svd"]), torch.zeros(N - 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"own_channel has shape \[5\]"):
+        mask_route(policy, MaskSpec(score="own_channel")).begin(
+            policy, make_batch(N), StepContext(torch.Generator(), privileged=Privileged(verdicts, verdicts))
+        )
