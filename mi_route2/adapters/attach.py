@@ -6,7 +6,6 @@ with adapters.reference():     # both out: the base model, bit for bit (a free K
 with adapters.recording(tape): # what the adapters learn from the next forward and backward
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
 from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.weights import weights_hash
 from mi_route2.sites import Slot, matching, slots
 
 
@@ -53,9 +53,16 @@ class Adapters:
     """All adapters of one model: ``sites`` by the name of their logical Linear, ``modules`` by the path of the module they wrap."""
 
     def __init__(
-        self, model: nn.Module, modules: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec, thawed: list[nn.Parameter]
+        self,
+        model: nn.Module,
+        modules: dict[str, RoutedLinear],
+        board: Switchboard,
+        spec: AdapterSpec,
+        thawed: list[nn.Parameter],
+        linears: dict[str, Slot],
     ):
         self.model, self.modules, self.spec, self._board = model, modules, spec, board
+        self._linears = linears  # all logical Linears of the model as they were before, adapted or not
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
@@ -84,12 +91,9 @@ class Adapters:
 
     @property
     def base_hash(self) -> str:
-        """A short hash of the frozen base weights at the sites: what a saved adapter or direction was made for."""
-        digest = hashlib.sha256()
-        for site, module in self.sites.items():
-            digest.update(site.encode())
-            digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of all of the base's parameters and persistent buffers, adapted or not: what a saved adapter or direction was made
+        for. It is computed anew each time, and the same on every host."""
+        return weights_hash(self.model, self._linears, adapters=False)
 
     def memory(self) -> dict[str, int]:
         """Bytes that the adapters hold, by kind. The base's weights are the model's own; only ``merged`` holds as much again.
@@ -256,7 +260,8 @@ def attach(
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
-    chosen = matching(slots(model) if known is None else known, *patterns, expect=expect)
+    linears = slots(model) if known is None else known
+    chosen = matching(linears, *patterns, expect=expect)
     if known is None:
         refuse_twice(model, chosen)
     if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
@@ -278,6 +283,6 @@ def attach(
     model.requires_grad_(False)
     for path, module in modules.items():
         _replace(model, path, module)
-    adapters = Adapters(model, modules, board, spec, thawed)
+    adapters = Adapters(model, modules, board, spec, thawed, linears)
     adapters.cache_dir = cache_dir
     return adapters
