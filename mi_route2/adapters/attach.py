@@ -208,6 +208,9 @@ class Adapters:
             _replace(self.model, path, module.base)
         for p in self._thawed:
             p.requires_grad_(True)
+        for module in _savers(self.model):
+            for name in _SAVES:
+                vars(module).pop(name, None)
         while self.on_detach:
             self.on_detach.pop()()
         return self.model
@@ -216,6 +219,24 @@ class Adapters:
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+_SAVES = ("save_pretrained", "push_to_hub")
+
+
+def _savers(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in ``model``, and in the one that a bridge was booted around."""
+    roots = (model, getattr(model, "original_model", model))
+    return [module for root in roots for module in root.modules() if hasattr(type(module), "save_pretrained")]
+
+
+def _refuse_save(*_given: Any, **_named: Any) -> None:
+    """Stands in the place of a transformers model's own while adapters stand in its tree."""
+    raise RuntimeError(
+        "this model has adapters, under whose names transformers would find no weights and draw them at random: use "
+        "export_merged(adapters, folder) for a whole checkpoint, export_peft(adapters, folder) for a LoRA, "
+        "adapters.save_pretrained(folder) to go on here, or adapters.detach() for the base alone"
+    )
 
 
 def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
@@ -255,7 +276,8 @@ def attach(
     Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``: a
     host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a pattern without a match
     (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not fit, a Linear under two
-    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was.
+    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was. While the adapters stand, a transformers
+    model refuses its own ``save_pretrained`` and ``push_to_hub`` (``RuntimeError``).
     """
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
@@ -283,6 +305,8 @@ def attach(
     model.requires_grad_(False)
     for path, module in modules.items():
         _replace(model, path, module)
+    for module in _savers(model):
+        vars(module).update(dict.fromkeys(_SAVES, _refuse_save))
     adapters = Adapters(model, modules, board, spec, thawed, linears)
     adapters.cache_dir = cache_dir
     return adapters

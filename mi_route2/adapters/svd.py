@@ -112,7 +112,7 @@ def _cached(path: Path, key: str) -> SVD | None:
     """What the file holds, or ``None`` where it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118; not mapped to the file
             sealed = (handle.metadata() or {}).get("seal") == _seal(key, tensors)
     except (FileNotFoundError, SafetensorError):
         return None

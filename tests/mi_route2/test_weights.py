@@ -56,9 +56,8 @@ def test_names_types_and_shapes_count() -> None:
 @given(words=st.lists(st.integers(-(2**31), 2**31 - 1), max_size=20))
 def test_the_sums_of_a_device_are_those_of_the_equation(words: list[int]) -> None:
     t, keys = torch.tensor(words, dtype=torch.int32), KEYS.tolist()
-    expected = [
-        [sum(k * x for k, x in zip(row, words[start : start + 7])) % 2**64 for row in keys] for start in range(0, len(words) or 1, 7)
-    ]
+    parts = [words[start : start + 7] for start in range(0, len(words) or 1, 7)]
+    expected = [[sum(k * x for k, x in zip(row, part)) % 2**64 for row in keys] for part in parts]
     assert _sums(t, KEYS).numpy().astype(np.uint64).tolist() == expected
 
 
