@@ -180,8 +180,8 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
         raise ValueError(f"{path} holds {len(foreign)} tensors that the model has no place for, first {foreign[0]!r}")
     if not any_base and metadata["format"] == _NARROW:
         raise ValueError(
-            f"{path} was written by an earlier version, and names no more of its base than the adapted weights: if this is its base, "
-            "pass any_base=True, and save it again"
+            f"{path} was written by an earlier version, and names no more of its base than the adapted weights: if this is its "
+            "base, pass any_base=True, and save it again"
         )
     if not any_base and metadata.get("base_hash") != adapters.base_hash:
         raise ValueError(
@@ -204,8 +204,8 @@ def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpe
     for name, value in asdict(written).items():
         if name not in free and value != getattr(here, name):
             raise ValueError(
-                f"{path} holds adapters of {name}={value!r}, but these are of {name}={getattr(here, name)!r}: attach with the file's "
-                "spec, or take from_pretrained, which does"
+                f"{path} holds adapters of {name}={value!r}, but these are of {name}={getattr(here, name)!r}: attach with the "
+                "file's spec, or take from_pretrained, which does"
             )
 
 
