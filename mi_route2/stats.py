@@ -6,7 +6,8 @@ Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval
 near 0 or 1 are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
 
 A value that does not exist (a ratio with no denominator, an arm that was not trained) is `None`: it stays in its place in
-`seeds`, and counts in nothing else. Sums are exactly rounded (`math.fsum`), so the order of the seeds changes no digit.
+`seeds`, and counts in nothing else. NaN and infinity are no such value but a mistake, and a `ValueError`. Sums are exactly
+rounded (`math.fsum`), so the order of the seeds changes no digit, and made of values over a power of two, so that none overflows.
 """
 
 import math
@@ -33,8 +34,8 @@ class Summary(TypedDict):
 
 def mean(values: Sequence[Value]) -> float | None:
     """Exactly rounded mean of the defined values; `None` if there is none."""
-    defined = _defined(values)
-    return math.fsum(defined) / len(defined) if defined else None
+    scaled, exponent = _scaled(values)
+    return math.ldexp(math.fsum(scaled) / len(scaled), exponent) if scaled else None
 
 
 def median(values: Sequence[Value]) -> float | None:
@@ -43,7 +44,7 @@ def median(values: Sequence[Value]) -> float | None:
     if not ordered:
         return None
     middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+    return ordered[middle] if len(ordered) % 2 else ordered[middle - 1] / 2 + ordered[middle] / 2
 
 
 def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | None, float | None]:
@@ -53,14 +54,14 @@ def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | Non
     """
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval lies strictly between 0 and 1, not {level}")
-    defined = _defined(values)
-    n = len(defined)
+    scaled, exponent = _scaled(values)
+    n = len(scaled)
     if n < 2:
         return None, None
-    centre = math.fsum(defined) / n
-    deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in defined) / (n - 1))
+    centre = math.fsum(scaled) / n
+    deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in scaled) / (n - 1))
     half = float(stdtrit(n - 1, (1 + level) / 2)) * deviation / math.sqrt(n)
-    return centre - half, centre + half
+    return math.ldexp(centre - half, exponent), math.ldexp(centre + half, exponent)
 
 
 def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
@@ -97,7 +98,17 @@ def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) ->
 
 
 def _defined(values: Sequence[Value]) -> list[float]:
-    return [float(value) for value in values if value is not None]
+    defined = [float(value) for value in values if value is not None]
+    if not all(map(math.isfinite, defined)):
+        raise ValueError(f"{values} holds NaN or infinity: mend what computed it, or give None for a value that does not exist")
+    return defined
+
+
+def _scaled(values: Sequence[Value]) -> tuple[list[float], int]:
+    """The defined values over a power of two, in [-1, 1], and its exponent: the same bits at another scale."""
+    defined = _defined(values)
+    _, exponent = math.frexp(max(map(abs, defined), default=0.0))
+    return [math.ldexp(value, -exponent) for value in defined], exponent
 
 
 def _difference(a: Value, b: Value) -> float | None:

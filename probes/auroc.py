@@ -24,10 +24,21 @@ class Interval:
     high: float | None
 
 
-def auroc(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float | None:
+Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
+
+
+def binary(hack: Labels) -> Bool[np.ndarray, "n"]:
+    """Labels as booleans; ValueError for numbers other than 0 and 1. Integers would be taken for row numbers."""
+    if not np.isin(hack, (0, 1)).all():
+        raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
+    return hack.astype(bool)
+
+
+def auroc(scores: Float[np.ndarray, "n"], hack: Labels) -> float | None:
     """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
     if not np.isfinite(scores).all():
         raise ValueError("Scores must be finite: a NaN has no rank.")
+    hack = binary(hack)
     positive, negative = scores[hack], np.sort(scores[~hack])
     if not len(positive) or not len(negative):
         return None
@@ -36,7 +47,7 @@ def auroc(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float 
 
 def auroc_interval(
     scores: Float[np.ndarray, "n"],
-    hack: Bool[np.ndarray, "n"],
+    hack: Labels,
     cluster: Int[np.ndarray, "n"],
     draws: Int[np.ndarray, "m clusters"],
     level: float = 0.95,
@@ -49,7 +60,7 @@ def auroc_interval(
     value = auroc(scores, hack)
     if value is None:
         return Interval(None, None, None)
-    clusters = draws.shape[1]
+    hack, clusters = binary(hack), draws.shape[1]
     pairs = _ordered_pairs(scores, hack, cluster, clusters)
     positive = draws @ np.bincount(cluster[hack], minlength=clusters)
     negative = draws @ np.bincount(cluster[~hack], minlength=clusters)

@@ -16,6 +16,8 @@ from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
+from probes.auroc import Labels, binary
+
 
 @dataclass(frozen=True)
 class ReliabilityBin:
@@ -61,9 +63,9 @@ class Isotonic:
         return np.interp(scores, self.scores, self.probabilities)
 
 
-def fit_platt(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> Platt:
+def fit_platt(scores: Float[np.ndarray, "n"], hack: Labels) -> Platt:
     """Platt scaling. ValueError without both classes, or for scores that are not finite."""
-    _require_fittable(scores, hack)
+    hack = _require_fittable(scores, hack)
     positive, negative = int(hack.sum()), int((~hack).sum())
     target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
     centre, scale = scores.mean(), scores.std() or 1.0
@@ -75,31 +77,32 @@ def fit_platt(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> Pl
     return Platt(slope, float(model.intercept_[0] - slope * centre))
 
 
-def fit_isotonic(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> Isotonic:
+def fit_isotonic(scores: Float[np.ndarray, "n"], hack: Labels) -> Isotonic:
     """Isotonic regression. ValueError without both classes, or for scores that are not finite."""
-    _require_fittable(scores, hack)
+    hack = _require_fittable(scores, hack)
     model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, hack.astype(float))
     return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
 
 
-def brier(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float:
+def brier(p: Float[np.ndarray, "n"], hack: Labels) -> float:
     """Mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
-    _require_probabilities(p, hack)
+    hack = _require_probabilities(p, hack)
     return float(((p - hack) ** 2).mean())
 
 
-def ece(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], bins: int = 10) -> float:
+def ece(p: Float[np.ndarray, "n"], hack: Labels, bins: int = 10) -> float:
     """Expected calibration error over equal-width bins, in [0, 1]. Biased upwards when bins hold few items."""
     curve = reliability(p, hack, bins)
     return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
 
 
-def reliability(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], bins: int = 10) -> list[ReliabilityBin]:
+def reliability(p: Float[np.ndarray, "n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
     """The reliability curve: the non-empty bins, in increasing order. ValueError for p outside [0, 1] or none."""
-    _require_probabilities(p, hack)
+    hack = _require_probabilities(p, hack)
     if bins < 1:
         raise ValueError(f"Bins must be at least 1, not {bins}.")
-    index = np.minimum((p * bins).astype(int), bins - 1)
+    # against the very edges that are returned: p * bins rounds, and 1/49 * 49 is below 1
+    index = np.minimum(np.searchsorted(np.arange(bins + 1) / bins, p, side="right") - 1, bins - 1)
     curve = []
     for i in np.unique(index).tolist():
         rows = index == i
@@ -108,15 +111,20 @@ def reliability(p: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], bins: in
     return curve
 
 
-def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> None:
+def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, "n"]:
+    """The labels as booleans."""
     if p.shape != hack.shape or not len(p):
         raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: as many of each, at least one.")
     if not ((p >= 0) & (p <= 1)).all():
         raise ValueError("Probabilities must lie in [0, 1]: map raw scores with fit_platt or fit_isotonic first.")
+    return binary(hack)
 
 
-def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> None:
+def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, "n"]:
+    """The labels as booleans."""
     if scores.shape != hack.shape or not np.isfinite(scores).all():
         raise ValueError("Calibration needs one finite score per label.")
+    hack = binary(hack)
     if hack.all() or not hack.any():
         raise ValueError(f"Calibration needs both classes; it has {hack.sum()} hack and {(~hack).sum()} clean.")
+    return hack

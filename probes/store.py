@@ -38,9 +38,12 @@ def save_probe(path: Path, probe: Probe, about: dict[str, str] | None = None) ->
     write_tensors(Path(path), {name: value.double() for name, value in tensors.items()}, header)
 
 
-def load_probe(path: Path) -> tuple[Probe, dict[str, str]]:
-    """The probe and its `about`. ValueError naming the fault for any file that `save_probe` did not write so."""
-    tensors, header = read_tensors(Path(path))
+def load_probe(path: Path, *, unchecked: bool = False) -> tuple[Probe, dict[str, str]]:
+    """The probe and its `about`. ValueError naming the fault for any file that `save_probe` did not write so.
+
+    `unchecked` reads a file without a checksum too.
+    """
+    tensors, header = read_tensors(Path(path), unchecked=unchecked)
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}.")
     kind, settings, about = header.get("kind"), _json(path, header, "settings"), _json(path, header, "about")

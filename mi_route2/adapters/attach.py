@@ -6,7 +6,6 @@ with adapters.reference():     # both out: the base model, bit for bit (a free K
 with adapters.recording(tape): # what the adapters learn from the next forward and backward
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
 from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
+from mi_route2.adapters.weights import weights_hash
 from mi_route2.sites import Slot, matching, slots
 from mi_route2.validation import AtLeastOne, validated
 
@@ -50,9 +50,16 @@ class Adapters:
     """All adapters of one model: ``sites`` by the name of their logical Linear, ``modules`` by the path of the module they wrap."""
 
     def __init__(
-        self, model: nn.Module, modules: dict[str, RoutedLinear], board: Switchboard, spec: AdapterSpec, thawed: list[nn.Parameter]
+        self,
+        model: nn.Module,
+        modules: dict[str, RoutedLinear],
+        board: Switchboard,
+        spec: AdapterSpec,
+        thawed: list[nn.Parameter],
+        linears: dict[str, Slot],
     ):
         self.model, self.modules, self.spec, self._board = model, modules, spec, board
+        self._linears = linears  # all logical Linears of the model as they were before, adapted or not
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
@@ -81,12 +88,9 @@ class Adapters:
 
     @property
     def base_hash(self) -> str:
-        """A short hash of the frozen base weights at the sites: what a saved adapter or direction was made for."""
-        digest = hashlib.sha256()
-        for site, module in self.sites.items():
-            digest.update(site.encode())
-            digest.update(module.weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
+        """Hash of all of the base's parameters and persistent buffers, adapted or not: what a saved adapter or direction was made
+        for. It is computed anew each time, and the same on every host."""
+        return weights_hash(self.model, self._linears, adapters=False)
 
     def memory(self) -> dict[str, int]:
         """Bytes that the adapters hold, by kind. The base's weights are the model's own; only ``merged`` holds as much again.
@@ -201,6 +205,9 @@ class Adapters:
             _replace(self.model, path, module.base)
         for p in self._thawed:
             p.requires_grad_(True)
+        for module in _savers(self.model):
+            for name in _SAVES:
+                vars(module).pop(name, None)
         while self.on_detach:
             self.on_detach.pop()()
         return self.model
@@ -209,6 +216,24 @@ class Adapters:
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+_SAVES = ("save_pretrained", "push_to_hub")
+
+
+def _savers(model: nn.Module) -> list[nn.Module]:
+    """The transformers models in ``model``, and in the one that a bridge was booted around."""
+    roots = (model, getattr(model, "original_model", model))
+    return [module for root in roots for module in root.modules() if hasattr(type(module), "save_pretrained")]
+
+
+def _refuse_save(*_given: Any, **_named: Any) -> None:
+    """Stands in the place of a transformers model's own while adapters stand in its tree."""
+    raise RuntimeError(
+        "this model has adapters, under whose names transformers would find no weights and draw them at random: use "
+        "export_merged(adapters, folder) for a whole checkpoint, export_peft(adapters, folder) for a LoRA, "
+        "adapters.save_pretrained(folder) to go on here, or adapters.detach() for the base alone"
+    )
 
 
 def _kept(slot: Slot, spec: AdapterSpec, generator: torch.Generator, cache_dir: Path | None) -> tuple[Kept, Tensor | None]:
@@ -248,12 +273,14 @@ def attach(
     Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``: a
     host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a pattern without a match
     (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not fit, a Linear under two
-    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was.
+    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was. While the adapters stand, a transformers
+    model refuses its own ``save_pretrained`` and ``push_to_hub`` (``RuntimeError``).
     """
     spec = AdapterSpec() if spec is None else spec
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
-    chosen = matching(slots(model) if known is None else known, *patterns, expect=expect)
+    linears = slots(model) if known is None else known
+    chosen = matching(linears, *patterns, expect=expect)
     if known is None:
         refuse_twice(model, chosen)
     if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
@@ -275,6 +302,8 @@ def attach(
     model.requires_grad_(False)
     for path, module in modules.items():
         _replace(model, path, module)
-    adapters = Adapters(model, modules, board, spec, thawed)
+    for module in _savers(model):
+        vars(module).update(dict.fromkeys(_SAVES, _refuse_save))
+    adapters = Adapters(model, modules, board, spec, thawed, linears)
     adapters.cache_dir = cache_dir
     return adapters

@@ -4,7 +4,7 @@
     save_pretrained(adapters, "folder")               with a readable config beside it, attached in one step: from_pretrained
 
 Names are logical Linears, so a file from one host loads on every other. The header carries a SHA-256 of the tensors and of the
-rest of the header: one flipped bit is an error, not another model.
+rest of the header: one flipped bit is an error, not another model. What was read is a copy: the file may change afterwards.
 """
 
 import dataclasses
@@ -14,14 +14,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
@@ -31,12 +31,13 @@ from mi_route2.validation import parse_json, read_record
 HEADER = "mi-route2"
 CHECKSUM = "checksum"
 Which = Literal["full", "deployed"]
-FORMAT = "mi-route2 adapters 2"
+FORMAT = "mi-route2 adapters 3"
+_NARROW = "mi-route2 adapters 2"  # its base_hash covers the adapted weights alone
 CONFIG, TENSORS = "route2_config.json", "route2_adapters.safetensors"
 _KEYS = ("format", "which", "spec", "base_hash")
-_CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256")
 BASES = "bases"
-"""Entry of the config: ``{site: SVDKept.basis()}``. Folders of before have none."""
+"""Entry of the config: ``{site: SVDKept.basis()}``."""
+_CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256", BASES)
 _TURNED = 0.05
 
 
@@ -65,35 +66,44 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     header = {**metadata, CHECKSUM: digest(tensors, metadata)}
+    data = save(
+        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata={HEADER: json.dumps(header, sort_keys=True)}
+    )
     try:
-        save_file(
-            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
-            partial,
-            metadata={HEADER: json.dumps(header, sort_keys=True)},
-        )
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
+        with partial.open("wb") as file:  # what safetensors leaves behind when a write of its own fails has other names
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(path)
-    except SafetensorError as error:  # safetensors reports a full disk as its own error
-        raise OSError(f"could not write {path}: {error}") from error
+    except OSError as error:
+        raise _unwritten(path, error) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
-def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _unwritten(path: Path, error: Exception) -> OSError:
+    reason = getattr(error, "strerror", None) or str(error).partition(" at path ")[0].rpartition(": ")[2]  # the last of several
+    return OSError(f"could not write {path}, give a path in a folder that can be written and has room: {reason}")
+
+
+def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
     """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole or was changed.
 
-    A file without a checksum (written by an earlier version) is read as it is.
+    So is one without a checksum, unless it is ``unchecked``: then nobody knows what happened to it since it was written.
     """
     try:
         with safe_open(path, framework="pt") as handle:
             header = parse_json((handle.metadata() or {}).get(HEADER, "{}"))
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            # copies: what safetensors gives is mapped, and changes with the file after it was checked
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path} has a header that is no JSON object; delete it and write it again")
     checksum = header.pop(CHECKSUM, None)
+    if checksum is None and not unchecked:
+        raise ValueError(f"{path} has no checksum, so that no change of it would be seen: write it again, or pass unchecked=True")
     if checksum is not None and checksum != digest(tensors, header):
         raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
     return tensors, header
@@ -110,11 +120,10 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
         raise FileExistsError(f"{target} is a file: give a folder")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"{target} is not empty: choose another folder, or pass overwrite=True to replace all that is in it")
-    target.parent.mkdir(parents=True, exist_ok=True)
     partial, former = (target.with_name(f".{target.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(partial, ignore_errors=True)  # a process of the same number, killed long ago
-    partial.mkdir()
     try:
+        partial.mkdir(parents=True)
         yield partial
         for path in partial.rglob("*"):
             if path.is_file():
@@ -123,8 +132,8 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
         if target.exists():
             target.replace(former)
         partial.replace(target)
-    except SafetensorError as error:
-        raise OSError(f"could not write {target}: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise _unwritten(target, error) from error
     finally:
         if former.exists() and not target.exists():
             former.replace(target)
@@ -147,27 +156,34 @@ def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
     return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
 
 
-def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False) -> None:
+def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False, unchecked: bool = False) -> None:
     """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
 
-    ``ValueError`` says what differs: a changed byte, other base weights under the sites or another type of number
-    (``any_base=True`` allows both, for a base in another dtype or trained further, and converts), a missing or foreign name, a
-    shape, or a value that is not finite. Nothing is changed unless everything fits.
+    ``ValueError`` says what differs: a changed byte, a file without a checksum (``unchecked=True`` allows it), adapters of another
+    spec, other base weights anywhere in the model or another type of number (``any_base=True`` allows both, for a base in another
+    dtype or trained further, and converts), a missing or foreign name, a shape, or a value that is not finite. Nothing is changed
+    unless everything fits.
     """
     path = Path(path)
     adapters.demand_live()
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it whole with from_pretrained")
-    found, metadata = read_tensors(path)
-    if metadata.get("format") != FORMAT:
+    found, metadata = read_tensors(path, unchecked=unchecked)
+    if metadata.get("format") not in (FORMAT, _NARROW):
         raise ValueError(f"{path} is not a file of adapters (format {metadata.get('format')!r}, expected {FORMAT!r})")
     if unknown := sorted(metadata.keys() - set(_KEYS)):
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
+    _refuse_other_spec(path, metadata, adapters.spec)
     own = adapters.tensors(quarantine=_which(metadata.get("which", "full")) == "full")
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(found.keys() - own.keys()):
         raise ValueError(f"{path} holds {len(foreign)} tensors that the model has no place for, first {foreign[0]!r}")
+    if not any_base and metadata["format"] == _NARROW:
+        raise ValueError(
+            f"{path} was written by an earlier version, and names no more of its base than the adapted weights: if this is its "
+            "base, pass any_base=True, and save it again"
+        )
     if not any_base and metadata.get("base_hash") != adapters.base_hash:
         raise ValueError(
             f"{path} was trained on other base weights (hash {metadata.get('base_hash')}, this model's is {adapters.base_hash}); "
@@ -177,6 +193,21 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
         _refuse_misfit(path, name, tensor, own[name], any_base)
     for name, tensor in found.items():
         own[name].copy_(tensor)
+
+
+def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpec) -> None:
+    """``fold`` changes no number that is saved, and a deployed file says nothing of a quarantine."""
+    try:
+        written = AdapterSpec(**json.loads(metadata.get("spec", "null")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} does not say of which spec its adapters are ({error}); delete it and write it again") from error
+    free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata.get("which") == "deployed" else set())
+    for name, value in asdict(written).items():
+        if name not in free and value != getattr(here, name):
+            raise ValueError(
+                f"{path} holds adapters of {name}={value!r}, but these are of {name}={getattr(here, name)!r}: attach with the "
+                "file's spec, or take from_pretrained, which does"
+            )
 
 
 def _refuse_misfit(path: Path, name: str, tensor: Tensor, own: Tensor, any_base: bool) -> None:
@@ -248,7 +279,7 @@ def from_pretrained(
     try:
         load_adapters(on, folder / TENSORS, any_base=any_base)
         if not any_base:
-            _refuse_other_bases(folder, config.get(BASES, {}), bases(on))
+            _refuse_other_bases(folder, config[BASES], bases(on))
     except BaseException:
         on.detach()
         raise
@@ -256,8 +287,8 @@ def from_pretrained(
 
 
 def _refuse_other_bases(folder: Path, written: Any, here: dict[str, float]) -> None:
-    """``written`` is what the config says, ``{}`` where it says nothing."""
-    if not isinstance(written, dict) or (written and written.keys() != here.keys()):
+    """``written`` is what the config says."""
+    if not isinstance(written, dict) or written.keys() != here.keys():
         raise ValueError(f"{folder / CONFIG} was changed: its {BASES} are not those of its sites")
     for site, value in written.items():
         if not isinstance(value, float) or not abs(value - here[site]) < _TURNED:
@@ -282,9 +313,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}); copy the folder again, whole") from error
     known = config.get("format") if isinstance(config, dict) else None
-    if known != FORMAT:
+    if known not in (FORMAT, _NARROW):
         raise ValueError(f"{path} is of the unknown format {known!r}: this version reads {FORMAT!r}")
-    if differing := sorted((config.keys() - {BASES}) ^ set(_CONFIG_KEYS)):
+    if differing := sorted((config.keys() ^ set(_CONFIG_KEYS)) - ({BASES} if known == _NARROW else set())):
         raise ValueError(f"{path} should hold exactly {', '.join(_CONFIG_KEYS)}, and differs in {', '.join(differing)}")
     if _sha256(tensors) != config["sha256"]:
         raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the folder again, whole")

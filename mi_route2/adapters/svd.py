@@ -112,7 +112,8 @@ def _cached(path: Path, key: str) -> SVD | None:
     """What the file holds, or ``None`` where it is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+            # copies: what safetensors gives is mapped, and changes with the file after it was checked
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
             sealed = (handle.metadata() or {}).get("seal") == _seal(key, tensors)
     except (FileNotFoundError, SafetensorError):
         return None

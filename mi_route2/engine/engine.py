@@ -100,7 +100,7 @@ class Engine:
             self.steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
-        self._state = ModelState(host.model)
+        self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
         self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
         self._residents = Residents(

@@ -18,6 +18,7 @@ from mi_route2.engine.state import ModelState
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.patches import FromRun, resolve
 from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.runs.gone import invalid
 from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
 
@@ -139,7 +140,8 @@ class Residents:
         demand = Counter(patch.site for patch in one.request.patch)
         if any(self._patches[site] + count > self.patch_slots for site, count in demand.items()):
             return False
-        self._refuse_stale(one)
+        if self.store is not None:
+            self._refuse_stale(one, self.store)
         one.patches = resolve(
             one.request.patch,
             self.decoder.shape,
@@ -156,13 +158,11 @@ class Residents:
             self._open(one, self.store)
         return True
 
-    def _refuse_stale(self, one: Sequence) -> None:
-        """``ValueError`` for a source that was captured here before the weights changed."""
-        store = self.store
-        for run in self._leased.get(one, ()) if self.state.stale else ():
-            weights = store.info(run).weights if store is not None else ""
-            if weights in self.state.stale and weights != self.state.digest():
-                raise ValueError(f"run {run!r} is of weights that the model has not any more: capture it again")
+    def _refuse_stale(self, one: Sequence, store: RunStore) -> None:
+        """``ValueError`` for a source that was captured with other weights than the model's."""
+        for run in self._leased.get(one, ()):
+            if (captured := store.info(run).weights) != self.state.weights():
+                raise ValueError(invalid(run, captured, self.state.weights()))
 
     def _steered(self, one: Sequence) -> bool:
         """Takes its steering rows; ``False`` where they are not free now."""
@@ -182,7 +182,7 @@ class Residents:
         assert one.request.run is not None
         try:
             one.writer = store.writing(
-                one.request.run, weights=self.state.digest(), tokens=one.request.prompt, prompt_length=one.prompt
+                one.request.run, weights=self.state.weights(), tokens=one.request.prompt, prompt_length=one.prompt
             )
             one.lost = self.lost.setdefault
         except (KeyError, ValueError, RuntimeError, OSError):

@@ -19,9 +19,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import ARCHITECTURES, CAUSAL, HEADED, Architecture, architecture_of, config_of
 from mi_route2.rollouts import Policy
-from mi_route2.sites import Site, Slot
+from mi_route2.sites import Site, Slot, slots
 
 Edit = Callable[[Tensor], Tensor | None]
 """Reads a site's value and returns ``None``, or returns what the model goes on with."""
@@ -68,6 +69,17 @@ class Host(ABC):
             known=self._linears(patterns),
         )
         return self._listed(adapters)
+
+    def linears(self) -> dict[str, Slot]:
+        """Every logical Linear of the model by name, with or without adapters."""
+        return slots(self.model)
+
+    def weights_hash(self) -> str:
+        """Hash of all weights by content, those of attached adapters included: what a captured run belongs to.
+
+        It is the same on every host, and says nothing of the adapters' switches. ``RunStore.writing`` and ``invalidate`` take it.
+        """
+        return weights_hash(self.model, self.linears(), adapters=True)
 
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot] | None:
         """The model's logical Linears, where they are not those of ``slots``; refuses ``patterns`` that this host cannot serve."""

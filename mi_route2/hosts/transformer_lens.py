@@ -60,9 +60,12 @@ class BridgeHost(Host):
         refuse_batching(self.bridge)
         self._places = linears(self.bridge, self.architecture)
 
+    def linears(self) -> dict[str, Slot]:
+        return {name: place.slot(name) for name, place in self._places.items()}
+
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)
-        known = {name: place.slot(name) for name, place in self._places.items()}
+        known = self.linears()
         refuse_bypassed(self.bridge, matching(known, *patterns))
         return known
 

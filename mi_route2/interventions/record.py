@@ -22,7 +22,7 @@ def record(
     *,
     store: RunStore,
     runs: Sequence[str],
-    weights: str,
+    weights: str | None = None,
     where: Where | None = None,
     prompt_lengths: Sequence[int] | None = None,
     meta: Mapping[str, Any] | None = None,
@@ -36,7 +36,8 @@ def record(
         attention: which of them are real; all, where not given.
         store: where the runs go. A row of the batch becomes a run, there once all of them are through.
         runs: the id of each row's run.
-        weights: a hash of the model's weights, as of ``RunStore.writing``.
+        weights: a hash of the model's weights, as of ``RunStore.writing``. ``host.weights_hash()``, where not given: an engine
+            patches from no run of another hash.
         where: positions to keep; all, where not given.
         prompt_lengths: real tokens of each row's prompt; the whole row, where not given.
         meta: notes, the same for every run.
@@ -56,6 +57,7 @@ def record(
         raise ValueError(f"{len(tokens)} rows were given {len(runs)} run ids and {len(prompts)} prompt lengths: give one for each")
     rows = [row[each].tolist() for row, each in zip(tokens, columns)]
     kept = [_kept(*each, where) for each in zip(runs, rows, prompts)]
+    weights = host.weights_hash() if weights is None else weights
     writers: list[Writer] = []
     done: list[str] = []
     try:

@@ -78,8 +78,9 @@ class Directions:
         )
 
     @staticmethod
-    def load(path: Path) -> "Directions":
-        tensors, metadata = read_tensors(path)
+    def load(path: Path, *, unchecked: bool = False) -> "Directions":
+        """What ``save`` wrote; ``ValueError`` for another file, and for one without a checksum unless it may be ``unchecked``."""
+        tensors, metadata = read_tensors(path, unchecked=unchecked)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds no directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
         for site, v in tensors.items():

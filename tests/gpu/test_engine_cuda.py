@@ -113,3 +113,16 @@ def test_saturated_gates_are_the_deleted_quarantine_and_the_whole_model() -> Non
     torch.testing.assert_close(table(shut), table(deleted), rtol=0, atol=CLOSE[torch.float32])
     torch.testing.assert_close(table(whole), table(plain), rtol=0, atol=CLOSE[torch.float32])
     assert float((table(plain) - table(deleted)).abs().max()) > 0.05
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_permuted_weights_are_seen_on_the_device(dtype: torch.dtype) -> None:
+    """A write that torch does not count, and that keeps every sum."""
+    made, prompt = on_device("Qwen3", dtype), prompts(1)[0]
+    engine = Engine(made, block=4)
+    engine.generate([Request(prompt, asked())], progress=False)
+    weight = next(p for name, p in made.model.named_parameters() if name.endswith("embed_tokens.weight"))
+    weight.data[:] = weight.data.roll(1, 0)
+    (found,) = engine.generate([Request(prompt, asked())], progress=False)
+    assert found.cached == 0
+    assert torch.equal(table(found), table(Engine(made).generate([Request(prompt, asked())], progress=False)[0]))

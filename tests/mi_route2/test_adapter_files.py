@@ -21,11 +21,16 @@ from safetensors.torch import save_file
 from tiny_policy import SPECS, make_model, make_policy, make_rollouts
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
+from mi_route2.adapters.export import export_merged, export_peft
 from mi_route2.adapters.routed import RoutedLinear
 from mi_route2.adapters.store import BASES, CONFIG, HEADER, TENSORS, from_pretrained, read_tensors, save_pretrained, write_tensors
-from mi_route2.adapters.svd import SVD, _keep, weight_hash
+from mi_route2.adapters.svd import SVD, _cached, _keep, weight_hash
 from mi_route2.hosts import HOSTS, open_host
-from mi_route2.sites import select
+from mi_route2.interventions.runs.shards import read_shard, write_shard
+from mi_route2.routing.directions import Directions, Provenance
+from mi_route2.sites import Site, select
+from probes.direction import DirectionProbe
+from probes.store import load_probe, save_probe
 
 TOKENS = make_rollouts(4).tokens
 
@@ -106,7 +111,7 @@ def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tm
     elif change == "undeclared":
         meta = {}
     elif change == "format":
-        meta["format"] = "mi-route2 adapters 3"
+        meta["format"] = "mi-route2 adapters 9"
     elif change == "type":
         tensors[name] = tensors[name].float()
     elif change == "integers":
@@ -184,14 +189,131 @@ def test_another_type_of_number_is_converted_only_when_that_is_meant(tmp_path: P
     assert all(torch.equal(t, own[n].float().double()) for n, t in target.adapters.tensors().items())
 
 
-def test_a_file_from_before_checksums_loads(tmp_path: Path) -> None:
-    path, policy = tmp_path / "a.safetensors", make_policy(SPECS["lora"])
-    header = {"format": "mi-route2 adapters 2", "which": "full", "spec": json.dumps(asdict(SPECS["lora"]))}
-    header["base_hash"] = policy.adapters.base_hash
-    save_file(policy.adapters.tensors(), path, metadata={HEADER: json.dumps(header)})
-    target = make_policy(SPECS["lora"], scale=0.0)
-    load_adapters(target.adapters, path)
+def test_a_file_without_a_checksum_is_read_only_when_that_is_meant(tmp_path: Path) -> None:
+    """Adapters, directions and probes alike: one entry less would switch every check of the bytes off."""
+    policy, target = make_policy(SPECS["lora"]), make_policy(SPECS["lora"], scale=0.0)
+    v = torch.randn(16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v /= v.norm()
+    directions = Directions({"blocks.0.attn.q": v}, Provenance("persona", "act", "p", "b", 0))
+    loads: dict[str, tuple[Callable[[Path], Any], Callable[..., Any]]] = {
+        "adapters": (lambda path: save_adapters(policy.adapters, path), functools.partial(load_adapters, target.adapters)),
+        "directions": (directions.save, Directions.load),
+        "probe": (lambda path: save_probe(path, DirectionProbe(v)), load_probe),
+    }
+    for name, (save, load) in loads.items():
+        save(tmp_path / name)
+        tensors, meta = read_tensors(tmp_path / name)
+        save_file(tensors, tmp_path / name, metadata={HEADER: json.dumps(meta)})
+        with pytest.raises(ValueError, match=rf"{name} has no checksum, .*: write it again, or pass unchecked=True"):
+            load(tmp_path / name)
+        load(tmp_path / name, unchecked=True)
     assert torch.equal(target.model(TOKENS), policy.model(TOKENS))
+
+
+def test_a_file_of_another_spec_is_refused_even_if_its_tensors_fit(tmp_path: Path) -> None:
+    """With a checksum and without; ``fold`` is how a forward is computed, and no other adapter."""
+    path, policy = tmp_path / "a.safetensors", make_policy(SPECS["svd"])
+    save_adapters(policy.adapters, path)
+    tensors, meta = read_tensors(path)
+    for change in ({"quarantine_rank": 9}, {"rank": 16}, {"kept": "lora", "rank": 4}):
+        meta["spec"] = json.dumps({**asdict(SPECS["svd"]), **change})
+        write_tensors(path, tensors, meta)
+        name, value = next(iter(change.items()))
+        with pytest.raises(ValueError, match=rf"holds adapters of {name}={value!r}, but these are of {name}="):
+            load_adapters(policy.adapters, path)
+        save_file(tensors, path, metadata={HEADER: json.dumps(meta)})
+        with pytest.raises(ValueError, match=rf"holds adapters of {name}={value!r}"):
+            load_adapters(policy.adapters, path, unchecked=True)
+    for text in ("null", "{", "{}x", json.dumps({"kept": "svd", "depth": 3})):
+        write_tensors(path, tensors, {**meta, "spec": text})
+        with pytest.raises(ValueError, match="does not say of which spec its adapters are"):
+            load_adapters(policy.adapters, path)
+    write_tensors(path, tensors, {**meta, "spec": json.dumps({**asdict(SPECS["svd"]), "fold": True})})
+    load_adapters(policy.adapters, path)
+
+
+def test_a_file_that_names_less_of_its_base_is_loaded_only_when_that_is_meant(tmp_path: Path) -> None:
+    policy = make_policy(SPECS["lora"])
+    save_adapters(policy.adapters, tmp_path / "a")
+    tensors, meta = read_tensors(tmp_path / "a")
+    write_tensors(tmp_path / "a", tensors, {**meta, "format": "mi-route2 adapters 2"})
+    with pytest.raises(ValueError, match=r"names no more of its base than the adapted weights: .* pass any_base=True"):
+        load_adapters(policy.adapters, tmp_path / "a")
+    load_adapters(policy.adapters, tmp_path / "a", any_base=True)
+
+
+@pytest.mark.parametrize("kind", ["adapters", "probe", "run", "svd"])
+def test_what_was_checked_does_not_change_with_its_file(kind: str, tmp_path: Path) -> None:
+    """The file is overwritten in place and cut after it was read: a mapped tensor would follow, or end the process."""
+    v = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    v /= v.norm()
+    site = Site(0, "resid_pre")
+    if kind == "adapters":
+        write_tensors(tmp_path / "a", {"v": v}, {})
+        found = read_tensors(tmp_path / "a")[0]["v"]
+    elif kind == "probe":
+        save_probe(tmp_path / "a", DirectionProbe(v))
+        probe = load_probe(tmp_path / "a")[0]
+        assert isinstance(probe, DirectionProbe)
+        found = probe.direction
+    elif kind == "run":
+        (stored,) = write_shard(tmp_path / "a", 1, "r", {site: (torch.tensor([0]), v[None])})
+        found = read_shard(tmp_path / "a", stored)[0]
+    else:
+        _keep(tmp_path / "a", "key", SVD(v[:, None].clone(), torch.ones(1, dtype=torch.float64), v[None]))
+        svd = _cached(tmp_path / "a", "key")
+        assert svd is not None
+        found = svd.Vh[0]
+    with (tmp_path / "a").open("r+b") as file:
+        file.write(b"\x55" * (tmp_path / "a").stat().st_size)
+    assert torch.equal(found, v)
+    (tmp_path / "a").write_bytes(b"")
+    assert torch.equal(found, v)
+
+
+SAVERS: dict[str, Callable[[Adapters, Path], Any]] = {
+    "save_adapters": save_adapters,
+    "save_pretrained": save_pretrained,
+    "export_peft": export_peft,
+    "export_merged": export_merged,
+    "directions": lambda on, path: Directions({"a": torch.ones(1)}, Provenance("p", "act", "p", "b", 0)).save(path),
+    "probe": lambda on, path: save_probe(path, DirectionProbe(torch.ones(1, dtype=torch.float64))),
+}
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+def test_a_path_that_cannot_be_written_is_named_and_nothing_is_left_there(saver: str, tmp_path: Path) -> None:
+    """Under a file, and for single files in the place of a folder or in no folder at all."""
+    model = families.make_family("Llama", torch.float32)
+    on = attach(model, "blocks.0.attn.q", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder" / "full").mkdir(parents=True)
+    places = ["file/under"] if saver in ("save_pretrained", "export_peft", "export_merged") else ["file/under", "folder", "none/a"]
+    before = sorted(tmp_path.rglob("*"))
+    for place in places:
+        with pytest.raises(OSError, match=rf"^could not write .*{place}, give a path in a folder that can be written") as found:
+            SAVERS[saver](on, tmp_path / place)
+        assert "\n" not in str(found.value)
+        assert ".tmp" not in str(found.value)
+        assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_transformers_model_with_adapters_does_not_save_itself(host: str, tmp_path: Path) -> None:
+    """It would be read back without its adapted weights. Once they are detached it does, and is the base."""
+    model: Any = families.make_family("Llama", torch.float32)
+    base = {name: t.clone() for name, t in model.state_dict().items()}
+    on = open_host(host, model).attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+    for save in (model.save_pretrained, model.model.save_pretrained, model.push_to_hub):
+        with pytest.raises(RuntimeError, match=r"use export_merged\(adapters, folder\) .* export_peft\(adapters, folder\)"):
+            save(str(tmp_path / "a"))
+    assert not list(tmp_path.iterdir())
+    on.detach()
+    if host != "transformer_lens":  # which has rewritten the model
+        model.save_pretrained(tmp_path / "a")
+        found = type(model).from_pretrained(tmp_path / "a").state_dict()
+        assert all(torch.equal(t, base[name]) for name, t in found.items())
 
 
 def flip(path: Path, whole: bytes, bit: int) -> None:
@@ -303,12 +425,18 @@ def test_singular_vectors_that_come_out_otherwise_are_refused(tmp_path: Path) ->
     assert all(torch.equal(t, expected[key]) for own, expected in outcomes for key, t in own.items())
 
 
-def test_a_folder_from_before_bases_loads(tmp_path: Path) -> None:
-    policy = make_policy(SPECS["svd"])
-    save_pretrained(policy.adapters, tmp_path / "a")
-    assert json.loads((tmp_path / "a" / CONFIG).read_text())[BASES].keys() == policy.adapters.sites.keys()
-    edit(**{BASES: None})(tmp_path / "a")
-    assert same(policy.adapters, from_pretrained(make_model(), tmp_path / "a"), quarantine=False)
+def test_a_folder_without_bases_is_of_an_earlier_format_alone(tmp_path: Path) -> None:
+    """In the present one, an entry less would leave the singular vectors unchecked."""
+    policy, folder = make_policy(SPECS["svd"]), tmp_path / "a"
+    save_pretrained(policy.adapters, folder)
+    assert json.loads((folder / CONFIG).read_text())[BASES].keys() == policy.adapters.sites.keys()
+    edit(**{BASES: None})(folder)
+    assert_refused(make_model(), folder, ValueError, "differs in bases")
+    tensors, meta = read_tensors(folder / TENSORS)
+    write_tensors(folder / TENSORS, tensors, {**meta, "format": "mi-route2 adapters 2"})
+    edit(format="mi-route2 adapters 2", sha256=hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest())(folder)
+    assert_refused(make_model(), folder, ValueError, "names no more of its base than the adapted weights")
+    assert same(policy.adapters, from_pretrained(make_model(), folder, any_base=True), quarantine=False)
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:

@@ -75,6 +75,7 @@ def taken_apart(name: str) -> tuple[nn.Module, dict[str, Slot]]:
         paths |= {n: f"{block}.{path}" for n, path in zip(("attn.o", "mlp.up", "mlp.down"), own)}
         for n, path in paths.items():
             known[f"blocks.{layer}.{n}"] = Slot(f"blocks.{layer}.{n}", path, model.get_submodule(path))
+    known["unembed"] = Slot("unembed", "lm_head", model.get_submodule("lm_head"))
     return model, known
 
 

@@ -1,5 +1,6 @@
 """Theorems of the statistics over seeds, against scipy, the standard library and the bootstrap."""
 
+import math
 import statistics
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
+from scipy.special import stdtrit
 
 from mi_route2.stats import interval, mean, median, outliers, paired_difference, summary
 
@@ -132,3 +134,38 @@ def test_small_or_common_differences_are_no_outliers() -> None:
 def test_nothing_has_no_mean() -> None:
     assert mean([None]) is None
     assert median([]) is None
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_is_refused_wherever_it_stands(wrong: float) -> None:
+    for values in ([wrong, 1.0, 2.0], [1.0, wrong, None], [2.0, 1.0, wrong]):
+        for statistic in (mean, median, interval, summary, outliers):
+            with pytest.raises(ValueError, match="holds NaN or infinity: mend what computed it, or give None"):
+                statistic(values)
+
+
+@given(SAMPLES, st.integers(-1100, 1000))
+def test_no_size_overflows_and_a_power_of_two_changes_no_digit(values: list[float], power: int) -> None:
+    """Nor does it underflow, as long as the values themselves do not."""
+    scaled = [math.ldexp(value, power) for value in values]
+    if any(value and abs(math.frexp(value)[1] + power) > 1020 for value in values):
+        return
+    before, after = summary(values), summary(scaled)
+    for key in ("mean", "median", "lo", "hi"):
+        if abs(math.frexp(before[key])[1] + power) < 1020:
+            assert after[key] == math.ldexp(before[key], power)
+
+
+def test_large_values_of_both_signs_have_an_interval() -> None:
+    lo, hi = interval([1e200, -1e200])
+    assert (lo, hi) == pytest.approx(scipy_stats.t.interval(0.95, 1, loc=0, scale=1e200), rel=1e-12)
+    assert mean([1.5e308, 1.5e308]) == median([1.5e308, 1.5e308]) == 1.5e308
+
+
+@given(SAMPLES)
+def test_the_numbers_are_those_of_the_plain_formulas_to_the_last_bit(values: list[float]) -> None:
+    """Published tables hold them."""
+    n, result = len(values), summary(values)
+    centre = math.fsum(values) / n
+    half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (n - 1)) / math.sqrt(n)
+    assert (result["mean"], result["lo"], result["hi"]) == (centre, centre - half, centre + half)

@@ -149,6 +149,7 @@ def test_auroc_is_invariant_to_increasing_maps_and_mirrored_by_decreasing_ones(i
     scores, hack = arrays([s for s, _ in items], [y for _, y in items])
     value = auroc(scores, hack)
     assert same(value, pairwise(scores.tolist(), hack.tolist()))
+    assert auroc(scores, hack.astype(int)) == value
     for increasing in (np.exp, np.arctan, lambda x: x**3 + x, lambda x: 1e9 * x - 4):
         assert auroc(increasing(scores), hack) == value
     if value is not None:
@@ -198,6 +199,16 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
         assert interval.high is not None
         hits += interval.low <= truth <= interval.high
     assert 85 <= hits < 100
+
+
+def test_labels_of_zero_and_one_are_no_row_numbers():
+    scores, hack = np.array([0.9, 0.8, 0.1, 0.2]), np.array([1, 1, 0, 0])
+    draws = cluster_draws(4, 20, np.random.default_rng(0))
+    assert auroc(scores, hack) == 1.0
+    assert auroc_interval(scores, hack, np.arange(4), draws) == auroc_interval(scores, hack == 1, np.arange(4), draws)
+    for labels in (hack + 1, -hack):
+        with pytest.raises(ValueError, match="Labels are True and False, or 1 and 0"):
+            auroc(scores, labels)
 
 
 def test_an_interval_needs_both_classes():

@@ -57,6 +57,16 @@ def test_reliability_bins_partition_the_items(items, bins):
     assert ece(p, hack, 2 * bins) >= ece(p, hack, bins) - 1e-9
 
 
+@pytest.mark.parametrize("bins", [10, 49, 100])
+def test_a_probability_is_between_the_edges_of_its_own_bin(bins):
+    """The edges themselves open their bin, and what is just below belongs to the one before."""
+    edges = np.arange(bins) / bins
+    for p in (edges, np.nextafter(edges[1:], 0)):
+        for point, value in zip(reliability(p, np.zeros(len(p), dtype=bool), bins), p, strict=True):
+            assert point.count == 1
+            assert point.low <= value < point.high
+
+
 @pytest.mark.parametrize("p", [np.array([0.5, 1.5]), np.array([-0.1, 0.5]), np.array([np.nan, 0.5])])
 def test_what_is_no_probability_is_refused(p):
     with pytest.raises(ValueError, match="fit_platt"):
@@ -124,3 +134,11 @@ def test_bins_and_sizes_are_checked():
         reliability(np.array([0.5]), np.array([True]), bins=0)
     with pytest.raises(ValueError, match="at least one"):
         ece(np.array([]), np.array([], dtype=bool))
+
+
+def test_labels_of_zero_and_one_are_those_of_false_and_true():
+    p, hack = drawn(60)
+    for score in (brier, ece, reliability, fit_platt, fit_isotonic):
+        assert score(p, hack.astype(int)) == score(p, hack)
+        with pytest.raises(ValueError, match=r"Labels are True and False, or 1 and 0, not \[2\]"):
+            score(p, hack * 2)

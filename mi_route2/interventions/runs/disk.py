@@ -158,15 +158,21 @@ class Disk:
         return self._shards / f"{shard:012d}.safetensors"
 
     def _opened(self) -> sqlite3.Connection:
-        if not self._index.exists() and any(self._shards.iterdir()):
+        # An index without a byte is a new one to SQLite, and to a new one every shard is what a kill left, to be deleted.
+        lost = "empty" if self._index.exists() else "missing"
+        if not (self._index.exists() and self._index.stat().st_size) and any(self._shards.iterdir()):
             raise ValueError(
-                f"{self._shards} holds files but {self._index.name} beside it is missing: give the store an empty folder"
+                f"{self._shards} holds files but {self._index.name} beside it is {lost}: put the index back, or give the store an "
+                "empty folder"
             )
         db = sqlite3.connect(self._index, check_same_thread=False)
         with self._explained():
             for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 db.execute(f"PRAGMA {setting}")
             if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                if any(self._shards.iterdir()):
+                    db.close()
+                    raise sqlite3.DatabaseError("it holds no tables")
                 db.executescript(_SCHEMA)
             ours = (_APPLICATION, _VERSION)
             if (found := tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))) != ours:

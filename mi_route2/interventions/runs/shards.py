@@ -87,7 +87,7 @@ def read_shard(path: Path, stored: Stored) -> Tensor:
         raise damaged(path, stored, f"it has {found} bytes, not {stored.size}")
     try:
         with safe_open(path, framework="pt") as opened:
-            rows = opened.get_tensor(str(stored.site))
+            rows = opened.get_tensor(str(stored.site)).clone()  # mapped, it would change with the file after the check
     except SafetensorError as error:
         raise damaged(path, stored, str(error)) from error
     kind = Kind(len(stored.positions), rows.dtype, tuple(rows.shape[1:]))

@@ -84,6 +84,27 @@ def test_a_request_in_company_is_what_it_is_alone(family: str, host: str) -> Non
     assert sum(result.preemptions for result in results) > 0  # or this has shown less than it says
 
 
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+@pytest.mark.parametrize("family", ["Qwen3", "GPT2"])
+def test_float32_is_near_relative_to_the_largest_log_probability(family: str, scale: float) -> None:
+    """1e-5 of it, of 1 at least. No absolute bound holds: matrices times 30 bring log-probabilities of 200, and gaps of 1e-3."""
+    made = open_host("torch", make_family(family, torch.float32))
+    with torch.no_grad():
+        for p in made.model.parameters():
+            p *= scale if p.ndim == 2 else 1.0
+    requests = [Request(prompt, greedy(3)) for prompt in prompts(4)]
+    results = Engine(made, rows=3, budget=8, chunk=5, room=40, block=4).generate(requests, progress=False)
+    for request, result in zip(requests, results, strict=True):
+        truth = alone(made, request)
+        same = (
+            next((i for i, pair in enumerate(zip(result.ids, truth.ids)) if pair[0] != pair[1]), 2) + 1
+        )  # likely ones may be equal
+        expected = truth.logits.double().log_softmax(-1)[:same]
+        largest = float(expected.abs().max())
+        assert (largest > 20.0) == (scale > 1.0)
+        torch.testing.assert_close(table(result)[:same], expected, rtol=0, atol=1e-5 * max(largest, 1.0))
+
+
 @pytest.mark.parametrize(("family", "host"), [*product(DECODERS, ["torch"]), ("Qwen3", HOSTS[1]), ("MicroGPT", HOSTS[1])])
 def test_every_site_is_captured_patched_and_steered_as_by_hand(family: str, host: str) -> None:
     """Each point in turn: a request is as by hand, whatever its neighbours do at the point, and they as they are without it."""

@@ -1,8 +1,11 @@
 """What would be wrong in silence, and whom one request may harm: nobody."""
 
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.patches import FromRun, Patch, resolve
+from mi_route2.interventions.record import record
 from mi_route2.interventions.runs import RunStore
 from mi_route2.interventions.specs import Monitor, Steer, Steering
 from mi_route2.sites import Site
@@ -33,8 +37,8 @@ VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(1), dtype=torch
 CLOSE = 1e-10
 
 
-def adapted(dtype: torch.dtype = torch.float64, *patterns: str) -> tuple[Host, Adapters]:
-    host = open_host("torch", make_family("Qwen3", dtype))
+def adapted(dtype: torch.dtype = torch.float64, *patterns: str, name: str = "torch") -> tuple[Host, Adapters]:
+    host = open_host(name, make_family("Qwen3", dtype))
     spec = SPECS["svd-low"] if not patterns else SPECS["lora"]
     adapters = host.attach(*(patterns or ("blocks.*",)), spec=spec, generator=torch.Generator().manual_seed(7))
     return host, move(adapters, 0.2)
@@ -83,36 +87,80 @@ def test_hooks_that_others_put_on_the_model_leave_nothing_in_the_prefix_cache() 
     assert far(generated(engine, Request(PROMPT, ASK))[0], plain) < CLOSE
 
 
-@pytest.mark.parametrize("how", ["fused optimizer", "data"])
+def swapped(weight: torch.Tensor, dim: int) -> None:
+    weight.data[:] = weight.data.roll(1, dim)
+
+
+WRITES: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "one number": ("model.layers.0.mlp.down_proj.base.weight", lambda weight: weight.data[0, 0].add_(3.0)),
+    "rows permuted": ("model.layers.0.mlp.down_proj.base.weight", lambda weight: swapped(weight, 0)),
+    "columns permuted": ("model.layers.0.mlp.down_proj.base.weight", lambda weight: swapped(weight, 1)),
+    "embeddings of tokens exchanged": ("model.embed_tokens.weight", lambda weight: swapped(weight, 0)),
+    "an adapter": ("model.layers.0.mlp.down_proj.route.kept.dS", lambda weight: swapped(weight, 0)),
+}
+
+
+@pytest.mark.parametrize("how", ["fused optimizer", *WRITES])
 def test_writes_that_torch_does_not_count_are_seen_between_requests(how: str) -> None:
     host, _ = adapted(torch.float32)
-    weight = host.model.get_parameter("model.layers.0.mlp.down_proj.base.weight").requires_grad_()
+    name, write = WRITES.get(how, WRITES["one number"])
+    weight = host.model.get_parameter(name).requires_grad_()
     engine = Engine(host, block=4)
-    generated(engine, Request(PROMPT, ASK))
+    (old,) = generated(engine, Request(PROMPT, ASK))
     before = weight._version
-    if how == "data":
-        weight.data[0, 0] += 3.0
-    else:
+    if how == "fused optimizer":
         weight.grad = torch.ones_like(weight)
         torch.optim.SGD([weight], lr=0.3, fused=True).step()
+    else:
+        write(weight)
     assert weight._version == before  # or this shows nothing
     (found,) = generated(engine, Request(PROMPT, ASK))
     assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
+    assert far(found, old) > 1e-3
+
+
+READER = Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("clean", 2)),))
 
 
 def test_a_run_of_weights_that_are_gone_is_no_source() -> None:
     """Neither another switch of the adapters nor the old weights put back are other weights."""
     host, adapters = adapted()
-    engine, reader = Engine(host, store=RunStore()), Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("clean", 2)),))
+    engine = Engine(host, store=RunStore())
     generated(engine, Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean"))
-    with adapters.deployed():
-        assert engine.generate([reader], progress=False)[0].finish == "length"
+    for switched in (adapters.deployed, adapters.merged):
+        with switched():
+            assert engine.generate([READER], progress=False)[0].finish == "length"
     weight = host.model.get_parameter("model.embed_tokens.weight")
-    with torch.no_grad():
-        weight += 1.0
-        (refused,) = engine.generate([reader], progress=False)
-        weight -= 1.0
-    assert refused.error == "run 'clean' is of weights that the model has not any more: capture it again"
+    old = weight.detach().clone()
+    weight.data[:] = old.roll(1, 0)
+    (refused,) = engine.generate([READER], progress=False)
+    weight.data[:] = old
+    sentence = r"run 'clean' is invalid: it was captured with weights \w{12}, and the model now has \w{12}; capture it again"
+    assert re.fullmatch(sentence, refused.error or "")
+    assert engine.generate([READER], progress=False)[0].finish == "length"
+
+
+@pytest.mark.parametrize("writer", ["an engine", "record"])
+def test_a_run_on_the_disk_outlives_the_process_and_not_its_weights(writer: str, tmp_path: Path) -> None:
+    """Another host of the same weights may read it. A hash that somebody made up is that of no model."""
+    host, _ = adapted()
+    with RunStore(folder=tmp_path) as store:
+        if writer == "record":
+            record(host, [SITE], torch.tensor([PROMPT]), store=store, runs=["clean"])
+        else:
+            generated(Engine(host, store=store), Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean"))
+        with store.writing("foreign", weights="3f9a") as foreign:
+            foreign.append(SITE, [2], VECTOR[None])
+    adapter = "layers.0.mlp.down_proj.route.kept.dS"
+    for change, finish in ((None, "length"), ("host", "length"), ("embed_tokens.weight", "error"), (adapter, "error")):
+        host, _ = adapted(name="transformer_lens" if change == "host" else "torch")
+        if change not in (None, "host"):
+            swapped(host.model.get_parameter(f"model.{change}"), 0)
+        with RunStore(folder=tmp_path) as store:
+            (found,) = Engine(host, store=store).generate([READER], progress=False)
+            assert (found.finish, found.error is None) == (finish, finish == "length"), found.error
+            (made_up,) = Engine(host, store=store).generate([replace(READER, patch=(Patch(SITE, 2, FromRun("foreign", 2)),))])
+            assert "captured with weights 3f9a" in (made_up.error or "")
 
 
 # Sites that are not there
@@ -235,7 +283,7 @@ def test_a_store_that_ends_a_run_ends_that_request_alone(when: str, tmp_path: Pa
     host, _ = adapted()
     store = RunStore(folder=tmp_path)
     engine = Engine(host, rows=1 if when == "before it runs" else 8, store=store)
-    store.writing("there", weights="w").close()
+    store.writing("there", weights=host.weights_hash()).close()
     beside = engine.submit(Request(PROMPT, ASK))
     writing = engine.submit(Request(PROMPT, Sampling(max_new=2), capture=(Capture(SITE),), run="x"))
     reading = engine.submit(Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 2)),)))
@@ -273,14 +321,15 @@ def test_leases_are_renewed_while_their_request_waits_and_end_with_it(monkeypatc
     now = 0.0
     store = RunStore(1, clock=lambda: now)
     monkeypatch.setattr(residents.time, "monotonic", lambda: now)
-    store.writing("clean", weights="w", tokens=PROMPT).close()
+    weights = host.weights_hash()
+    store.writing("clean", weights=weights, tokens=PROMPT).close()
     engine = Engine(host, rows=1, store=store)
 
     def write(run: str) -> None:
-        with store.writing(run, weights="w") as writer:
+        with store.writing(run, weights=weights) as writer:
             writer.append(SITE, range(3), torch.zeros(3, 16))
 
-    with store.writing("kept", weights="w") as writer:
+    with store.writing("kept", weights=weights) as writer:
         store.lease("kept", "me")
         writer.append(SITE, range(3), torch.ones(3, 16, dtype=torch.float64))
     engine.submit(Request(PROMPT, Sampling(max_new=40)))

@@ -806,6 +806,14 @@ def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> 
     (tmp_path / "mine" / "index.sqlite").unlink()
     with pytest.raises(ValueError, match=r"index\.sqlite beside it is missing"):
         opened(0, tmp_path / "mine")
+    (tmp_path / "mine" / "index.sqlite").touch()
+    with pytest.raises(
+        ValueError, match=r"index\.sqlite beside it is empty: put the index back, or give the store an empty"
+    ):
+        opened(0, tmp_path / "mine")
+    sqlite3.connect(tmp_path / "mine" / "index.sqlite").executescript("CREATE TABLE a (b); DROP TABLE a;").close()
+    with pytest.raises(ValueError, match=r"index\.sqlite is damaged \(it holds no tables\)"):
+        opened(0, tmp_path / "mine")
     assert shards(tmp_path / "mine")
 
 

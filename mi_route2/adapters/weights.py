@@ -1,0 +1,104 @@
+"""Hashes of a model's weights by content: every bit counts, and so does its place.
+
+    checksum(tensors)                made where each tensor lies: have they changed since?
+    weights_hash(model, linears)     the same on every host and device: whose adapters or activations are these?
+
+Both are XXH3 of 128 bits, which reads 9 GB/s on one core: .05 s for 125M float32 weights. It tells contents apart, and does not
+resist somebody who builds two of one hash. What lies on a CUDA device is not moved for ``checksum``, but summed there over words
+``x_i`` of 32 bits at most, with fixed random keys ``k_i`` of 64 bits:
+
+    sum_i k_i x_i  (mod 2^64),  twice,  for every 2^22 words
+
+Two contents that differ have one such pair of sums with a probability under 2^-64.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import xxhash
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from mi_route2.adapters.routed import Branch, RoutedLinear
+from mi_route2.architectures import WRAPPED
+from mi_route2.sites import Slot
+
+_WORDS = 1 << 22
+_FUSED_COPY = "qkv"  # under this name a bridge keeps the fused module that it has copied apart, and does not call it any more
+_WRAPPERS = (WRAPPED, "inner")  # modules that a bridge puts between others
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of the tensors' names, types, shapes and bytes. Comparable within this process, as long as they stay on their devices."""
+    keys = {device: _keys(device) for device in {t.device for t in tensors.values()} if device.type == "cuda"}
+    sums = {name: _sums(t, keys[t.device]) for name, t in tensors.items() if t.is_cuda}  # all begun before the first is waited for
+    found = xxhash.xxh3_128()
+    for name, t in tensors.items():
+        content = sums[name].cpu().numpy().tobytes() if name in sums else _content(t)
+        found.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+        found.update(content)
+    return found.hexdigest()
+
+
+def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> str:
+    """Hash of every parameter and persistent buffer of ``model``, under names that are those of no host.
+
+    Args:
+        model: a torch model, or a bridge around one.
+        linears: all of its logical Linears by name.
+        adapters: whether attached adapters count, or the base alone.
+    """
+    found, seen = xxhash.xxh3_128(), {}
+    for name, t in sorted(_named(model, linears, adapters), key=lambda pair: pair[0]):
+        found.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+        if not isinstance(t, nn.Parameter):
+            found.update(_content(t))
+            continue
+        if id(t) not in seen:  # the model holds it, so that its id is its own; a tied weight is read once
+            seen[id(t)] = _content(t)
+        found.update(seen[id(t)])
+    return found.hexdigest()
+
+
+def _content(t: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def _keys(device: torch.device) -> Int[Tensor, "2 n"]:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(-(2**63), 2**63 - 1, (2, _WORDS), generator=generator, device=device)
+
+
+def _sums(t: Tensor, keys: Int[Tensor, "2 n"]) -> Int[Tensor, "parts 2"]:
+    """The sums of the module's equation."""
+    word = {1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32)
+    words = t.detach().contiguous().view(-1).view(word)
+    return torch.stack([(keys[:, : len(part)] * part).sum(dim=1) for part in words.split(keys.shape[1])])
+
+
+def _named(model: nn.Module, linears: Mapping[str, Slot], adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that counts. Linears are called by their sites, since hosts fuse and wrap them otherwise."""
+    done: set[int] = set()
+    for site, slot in linears.items():
+        module = slot.module.base if isinstance(slot.module, RoutedLinear) else slot.module
+        done.add(id(module))
+        yield f"{site}.weight", slot.weight
+        if (bias := module._parameters.get("bias")) is not None:  # a bridge gives Linears without one a buffer of zeros
+            yield f"{site}.bias", bias if slot.rows is None else bias[slot.rows.to(bias.device)]
+    yield from _others(getattr(model, "original_model", model), "", done, adapters)
+
+
+def _others(module: nn.Module, path: str, done: set[int], adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    """What ``module`` holds beside the modules that are ``done``."""
+    done.add(id(module))
+    if isinstance(module, Branch):
+        yield from ((f"{module.site}.route.{name}", t) for name, t in module.state_dict().items() if adapters)
+        return
+    if WRAPPED in module._modules and (copied := module._modules.get(_FUSED_COPY)) is not None:
+        done |= {id(one) for one in copied.modules()}
+    for name, t in (*module._parameters.items(), *module._buffers.items()):
+        if t is not None and name not in module._non_persistent_buffers_set:
+            yield f"{path}{name}", t
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in done:
+            yield from _others(child, path if name in _WRAPPERS else f"{path}{name}.", done, adapters)
