@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from mi_route2.checks import checked
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -24,6 +26,7 @@ class Interval:
     high: float | None
 
 
+@checked
 def auroc(scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"]) -> float | None:
     """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
     if not np.isfinite(scores).all():

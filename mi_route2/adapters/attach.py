@@ -22,6 +22,7 @@ from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
 from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
+from mi_route2.checks import checked
 from mi_route2.sites import Slot, matching, slots
 
 
@@ -145,6 +146,7 @@ class Adapters:
         """Context: both out; the base model bit for bit."""
         return self._switched(kept=False, quarantine=False)
 
+    @checked
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
         """Context: ``tape`` is open. On a clean exit every site must have run (``RuntimeError`` names those that did not)."""
@@ -237,6 +239,7 @@ def refuse_twice(model: nn.Module, chosen: dict[str, Slot]) -> None:
             raise ValueError(f"{paths[id(module)]} and {name} are one Linear, which would run without adapters under one name")
 
 
+@checked
 def attach(
     model: nn.Module,
     *patterns: str,

@@ -13,7 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mi_route2.checks import converts
 
+
+@converts
 @dataclass(frozen=True)
 class Sampling:
     """How a request chooses its tokens. ``temperature = 0`` is greedy; ``top_k = 0`` and ``top_p = 1`` truncate nothing.
@@ -86,7 +89,7 @@ def token_ids(name: str, given: object) -> tuple[int, ...]:
     try:
         return tuple(map(index, given))  # pyright: ignore[reportArgumentType]
     except TypeError as error:
-        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {given!r:.60}") from error
+        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {' '.join(repr(given).split()):.60}") from error
 
 
 def choose(

@@ -19,9 +19,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import converts
 from mi_route2.interventions.edits import wide
-from mi_route2.interventions.specs import Number, demand_site
-from mi_route2.sites import Site, nearest
+from mi_route2.interventions.specs import Number
+from mi_route2.sites import Site, demand_site, nearest
 
 ZEROS = "zeros"
 
@@ -35,6 +36,7 @@ class FromRun:
     site: Site | None = None
 
 
+@converts
 @dataclass(frozen=True, eq=False)
 class Patch:
     """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).

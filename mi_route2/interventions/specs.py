@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import converts
 from mi_route2.interventions.order import precedes
-from mi_route2.sites import Site
+from mi_route2.sites import Site, demand_site
 
 Number = float | int
 TIERS = ("base", "prefill", "decode")
@@ -109,12 +110,6 @@ def _finite(name: str, value: Number, low: float = -math.inf, high: float = math
     return number
 
 
-def demand_site(site: object, what: str) -> None:
-    """``ValueError`` for what is not a ``Site``."""
-    if not isinstance(site, Site):
-        raise ValueError(f"{what} is at a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
-
-
 def several(name: str, given: object, kind: type) -> tuple:
     """``given`` as a tuple; ``ValueError`` where it is not several of ``kind``."""
     if isinstance(given, kind) or not isinstance(given, Iterable):
@@ -130,6 +125,7 @@ def _one_of(name: str, value: object, known: Iterable[object]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
+@converts
 @dataclass(frozen=True)
 class Steer:
     """Add ``scale * vector`` at ``site``."""

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.features import FeatureKind, Features, collect
 
 FORMAT = "mi-route2 directions 1"
 
 
+@checked
 @dataclass(frozen=True)
 class PairBatch:
     """Contrast pairs as two aligned batches, and the hash of the text that they came from."""

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.tape import LearnNothing, Tape
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter
@@ -49,6 +50,7 @@ class Decision:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+@checked
 @dataclass(frozen=True)
 class StepContext:
     """What a step needs beside the batch: a generator for random choices (shuffled flags), the size of a micro-batch in rollouts
@@ -57,6 +59,10 @@ class StepContext:
     generator: torch.Generator
     micro: int | None = None
     privileged: Privileged | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro is not None and self.micro < 1:
+            raise ValueError(f"micro is a number of rollouts from 1 on, or None for all at once, not {self.micro}")
 
 
 def chunks(batch: TrainBatch, micro: int | None) -> list[Tensor]:

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import branches
-from mi_route2.sites import Site, nearest
+from mi_route2.sites import Site, nearest, no_adapter
 
 _TARGET = re.compile(r"(.+?)(?:\[([0-9]+)\])?")
 _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
@@ -101,6 +101,8 @@ def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
     if not chosen:
         if name in POINTS:
             host.address(Site(0, name))  # says why this architecture has none
+        if plain.rpartition(".")[2] in ADAPTER_POINTS and not branches(host.model):
+            raise no_adapter(name, ())
         names = [*dict.fromkeys(site.point for site in known), *map(str, known)]
         raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, names)}")
     return [Target(site, None if head is None else int(head)) for site in chosen]
