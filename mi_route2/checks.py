@@ -44,6 +44,8 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "Policy": "write Policy(model, adapters), or host.policy(adapters)",
         "TrainBatch": "write TrainBatch(rollouts, rewards, advantages, groups, teacher)",
         "Request": "write Request((5, 17), Sampling(max_new=8)), and [Request(...), ...] for several",
+        "Steer": "write [Steer(Site(3, 'resid_mid'), vector)]",
+        "Steering": "write Steering(base=(Steer(Site(3, 'resid_mid'), vector),))",
         "Where": "write Where('prompt') or Where(positions=(3, 40))",
         "Site": "write [Site(3, 'resid_mid')], or Site.parse({text!r}) for a name",
         "Callable": "give a function",

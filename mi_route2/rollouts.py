@@ -65,6 +65,7 @@ class Rollouts:
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "Rollouts":
         """The rollouts at ``index`` (integers or a boolean mask)."""
+        demand_rows(index, len(self))
         return Rollouts(self.tokens[index], self.attention[index], self.completion[index])
 
     @staticmethod
@@ -83,6 +84,16 @@ class Rollouts:
             attention[row, : len(p) + len(c)] = True
             completion[row, len(p) : len(p) + len(c)] = True
         return Rollouts(tokens, attention, completion)
+
+
+def demand_rows(index: Tensor, count: int) -> None:
+    """``IndexError`` for an index that does not choose among ``count`` rollouts."""
+    if index.dtype == torch.bool:
+        fits = len(index) == count
+    else:
+        fits = not index.is_floating_point() and not bool(((index < -count) | (index >= count)).any())
+    if not fits:
+        raise IndexError(f"index chooses among {count} rollouts: give whole numbers of 0..{count - 1}, or a boolean for each")
 
 
 def vocabulary(model: nn.Module) -> int | None:

@@ -16,6 +16,7 @@ from probes.direction import DirectionProbe, Score
 from probes.probe import Labels, unit_vector
 
 
+@checked
 class HaarFitter:
     """Every `fit` is one more draw from the CPU `generator`; of the activations only their width is used."""
 

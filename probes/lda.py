@@ -19,6 +19,7 @@ from probes.affine import AffineProbe
 from probes.probe import Labels, Unit, examples, require_both_classes
 
 
+@checked
 class LdaFitter:
     """Keeps the examples (float64, CPU) until `fit`. `shrinkage`: "auto", a number in [0, 1], or None."""
 

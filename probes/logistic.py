@@ -20,6 +20,7 @@ from probes.affine import AffineProbe
 from probes.probe import Labels, Unit, examples, require_both_classes
 
 
+@checked
 class LogisticFitter:
     """Keeps the examples (float64, CPU) until `fit`.
 

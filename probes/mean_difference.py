@@ -15,6 +15,7 @@ from probes.affine import AffineProbe
 from probes.probe import Labels, Unit, examples, require_width, unit_vector
 
 
+@checked
 class MeanDifferenceFitter:
     """Running class sums in float64; batching does not matter beyond rounding."""
 

@@ -23,7 +23,7 @@ from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.checks import checked
-from mi_route2.sites import Slot, matching, slots
+from mi_route2.sites import Slot, matching, no_adapter, slots
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Adapters:
 
     def scored(self, site: str) -> nn.Parameter:
         """The kept factor that per-rollout gradients are scored on: ``dS``, or ``B`` of a LoRA."""
+        if site not in self.sites:
+            raise no_adapter(site, self.sites)
         kept = self.sites[site].kept
         return getattr(kept, kept.scored)
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.checks import converts
+from mi_route2.checks import checked, converts
 from mi_route2.interventions.edits import wide
 from mi_route2.interventions.specs import Number
 from mi_route2.sites import Site, demand_site, nearest
@@ -27,6 +27,7 @@ from mi_route2.sites import Site, demand_site, nearest
 ZEROS = "zeros"
 
 
+@checked
 @dataclass(frozen=True)
 class FromRun:
     """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""

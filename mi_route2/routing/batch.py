@@ -19,9 +19,9 @@ from mi_route2.rollouts import Rollouts
 class TrainBatch:
     """Rollouts with their training rewards. ``groups`` numbers the prompt that each rollout answers.
 
-    ``old_logprobs`` are the sampling policy's (for the clip), ``reference_logprobs`` the base model's (for the KL), both or
-    neither; ``teacher`` marks cached rollouts of known modes. ``ValueError`` for NaN and infinity, an empty batch and lengths that
-    differ.
+    ``old_logprobs`` are the sampling policy's (for the clip), ``reference_logprobs`` the base model's (for the KL), each if the
+    loss asks for it; ``teacher`` marks cached rollouts of known modes. ``ValueError`` for NaN and infinity, an empty batch and
+    lengths that differ.
     """
 
     rollouts: Rollouts
@@ -38,10 +38,12 @@ class TrainBatch:
             raise ValueError("a batch without rollouts has no rollouts to learn from: leave the step out")
         if len(self.rewards) != len(self.rollouts):
             raise ValueError(f"{len(self.rewards)} rewards for {len(self.rollouts)} rollouts: give one a rollout")
-        if (self.old_logprobs is None) != (self.reference_logprobs is None):
-            raise ValueError("old_logprobs and reference_logprobs come together: give both, or neither")
         for name in ("rewards", "advantages", "old_logprobs", "reference_logprobs"):
-            demand_finite(name, getattr(self, name))
+            demand_finite(name, given := getattr(self, name))
+            if name.endswith("logprobs") and given is not None and given.shape != (size := self.rollouts.tokens.shape):
+                raise ValueError(
+                    f"{name} is {list(given.shape)} and the tokens {list(size)}: give one a token, 0 where none is predicted"
+                )
 
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "TrainBatch":

@@ -67,16 +67,18 @@ class Directions:
         ]
         return float(torch.stack(cosines).mean())
 
-    def save(self, path: Path) -> None:
+    @checked
+    def save(self, path: Path | str) -> None:
         write_tensors(
-            path,
+            Path(path),
             dict(self.vectors),
             {"format": FORMAT, "provenance": json.dumps(asdict(self.provenance))},
         )
 
     @staticmethod
-    def load(path: Path) -> "Directions":
-        tensors, metadata = read_tensors(path)
+    @checked
+    def load(path: Path | str) -> "Directions":
+        tensors, metadata = read_tensors(Path(path))
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds no directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
         for site, v in tensors.items():

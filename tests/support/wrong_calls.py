@@ -36,20 +36,24 @@ from mi_route2 import (
 )
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steer, Steering
-from mi_route2.interventions.sweeps import CleanRun, Grid, attribute, cells, paths, sweep
+from mi_route2.interventions.capture import capture
+from mi_route2.interventions.patches import FromRun, Patch
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.interventions.sweeps import CleanRun, Grid, Target, attribute, cells, paths, sweep
 from mi_route2.interventions.where import Where
-from mi_route2.routing import PairBatch, StepContext, TrainBatch, group_advantages
+from mi_route2.routing import Directions, PairBatch, StepContext, TrainBatch, group_advantages
 from probes.auroc import auroc
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter
+from probes.haar import HaarFitter
 from probes.lda import LdaFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
 from probes.store import load_probe, save_probe
 
 B, S, VOCAB, WIDTH = 4, 7, 32, 16
+RESID = Site(0, "resid_pre")
 SPEC = AdapterSpec("lora", rank=2, quarantine_rank=2)
 
 
@@ -282,7 +286,7 @@ wrong("batch: advantages a token", lambda: batch(advantages=torch.zeros(B, S)), 
 wrong("batch: too few rewards", lambda: batch(rewards=torch.zeros(B - 1)), ValueError, "[b]")
 wrong("batch: groups as floats", lambda: batch(groups=torch.zeros(B)), ValueError, "int")
 wrong("batch: tokens as rollouts", lambda: batch(rollouts=tokens()), TypeError, "Rollouts")
-wrong("batch: one logprob of two", lambda: batch(old_logprobs=torch.zeros(B, S)), ValueError, "reference_logprobs")
+wrong("batch: logprobs of another width", lambda: batch(old_logprobs=torch.zeros(B, S + 1)), ValueError, "one a token")
 wrong("batch: NaN logprobs", lambda: batch(**dict.fromkeys(LOGPROBS, torch.full((B, S), NAN))), ValueError, "old_logprobs")
 wrong("batch: rows by a list of texts", lambda: batch().rows(["0"]), TypeError, "index")
 wrong("advantages: lists", lambda: group_advantages([1.0, 0.0], [0, 0]), TypeError, "torch.tensor(")
@@ -407,6 +411,34 @@ wrong("dataset: too few labels", lambda: Dataset({"a": hidden()}, attention(), [
 
 LOGPROBS = ("old_logprobs", "reference_logprobs")
 
+# Specs, runs and grids
+wrong("steering: one vector", lambda: Steering(base=Steer(RESID, [1.0])), ValueError, "(Steer(...),)")
+wrong("clamp: a bound as text", lambda: Clamp(RESID, [1.0], high="a"), ValueError, "number")
+wrong("monitor: gates as text", lambda: Monitor(RESID, [1.0], gates="blocks.0.z"), ValueError, "Site")
+wrong("register: a number as name", lambda: engine().steering.register(3, [1.0]), TypeError, "name")
+wrong("set_global: one vector", lambda: engine().steering.set_global("decode", Steer(RESID, [1.0])), TypeError, "[Steer(")
+wrong("set_global: texts", lambda: engine().steering.set_global("decode", ["calm"]), TypeError, "[Steer(")
+wrong("set_tier: one vector", lambda: engine().steering.set_tier(Steer(RESID, [1.0])), TypeError, "[Steer(")
+wrong("hold: vectors", lambda: engine().steering.hold("x", [Steer(RESID, [1.0])]), TypeError, "Steering(")
+wrong("where: one position", lambda: Where(positions=3), ValueError, "(3, 40)")
+wrong("from a run: a number", lambda: FromRun(3, 0), TypeError, "run")
+wrong("store: sizes as text", lambda: RunStore("1GB"), TypeError, "int")
+wrong("sampling: stop at a number", lambda: Sampling(stop=3), ValueError, "stop=('END',)")
+wrong("target: a text", lambda: Target("blocks.0.z"), TypeError, "Site.parse('blocks.0.z')")
+wrong("scored: peft's name", lambda: adapters().scored("q_proj"), KeyError, "blocks.1.attn.q")
+wrong("grid: a cell outside", lambda: ask().cell(99, 0), IndexError, "2 sites and 4 columns")
+wrong("grid: a cell by name", lambda: ask().cell("resid_pre", 0), TypeError, "row")
+wrong("grid: top of a text", lambda: ask().top("5"), TypeError, "k must be an int")
+wrong("grid: correlation with a number", lambda: ask().rank_correlation(3), TypeError, "Grid")
+wrong("directions: a number as path", lambda: Directions.load(3), TypeError, "path")
+wrong("capture of modules: a list", lambda: capture(bare(), ["lm_head"]).__enter__(), TypeError, "sites")
+wrong("rows: outside", lambda: rollouts().rows(torch.tensor([99])), IndexError, "0..3")
+wrong("rows: a shorter mask", lambda: rollouts().rows(torch.ones(3).bool()), IndexError, "a boolean for each")
+wrong("rows: floats", lambda: batch().rows(torch.ones(3)), IndexError, "whole numbers")
+wrong("probe: another unit", lambda: MeanDifferenceFitter("tokens"), ValueError, "'rollout' or 'token'")
+wrong("probe: C as text", lambda: LogisticFitter("0.1"), TypeError, "c must be a float")
+wrong("probe: generator=0", lambda: HaarFitter(0), TypeError, "torch.Generator().manual_seed(")
+
 # What must go through
 accepted("capture: int64 mask", lambda: host().capture([Site(0, "z")], tokens(), attention().long()))
 accepted("logits: int64 mask", lambda: host().logits(tokens(), attention().long()))
@@ -417,6 +449,7 @@ accepted("from_lists: tuples", lambda: Rollouts.from_lists(((1, 2), (3,)), ((4,)
 accepted("from_lists: tensors", lambda: Rollouts.from_lists([torch.tensor([1, 2])], [torch.tensor([3])], 0))
 accepted("from_lists: numpy", lambda: Rollouts.from_lists([np.array([1, 2])], [np.array([3])], 0))
 accepted("batch: float64", lambda: batch(rewards=torch.ones(B).double(), advantages=torch.ones(B).double()))
+accepted("batch: old logprobs alone", lambda: batch(old_logprobs=torch.zeros(B, S)))
 accepted("batch: int64 teacher", lambda: batch(teacher=torch.tensor([0, 1, 0, 0])))
 accepted("capture: any iterable", lambda: host().capture((Site(i, "z") for i in range(2)), tokens()))
 accepted("attach: an eval model", lambda: attach(llama(), "blocks.*", spec=SPEC, generator=seeded()).detach())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import branches
 from mi_route2.sites import Site, nearest, no_adapter
@@ -21,6 +22,7 @@ _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
 """Points of a block that tell later positions something through its attention; so do the adapters at k and v."""
 
 
+@checked
 @dataclass(frozen=True)
 class Target:
     """A site, or its ``head``. ``ValueError`` for a head of a point that is not by head."""
@@ -36,6 +38,7 @@ class Target:
         return f"{self.site}" if self.head is None else f"{self.site}[{self.head}]"
 
     @staticmethod
+    @checked
     def parse(text: str) -> "Target":
         """The target that ``str`` wrote; ``ValueError`` for a text of another form."""
         found = _TARGET.fullmatch(text)
