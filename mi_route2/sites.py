@@ -207,7 +207,7 @@ def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) 
     if not patterns:
         raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
     if not known:
-        raise ValueError("this model has no nn.Linear for adapters to stand at")
+        raise KeyError("this model has none at all: no nn.Linear for adapters to stand at")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             meant = renamed(pattern, known) or f"the nearest names are: {nearest(pattern, list(known))}"
