@@ -99,14 +99,14 @@ def tensor_digest(values: Tensor) -> bytes:
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
-def _number(name: str, value: Number) -> float:
+def _number(name: str, value: object) -> float:
     try:
-        return float(value)
+        return float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is a number, not {value!r:.60}") from error
 
 
-def _finite(name: str, value: Number, low: float = -math.inf, high: float = math.inf) -> float:
+def _finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
     number = _number(name, value)
     if not (math.isfinite(number) and low <= number <= high):
         bounds = "" if (low, high) == (-math.inf, math.inf) else f" between {low:g} and {high:g}"

@@ -75,7 +75,7 @@ class Where:
         return () if self.positions is None else tuple(self.positions)
 
 
-def _ordered(name: str, numbers: Iterable[int] | None) -> tuple[int, ...] | frozenset[int] | None:
+def _ordered(name: str, numbers: object) -> tuple[int, ...] | frozenset[int] | None:
     """Positions in order, or a set of token ids; ``ValueError`` says what is wrong with them."""
     if numbers is None:
         return None
