@@ -4,32 +4,45 @@ Position ``t`` *predicts* token ``t + 1``. The predictors of a completion run fr
 the completion: activations are pooled there, and log-probabilities are read there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.architectures import architecture_of
+from mi_route2.architectures import architecture_of, config_of
+from mi_route2.checks import Mask, as_mask, checked, token_row
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
+@checked
 @dataclass(frozen=True)
 class Rollouts:
-    """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``)."""
+    """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``).
+
+    Masks of 0 and 1, as tokenizers give them, become booleans. ``ValueError`` for other numbers, for a completion token on padding
+    and for a rollout without a completion or without a prompt.
+    """
 
     tokens: Int[Tensor, "b s"]
-    attention: Bool[Tensor, "b s"]
-    completion: Bool[Tensor, "b s"]
+    attention: Mask
+    completion: Mask
 
     def __post_init__(self) -> None:
+        for name in ("attention", "completion"):
+            object.__setattr__(self, name, as_mask(name, getattr(self, name)))
         if bool((self.completion & ~self.attention).any()):
             raise ValueError("a completion token lies on padding: completion must be a subset of attention")
         if bool(self.completion[:, 0].any()):
             raise ValueError("the first token has no predictor: a rollout needs at least one prompt token")
+        if not bool((real := self.completion.any(1)).all()):
+            raise ValueError(
+                f"rollout {int((~real).nonzero()[0])} has no completion token: there is nothing to learn from, leave it out"
+            )
 
     @property
     def predictors(self) -> Bool[Tensor, "b s"]:
@@ -49,24 +62,53 @@ class Rollouts:
         """The same on ``device``."""
         return Rollouts(self.tokens.to(device), self.attention.to(device), self.completion.to(device))
 
-    def rows(self, index: Tensor) -> "Rollouts":
+    @checked
+    def rows(self, index: Shaped[Tensor, " n"]) -> "Rollouts":
         """The rollouts at ``index`` (integers or a boolean mask)."""
+        demand_rows(index, len(self))
         return Rollouts(self.tokens[index], self.attention[index], self.completion[index])
 
     @staticmethod
-    def from_lists(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], pad: int) -> "Rollouts":
+    @checked
+    def from_lists(prompts: Collection[Any], completions: Collection[Any], pad: int) -> "Rollouts":
         """Right-padded rollouts from token lists, a prompt and a completion each."""
-        if len(prompts) != len(completions) or not prompts:
-            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions do not make rollouts")
-        width = max(len(p) + len(c) for p, c in zip(prompts, completions))
-        tokens = torch.full((len(prompts), width), pad)
-        attention = torch.zeros(len(prompts), width, dtype=torch.bool)
+        if len(prompts) != len(completions) or not len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each a rollout, at least one")
+        rows = [(token_row("a prompt", p), token_row("a completion", c)) for p, c in zip(prompts, completions)]
+        width = max(len(p) + len(c) for p, c in rows)
+        tokens = torch.full((len(rows), width), pad)
+        attention = torch.zeros(len(rows), width, dtype=torch.bool)
         completion = torch.zeros_like(attention)
-        for row, (p, c) in enumerate(zip(prompts, completions)):
+        for row, (p, c) in enumerate(rows):
             tokens[row, : len(p) + len(c)] = torch.tensor([*p, *c])
             attention[row, : len(p) + len(c)] = True
             completion[row, len(p) : len(p) + len(c)] = True
         return Rollouts(tokens, attention, completion)
+
+
+def demand_rows(index: Tensor, count: int) -> None:
+    """``IndexError`` for an index that does not choose among ``count`` rollouts."""
+    if index.dtype == torch.bool:
+        fits = len(index) == count
+    else:
+        fits = not index.is_floating_point() and not bool(((index < -count) | (index >= count)).any())
+    if not fits:
+        raise IndexError(f"index chooses among {count} rollouts: give whole numbers of 0..{count - 1}, or a boolean for each")
+
+
+def vocabulary(model: nn.Module) -> int | None:
+    """How many tokens the model has, if its config says so."""
+    config = config_of(model)
+    sizes = (getattr(config, name, None) for name in ("vocab_size", "d_vocab", "vocab"))
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
+    """``ValueError`` for a token that the model does not have, padding included: a GPU would answer it with its end."""
+    size = vocabulary(model)
+    if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
+        wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
+        raise ValueError(f"{wrong} is no token, not even for padding: the vocabulary has 0..{size - 1}")
 
 
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
@@ -86,6 +128,7 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
     return out if isinstance(out, Tensor) else out.logits
 
 
+@checked
 @dataclass(frozen=True)
 class Policy:
     """A model with its adapters; ``forward(model, tokens, attention) -> logits [b s v]`` says how it is called."""
@@ -94,8 +137,10 @@ class Policy:
     adapters: Adapters
     forward: Forward = call_with_mask
 
+    @checked
     def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
         """Log-probability of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
+        demand_tokens(self.model, rollouts.tokens)
         logits = self.forward(self.model, rollouts.tokens, rollouts.attention)[:, :-1]
         logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
         chosen = logits.log_softmax(-1).gather(-1, rollouts.tokens[:, 1:, None])[..., 0]

@@ -8,6 +8,7 @@ Nothing selected is an error that names the nearest candidates, so that a silent
 
 import difflib
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import total_ordering
@@ -16,12 +17,29 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS, WRAPPED, Architecture, LinearAt, architecture_of, heads
+from mi_route2.architectures import (
+    ADAPTER_POINTS,
+    ARCHITECTURES,
+    LINEARS,
+    POINTS,
+    WRAPPED,
+    Architecture,
+    LinearAt,
+    architecture_of,
+    heads,
+)
+from mi_route2.checks import checked
 
 _SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
 _POINTS = (*POINTS, *ADAPTER_POINTS)
 _LINEARS = (*LINEARS, "unembed")
+
+
+def no_adapter(site: str, known: Collection[str]) -> KeyError:
+    """The error for an adapter's point where there is none: at another Linear, or before anything was attached."""
+    hint = f"the nearest are {nearest(site, list(known))}" if known else "attach them first with host.attach(...)"
+    return KeyError(f"no adapter at {site!r}: {hint}")
 
 
 def nearest(name: str, known: list[str], n: int = 5) -> str:
@@ -31,6 +49,7 @@ def nearest(name: str, known: list[str], n: int = 5) -> str:
 
 
 @total_ordering
+@checked
 @dataclass(frozen=True)
 class Site:
     """A point of a layer. ``linear`` names the logical Linear whose adapters are meant, for the adapters' own points.
@@ -75,6 +94,7 @@ class Site:
         return f"{self.slot}.{self.point}" if self.linear else f"blocks.{self.layer}.{self.point}"
 
     @staticmethod
+    @checked
     def parse(text: str) -> "Site":
         """The site that ``str`` wrote; ``ValueError`` for a text of another form."""
         if found := _SITE.fullmatch(text):
@@ -82,6 +102,12 @@ class Site:
         if found := _UNEMBED.fullmatch(text):
             return Site(None, found[1], "unembed")
         raise ValueError(f"{text!r} is not a site: write blocks.3.resid_mid, blocks.3.mlp.down.kept_a or unembed.kept_a")
+
+
+def demand_site(site: object, what: str) -> None:
+    """``ValueError`` for what is not a ``Site``."""
+    if not isinstance(site, Site):
+        raise ValueError(f"{what} is at a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
 
 
 @dataclass(frozen=True)
@@ -163,19 +189,36 @@ def slots(model: nn.Module) -> dict[str, Slot]:
     return {slot.name: slot for slot in (*found, slot_at(model, row, None, "unembed"))}
 
 
+def renamed(pattern: str, known: Mapping[str, object]) -> str:
+    """What a name of transformers' or PEFT's own is called here, as a sentence; empty for other texts."""
+    if pattern == "all-linear":
+        return "for every Linear of the blocks write 'blocks.*'"
+    module, layer = pattern.rpartition(".")[2], re.search(r"\.([0-9]+)\.", pattern)
+    every = [pair for row in ARCHITECTURES.values() for pair in row.linears.items()]
+    linears = {linear for linear, at in every if at.path.rpartition(".")[2] == module}
+    names = {f"blocks.{layer[1] if layer else '*'}.{linear}" for linear in linears}
+    names |= {"unembed" for row in ARCHITECTURES.values() if row.unembed == module} | {f"*.{module}"}
+    fitting = sorted(name for name in names if any(fnmatchcase(one, name) for one in known))
+    return f"Linears have one name in all known architectures: write {' or '.join(map(repr, fitting))}" if fitting else ""
+
+
 def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) -> dict[str, Slot]:
     """``select`` over slots that are known already."""
     if not patterns:
         raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
+    if not known:
+        raise KeyError("this model has none at all: no nn.Linear for adapters to stand at")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
-            raise KeyError(f"no Linear matches {pattern!r}; the nearest names are: {nearest(pattern, list(known))}")
+            meant = renamed(pattern, known) or f"the nearest names are: {nearest(pattern, list(known))}"
+            raise KeyError(f"no Linear matches {pattern!r}; {meant}")
     chosen = {name: slot for name, slot in known.items() if any(fnmatchcase(name, p) for p in patterns)}
     if expect is not None and len(chosen) != expect:
         raise ValueError(f"{patterns} selected {len(chosen)} Linears, not {expect}: {', '.join(chosen)}")
     return chosen
 
 
+@checked
 def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[str, Slot]:
     """The logical Linears whose name matches one of the glob ``patterns``.
 

@@ -8,9 +8,10 @@ f > 0 reads "hack" at equal odds. Mean-difference, LDA and logistic regression d
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import Mask, checked
 from probes.probe import pool, require_width, widen
 
 
@@ -26,11 +27,13 @@ class AffineProbe:
         if not torch.isfinite(torch.cat([self.weight.double().cpu(), torch.tensor([self.bias]).double()])).all():
             raise ValueError("The weight or the bias of an affine probe is NaN or infinite.")
 
+    @checked
     def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
         """`<w, h> + c` per token."""
         return self._score(h)
 
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b"]:
+    @checked
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
         """`<w, mean h> + c`: for an affine score also the mean of the masked tokens' scores."""
         return self._score(pool(h, mask))
 

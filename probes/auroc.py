@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from mi_route2.checks import checked
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -34,6 +36,7 @@ def binary(hack: Labels) -> Bool[np.ndarray, "n"]:
     return hack.astype(bool)
 
 
+@checked
 def auroc(scores: Float[np.ndarray, "n"], hack: Labels) -> float | None:
     """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
     if not np.isfinite(scores).all():

@@ -12,7 +12,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from mi_route2.checks import Mask, as_mask, checked
 
+
+@checked
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Activations of `b` rollouts, with labels.
@@ -20,7 +23,7 @@ class Dataset:
     Attributes:
         hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, anything outside.
         mask: predictor positions, at least one per rollout.
-        hack: the label of each rollout.
+        hack: the label of each rollout, kept as a list.
         mode: the mode of each rollout.
 
     Raises:
@@ -28,11 +31,13 @@ class Dataset:
     """
 
     hidden: dict[str, Float[Tensor, "b s _d"]]
-    mask: Bool[Tensor, "b s"]
-    hack: list[bool]
+    mask: Mask
+    hack: Sequence[bool] | Bool[np.ndarray, "b"]
     mode: list[str]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "mask", as_mask("mask", self.mask))
+        object.__setattr__(self, "hack", [bool(label) for label in self.hack])
         n = len(self.mask)
         if not self.hidden or not n:
             raise ValueError("A dataset needs at least one layer and one rollout.")

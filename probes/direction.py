@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
-from probes.probe import pool, require_width, unit_vector, widen
+from mi_route2.checks import Mask, checked
+from probes.probe import Labels, pool, require_width, unit_vector, widen
 
 Score = Literal["cosine", "projection"]
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class DirectionProbe:
     """`direction [d]`, of norm 1 to 1e-5 (ValueError otherwise: `DirectionFitter` normalises), and how it scores."""
@@ -32,11 +34,13 @@ class DirectionProbe:
         if not abs(float(self.direction.double().norm()) - 1) < 1e-5:
             raise ValueError("A direction probe needs a unit vector: DirectionFitter(v).fit() makes one of any v.")
 
+    @checked
     def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
         """Projection in activation units, or cosine in [-1, 1], per token."""
         return self._score(h)
 
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b"]:
+    @checked
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
         """The same of the mean activation over `mask`."""
         return self._score(pool(h, mask))
 
@@ -49,6 +53,7 @@ class DirectionProbe:
         return along / h.norm(dim=-1).clamp_min(torch.finfo(h.dtype).tiny)
 
 
+@checked
 class DirectionFitter:
     """Holds a given vector and normalises it. It is a fitter so that loops over probes need no branch: `update` checks
     the width and learns nothing."""
@@ -56,7 +61,8 @@ class DirectionFitter:
     def __init__(self, vector: Float[Tensor, "d"], score: Score = "cosine") -> None:
         self._probe = DirectionProbe(unit_vector(vector), score)
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Check that the activations have the vector's width."""
         del mask, hack  # the direction is given
         require_width(h, self._probe.direction.shape[0])

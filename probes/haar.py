@@ -8,13 +8,15 @@ many draws, not with .5.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import Mask, checked
 from probes.direction import DirectionProbe, Score
-from probes.probe import unit_vector
+from probes.probe import Labels, unit_vector
 
 
+@checked
 class HaarFitter:
     """Every `fit` is one more draw from the CPU `generator`; of the activations only their width is used."""
 
@@ -23,7 +25,8 @@ class HaarFitter:
         self._score: Score = score
         self._width: int | None = None
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Note the width. ValueError if it changes."""
         del mask, hack  # a control must not see the labels
         if self._width not in (None, h.shape[-1]):

@@ -10,14 +10,16 @@ the plain covariance is singular. Shrinkage 1 gives the mean-difference directio
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from torch import Tensor
 
+from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Unit, examples, require_both_classes
+from probes.probe import Labels, Unit, examples, require_both_classes
 
 
+@checked
 class LdaFitter:
     """Keeps the examples (float64, CPU) until `fit`. `shrinkage`: "auto", a number in [0, 1], or None."""
 
@@ -28,7 +30,8 @@ class LdaFitter:
         self._unit: Unit = unit
         self._batches: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Keep a batch. ValueError for non-finite activations inside the mask."""
         self._batches.append(examples(h, mask, hack, self._unit))
 

@@ -10,15 +10,17 @@ that the hack rate of the training set does not move the threshold. The score is
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 
+from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Unit, examples, require_both_classes
+from probes.probe import Labels, Unit, examples, require_both_classes
 
 
+@checked
 class LogisticFitter:
     """Keeps the examples (float64, CPU) until `fit`.
 
@@ -35,7 +37,8 @@ class LogisticFitter:
         self._max_iterations = max_iterations
         self._batches: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Keep a batch. ValueError for non-finite activations inside the mask."""
         self._batches.append(examples(h, mask, hack, self._unit))
 

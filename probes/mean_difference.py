@@ -7,13 +7,15 @@ examples: no covariance to estimate. Streams: only the two sums are kept.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Unit, examples, require_width, unit_vector
+from probes.probe import Labels, Unit, examples, require_width, unit_vector
 
 
+@checked
 class MeanDifferenceFitter:
     """Running class sums in float64; batching does not matter beyond rounding."""
 
@@ -22,7 +24,8 @@ class MeanDifferenceFitter:
         self._sums: Tensor | None = None
         self._counts = torch.zeros(2, dtype=torch.int64)
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
+    @checked
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
         """Add a batch to the sums. ValueError for non-finite activations inside the mask, or another width."""
         x, y = examples(h, mask, hack, self._unit)
         if self._sums is None:

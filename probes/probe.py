@@ -10,10 +10,14 @@ NaN included. A fitter is mutable and learns; what it returns is frozen and scor
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
+from mi_route2.checks import Mask, as_mask
+
 Unit = Literal["rollout", "token"]
+Labels = Bool[Tensor, "b"] | Integer[Tensor, "b"]
+"""One label a rollout, True or 1 for a hack."""
 
 
 @runtime_checkable
@@ -24,7 +28,7 @@ class Probe(Protocol):
         """One score per token, in float32 or wider. Scores at padding mean nothing: mask them."""
         ...
 
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b"]:
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
         """One score per rollout: that of the mean of `h` over `mask`. ValueError for a rollout with an empty mask."""
         ...
 
@@ -33,8 +37,8 @@ class Probe(Protocol):
 class Fitter(Protocol):
     """Collects labelled activations (`update`, any number of times), then freezes them into a probe (`fit`)."""
 
-    def update(self, h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"]) -> None:
-        """Take in a batch; `hack` labels rollouts."""
+    def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
+        """Take in a batch; `hack` labels rollouts. Masks and labels are booleans, or 0 and 1."""
         ...
 
     def fit(self) -> Probe:
@@ -47,8 +51,9 @@ def widen(h: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
-def pool(h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, "b d"]:
+def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     """Mean activation over the masked positions of every rollout. ValueError for a rollout with none."""
+    mask = as_mask("mask", mask)
     count = mask.sum(dim=1)
     if empty := (count == 0).nonzero().flatten().tolist():
         raise ValueError(f"Rollouts {empty[:8]} have no position in the mask: drop them, or mark a predictor position.")
@@ -57,11 +62,10 @@ def pool(h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"]) -> Float[Tensor, 
     return kept.sum(dim=1) / count[:, None]
 
 
-def examples(
-    h: Float[Tensor, "b s d"], mask: Bool[Tensor, "b s"], hack: Bool[Tensor, "b"], unit: Unit
-) -> tuple[Float[Tensor, "n d"], Bool[Tensor, "n"]]:
+def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) -> tuple[Float[Tensor, "n d"], Bool[Tensor, "n"]]:
     """Training examples in float64 on the CPU: one mean a rollout, or (`unit="token"`) each masked token under its
     rollout's label. ValueError where an activation inside the mask is not finite."""
+    mask, hack = as_mask("mask", mask), as_mask("hack", hack)
     if unit == "rollout":
         x, y = pool(h, mask), hack
     else:

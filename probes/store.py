@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.checks import checked
 from mi_route2.validation import parse_json
 from probes.affine import AffineProbe
 from probes.direction import DirectionProbe, Score
@@ -21,7 +22,8 @@ from probes.probe import Probe
 FORMAT = "mi-route2 probe 1"
 
 
-def save_probe(path: Path, probe: Probe, about: dict[str, str] | None = None) -> None:
+@checked
+def save_probe(path: Path | str, probe: Probe, about: dict[str, str] | None = None) -> None:
     """Write `probe` to `path`, whole or not at all.
 
     `about`: free text, such as the layer and where the labels came from. ValueError for a probe of another kind, OSError
@@ -38,12 +40,14 @@ def save_probe(path: Path, probe: Probe, about: dict[str, str] | None = None) ->
     write_tensors(Path(path), {name: value.double() for name, value in tensors.items()}, header)
 
 
-def load_probe(path: Path, *, unchecked: bool = False) -> tuple[Probe, dict[str, str]]:
+@checked
+def load_probe(path: Path | str, *, unchecked: bool = False) -> tuple[Probe, dict[str, str]]:
     """The probe and its `about`. ValueError naming the fault for any file that `save_probe` did not write so.
 
     `unchecked` reads a file without a checksum too.
     """
-    tensors, header = read_tensors(Path(path), unchecked=unchecked)
+    path = Path(path)
+    tensors, header = read_tensors(path, unchecked=unchecked)
     if header.get("format") != FORMAT:
         raise ValueError(f"{path}: format {header.get('format')!r}, expected {FORMAT!r}.")
     kind, settings, about = header.get("kind"), _json(path, header, "settings"), _json(path, header, "about")

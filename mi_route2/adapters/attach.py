@@ -21,7 +21,8 @@ from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import weights_hash
-from mi_route2.sites import Slot, matching, slots
+from mi_route2.checks import checked
+from mi_route2.sites import Slot, matching, no_adapter, slots
 from mi_route2.validation import AtLeastOne, validated
 
 
@@ -83,6 +84,8 @@ class Adapters:
 
     def scored(self, site: str) -> nn.Parameter:
         """The kept factor that per-rollout gradients are scored on: ``dS``, or ``B`` of a LoRA."""
+        if site not in self.sites:
+            raise no_adapter(site, self.sites)
         kept = self.sites[site].kept
         return getattr(kept, kept.scored)
 
@@ -146,6 +149,7 @@ class Adapters:
         """Context: both out; the base model bit for bit."""
         return self._switched(kept=False, quarantine=False)
 
+    @checked
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
         """Context: ``tape`` is open. On a clean exit every site must have run (``RuntimeError`` names those that did not)."""
@@ -259,6 +263,7 @@ def refuse_twice(model: nn.Module, chosen: dict[str, Slot]) -> None:
             raise ValueError(f"{paths[id(module)]} and {name} are one Linear, which would run without adapters under one name")
 
 
+@checked
 def attach(
     model: nn.Module,
     *patterns: str,

@@ -32,6 +32,7 @@ from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.kept import Kept, SVDKept
 from mi_route2.adapters.store import refuse_infinite, whole_folder
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
+from mi_route2.checks import checked
 from mi_route2.sites import fused_rows
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -137,6 +138,7 @@ def _refuse_adapters(names: set[str]) -> None:
             raise RuntimeError(f"the written checkpoint holds {name!r}, which is not the base model's")
 
 
+@checked
 def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = False) -> None:
     """Write the kept adapter as a LoRA that ``peft.PeftModel.from_pretrained(base, folder)`` loads. peft itself is not needed.
 
@@ -208,6 +210,7 @@ def _tied(adapters: Adapters) -> bool:
     return any(module.weight is embedding for module in adapters.modules.values())
 
 
+@checked
 def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = None, overwrite: bool = False) -> None:
     """Write the deployed weights, ``W`` plus the kept adapter, as a checkpoint that ``AutoModelForCausalLM`` loads.
 

@@ -160,6 +160,7 @@ class RoutedLinear(nn.Module):
             self.add_module(self._names[-1], branch)
             self.register_buffer(f"{self._names[-1]}_rows", slot.rows, persistent=False)
         self.register_buffer("merged_weight", None, persistent=False)
+        self.train(self.base.training)  # a model that was in eval() has no module in training afterwards
 
     @property
     def branches(self) -> list[tuple[Branch, Tensor | None]]:

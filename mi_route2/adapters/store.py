@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 from mi_route2.adapters.kept import SVDKept
+from mi_route2.checks import checked
 from mi_route2.validation import parse_json, read_record
 
 HEADER = "mi-route2"
@@ -141,6 +142,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
         shutil.rmtree(former, ignore_errors=True)
 
 
+@checked
 def save_adapters(adapters: Adapters, path: Path | str, which: Which = "full") -> None:
     """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
     write_tensors(Path(path), adapters.tensors(quarantine=_which(which) == "full"), _metadata(adapters, which))
@@ -156,6 +158,7 @@ def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
     return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
 
 
+@checked
 def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False, unchecked: bool = False) -> None:
     """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
 
@@ -222,6 +225,7 @@ def _refuse_misfit(path: Path, name: str, tensor: Tensor, own: Tensor, any_base:
         raise ValueError(f"{name} in {path} holds values that are not finite")
 
 
+@checked
 def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "deployed", *, overwrite: bool = False) -> None:
     """Write the adapters as a folder: ``route2_config.json`` (what stands where, on which base) and the safetensors file.
 
@@ -257,6 +261,7 @@ def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{name} holds values that are not finite: nothing was written")
 
 
+@checked
 def from_pretrained(
     model: nn.Module | Attaches, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None
 ) -> Adapters:

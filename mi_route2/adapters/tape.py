@@ -21,6 +21,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from mi_route2.adapters.gradients import FactorGradient, Pairs
+from mi_route2.checks import checked
 
 
 @runtime_checkable
@@ -76,6 +77,7 @@ class OutputReader(Protocol):
     def read(self, site: str, pair: Pairs) -> None: ...
 
 
+@checked
 class Tape:
     """The state of one forward and backward: layout, lanes and readers.
 

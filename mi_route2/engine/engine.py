@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.checks import checked
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.prefix import Prefixes
 from mi_route2.engine.request import Finish, Request, Result, Token
@@ -42,6 +43,7 @@ from mi_route2.interventions.runs import RunStore
 from mi_route2.interventions.steering import SteeringState
 
 
+@checked
 class Engine:
     """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and
     ``tokens`` count what was run and generated so far.
@@ -126,6 +128,7 @@ class Engine:
         """Whether a request runs or waits, or a result was not handed out yet."""
         return bool(self._sequences or self._done)
 
+    @checked
     def submit(self, request: Request) -> int:
         """Queue a request; its number, which no other will have. ``ValueError`` or ``KeyError`` for one that cannot be run."""
         if not self._sequences and self._state.look():
@@ -151,6 +154,7 @@ class Engine:
         self.scheduler.put_back(one)
         self._residents.put_back(one)
 
+    @checked
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
         """The results of all ``requests``, in their order. A bar shows tokens where it takes more than three seconds.
 

@@ -9,16 +9,18 @@ from typing import Literal, NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import converts
 from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, token_ids, whole
 from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steering, demand_site, several
+from mi_route2.interventions.specs import Steering, several
 from mi_route2.interventions.where import Where
-from mi_route2.sites import Site
+from mi_route2.sites import Site, demand_site
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 
 
+@converts
 @dataclass(frozen=True)
 class Capture:
     """Keep the values at ``site`` at the positions that ``where`` names, as they are before any patch or steering there."""
@@ -28,8 +30,11 @@ class Capture:
 
     def __post_init__(self) -> None:
         demand_site(self.site, "a capture")
+        if not isinstance(self.where, Where):
+            raise ValueError(f"the positions of a capture are a Where, as Where('prompt'), not {self.where!r:.60}")
 
 
+@converts
 @dataclass(frozen=True, eq=False)
 class Request:
     """One sequence and its own interventions.

@@ -5,7 +5,7 @@ drawn from its own seed, one for each token that it may generate, so its tokens 
 are those of the model's distribution, before temperature and truncation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 
@@ -13,7 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from mi_route2.checks import converts
 
+
+@converts
 @dataclass(frozen=True)
 class Sampling:
     """How a request chooses its tokens. ``temperature = 0`` is greedy; ``top_k = 0`` and ``top_p = 1`` truncate nothing.
@@ -38,7 +41,7 @@ class Sampling:
             object.__setattr__(self, name, whole(name, getattr(self, name)))
         for name in ("stop_tokens", "logprob_token_ids"):
             object.__setattr__(self, name, token_ids(name, getattr(self, name)))
-        if isinstance(self.stop, str) or not all(isinstance(one, str) for one in self.stop):
+        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) or not all(isinstance(one, str) for one in self.stop):
             raise ValueError(f"stop is a sequence of texts, as stop=('END',), not {self.stop!r:.60}")
         for name in ("temperature", "top_p"):
             if not isinstance(getattr(self, name), float | int):
@@ -86,7 +89,7 @@ def token_ids(name: str, given: object) -> tuple[int, ...]:
     try:
         return tuple(map(index, given))  # pyright: ignore[reportArgumentType]
     except TypeError as error:
-        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {given!r:.60}") from error
+        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {' '.join(repr(given).split()):.60}") from error
 
 
 def choose(

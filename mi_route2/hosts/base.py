@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import ARCHITECTURES, CAUSAL, HEADED, Architecture, architecture_of, config_of
-from mi_route2.rollouts import Policy
-from mi_route2.sites import Site, Slot, slots
+from mi_route2.checks import Mask, as_mask, checked
+from mi_route2.rollouts import Policy, demand_tokens
+from mi_route2.sites import Site, Slot, demand_site
 
 Edit = Callable[[Tensor], Tensor | None]
 """Reads a site's value and returns ``None``, or returns what the model goes on with."""
@@ -38,18 +39,37 @@ class Host(ABC):
     model: nn.Module
     architecture: Architecture
 
+    @checked
+    def logits(self, tokens: Int[Tensor, "b s"], attention: Mask | None = None) -> Float[Tensor, "b s v"]:
+        """Next-token logits; padding on either side, positions counted over real tokens.
+
+        ``attention`` is boolean, or 0 and 1 as a tokenizer gives it. ``ValueError`` for a token that the model lacks.
+        """
+        demand_tokens(self.model, tokens)
+        return self._logits(tokens, None if attention is None else as_mask("attention", attention))
+
     @abstractmethod
-    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
-        """Next-token logits; padding on either side, positions counted over real tokens."""
+    def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
+        """``logits`` of checked arguments."""
 
     @abstractmethod
     def address(self, site: Site) -> str:
         """The site's name in this host's own language. ``ValueError`` says why, where the host or architecture lacks it."""
 
-    @abstractmethod
+    @checked
     def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
         """Context: every forward through this host runs under ``edits``. On a clean exit all must have fired (``RuntimeError``)."""
+        for site, edit in edits.items():
+            demand_site(site, "a hook")
+            if not callable(edit):
+                raise TypeError(f"the edit of {site} is a {type(edit).__name__}: give a function of the site's value")
+        return self._hooks(edits)
 
+    @abstractmethod
+    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+        """``hooks`` of checked arguments."""
+
+    @checked
     def attach(
         self,
         *patterns: str,
@@ -89,17 +109,17 @@ class Host(ABC):
         """``adapters``, which stand now, once the library knows their points."""
         return adapters
 
+    @checked
     def policy(self, adapters: Adapters) -> Policy:
         """The model with its adapters, called through this host. A deep copy of it is called through a copy of the host."""
         return Policy(self.model, adapters, self._forward)
 
     def _forward(self, _model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
-        return self.logits(tokens, attention)
+        return self._logits(tokens, attention)
 
-    def capture(
-        self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None
-    ) -> dict[Site, Tensor]:
-        """Detached values at ``sites`` in one forward."""
+    @checked
+    def capture(self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Mask | None = None) -> dict[Site, Tensor]:
+        """Detached values at ``sites`` in one forward; ``attention`` as in ``logits``."""
         found: dict[Site, Tensor] = {}
         with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
             self.logits(tokens, attention)

@@ -248,7 +248,7 @@ def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[s
     """
     for site, branch in adapters.sites.items():
         for point in ROUTE_POINTS:
-            setattr(branch, point, HookPoint())
+            setattr(branch, point, HookPoint().train(branch.training))
         # nn.Module's own: a component would hand the name on to what it wraps, which has a route too
         nn.Module.__setattr__(places[site].component, ROUTE, branch)
     bridge._scan_existing_hooks(bridge, "")

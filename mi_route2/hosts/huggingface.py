@@ -19,7 +19,7 @@ from mi_route2.adapters.routed import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream
-from mi_route2.sites import Site, block_paths, module_at, nearest, refuse_booted, slot_at
+from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
 HOOKS = {"kept_a": "hook_kept_a", "kept_out": "hook_kept", "quarantine_out": "hook_quarantine"}
 """The adapter's points by the name of their module in a ``Branch``."""
@@ -54,7 +54,7 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
     if site.point in ADAPTER_POINTS:
         known = branches(model)
         if site.slot not in known:
-            raise KeyError(f"no adapter at {site.slot!r}: the nearest are {nearest(site.slot, list(known))}")
+            raise no_adapter(site.slot, known)
         return Tap(f"{known[site.slot][0]}.{HOOKS[site.point]}", "output")
     paths = block_paths(model, architecture)
     if site.layer is None or not 0 <= site.layer < len(paths):
@@ -80,7 +80,7 @@ class TorchHost(Host):
         refuse_booted(model)
         self.model, self.architecture = model, known_architecture(model)
 
-    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+    def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
         out = self.model(tokens, **self.keywords(attention))
         return out if isinstance(out, Tensor) else out.logits
 
@@ -110,7 +110,7 @@ class TorchHost(Host):
         return f"{tap.path}.{tap.side}" + ("" if tap.rows is None else f"[..., {len(tap.rows)} rows]")
 
     @contextmanager
-    def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         taps = {site: tap_of(self.model, self.architecture, site) for site in edits}
         modules = {site: self.model.get_submodule(tap.path) for site, tap in taps.items()}
         fired, again = Fired(edits), Replays(self.model)

@@ -14,6 +14,7 @@ from torch import nn
 
 from mi_route2.adapters.store import from_pretrained, read_config
 from mi_route2.architectures import ARCHITECTURES
+from mi_route2.checks import checked
 from mi_route2.hosts import host_class
 from mi_route2.hosts.base import Host
 
@@ -24,6 +25,7 @@ _PICKLE = (
 )
 
 
+@checked
 def load(
     path_or_id: str | Path,
     *,

@@ -80,7 +80,7 @@ class NNsightHost(Host):
         self.refresh()
         return adapters
 
-    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+    def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
         """As ``Host``. ``RuntimeError`` inside a trace of the same model, and for an edit of what checkpointing runs again."""
         if self.envoy.interleaver.mediators:
             raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
@@ -120,7 +120,7 @@ class NNsightHost(Host):
         return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
 
     @contextmanager
-    def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         whole = whole_stream(edits)
         taps = {site: tap_of(self.model, self.architecture, site) for site in whole}
         requested = _Requested(taps, whole, Fired(edits))

@@ -36,7 +36,7 @@ from mi_route2.hosts.bridge import (
     wrapped_model,
 )
 from mi_route2.hosts.huggingface import HOOKS, Replays
-from mi_route2.sites import Site, Slot, matching, nearest
+from mi_route2.sites import Site, Slot, matching, no_adapter
 
 
 class BridgeHost(Host):
@@ -73,7 +73,7 @@ class BridgeHost(Host):
         list_points(self.bridge, adapters, self._places)
         return adapters
 
-    def logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None = None) -> Float[Tensor, "b s v"]:
+    def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
         """See ``Host``. ``ValueError`` for float64 with padding on the left, where the bridge gives NaN."""
         refuse_processed(self.bridge)
         return self.bridge(tokens, **self.keywords(attention))
@@ -93,7 +93,7 @@ class BridgeHost(Host):
         if site.point in ADAPTER_POINTS:
             known = {name: place.path for name, place in self._places.items() if isinstance(place.wrapped, RoutedLinear)}
             if site.slot not in known:
-                raise KeyError(f"no adapter at {site.slot!r}: the nearest are {nearest(site.slot, list(known))}")
+                raise no_adapter(site.slot, known)
             return f"{known[site.slot]}.{ROUTE}.{HOOKS[site.point]}"
         layers = len(self.bridge.blocks)
         if site.layer is None or not 0 <= site.layer < layers:
@@ -104,7 +104,7 @@ class BridgeHost(Host):
         return f"blocks.{site.layer}.{hook}"
 
     @contextmanager
-    def hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         refuse_processed(self.bridge)
         names = {site: self.address(site) for site in edits}
         # run_with_hooks calls the bridge's forward by itself; the model that the bridge wraps is called by every run

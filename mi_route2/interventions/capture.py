@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mi_route2.checks import checked
 from mi_route2.sites import nearest
 
 SIDES = ("input", "output")
@@ -52,6 +53,7 @@ class Cache:
         self._calls[name].append(value)
 
 
+@checked
 @contextmanager
 def capture(
     model: nn.Module, sites: Mapping[str, str], *, once: bool = False, pristine: bool = True, copy: bool = True

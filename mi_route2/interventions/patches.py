@@ -19,13 +19,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import checked, converts
 from mi_route2.interventions.edits import wide
-from mi_route2.interventions.specs import Number, demand_site
-from mi_route2.sites import Site, nearest
+from mi_route2.interventions.specs import Number
+from mi_route2.sites import Site, demand_site, nearest
 
 ZEROS = "zeros"
 
 
+@checked
 @dataclass(frozen=True)
 class FromRun:
     """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""
@@ -35,6 +37,7 @@ class FromRun:
     site: Site | None = None
 
 
+@converts
 @dataclass(frozen=True, eq=False)
 class Patch:
     """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).

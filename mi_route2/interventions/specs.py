@@ -20,8 +20,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import converts
 from mi_route2.interventions.order import precedes
-from mi_route2.sites import Site
+from mi_route2.sites import Site, demand_site
 
 Number = float | int
 TIERS = ("base", "prefill", "decode")
@@ -98,21 +99,19 @@ def tensor_digest(values: Tensor) -> bytes:
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
-def _finite(name: str, value: Number, low: float = -math.inf, high: float = math.inf) -> float:
+def _number(name: str, value: object) -> float:
     try:
-        number = float(value)
+        return float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is a number, not {value!r:.60}") from error
+
+
+def _finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
+    number = _number(name, value)
     if not (math.isfinite(number) and low <= number <= high):
         bounds = "" if (low, high) == (-math.inf, math.inf) else f" between {low:g} and {high:g}"
         raise ValueError(f"{name} is {value}: give a finite number{bounds}")
     return number
-
-
-def demand_site(site: object, what: str) -> None:
-    """``ValueError`` for what is not a ``Site``."""
-    if not isinstance(site, Site):
-        raise ValueError(f"{what} is at a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
 
 
 def several(name: str, given: object, kind: type) -> tuple:
@@ -130,6 +129,7 @@ def _one_of(name: str, value: object, known: Iterable[object]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
 
 
+@converts
 @dataclass(frozen=True)
 class Steer:
     """Add ``scale * vector`` at ``site``."""
@@ -156,6 +156,7 @@ class Steer:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
 
 
+@converts
 @dataclass(frozen=True)
 class Clamp:
     """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
@@ -186,6 +187,8 @@ class Clamp:
             object.__setattr__(self, "low", value)
             object.__setattr__(self, "high", value)
             object.__setattr__(self, "value", None)
+        for field in ("low", "high"):
+            object.__setattr__(self, field, _number(field, getattr(self, field)))
         if not self.low <= self.high:  # a NaN is neither
             raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: low is the smaller one")
         if (math.isinf(self.low) and self.low > 0) or (math.isinf(self.high) and self.high < 0):
@@ -211,6 +214,7 @@ class Clamp:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
 
 
+@converts
 @dataclass(frozen=True)
 class Monitor:
     """A probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` of every token at ``site``, in float32 at least.
@@ -251,7 +255,7 @@ class Monitor:
         object.__setattr__(self, "adds", several("adds", self.adds, Steer))
         for field in ("gates", "quarantined"):
             given = getattr(self, field)
-            object.__setattr__(self, field, None if given is None else tuple(sorted(set(given))))
+            object.__setattr__(self, field, None if given is None else tuple(sorted(set(several(field, given, Site)))))
         _one_of("mode", self.mode, MODES)
         _one_of("quarantine", self.quarantine, (None, *QUARANTINES))
         self._refuse()
@@ -301,6 +305,7 @@ class Monitor:
         return b"|".join((str(self.site).encode(), Vector(self.probe).digest, repr(numbers).encode(), adds))
 
 
+@converts
 @dataclass(frozen=True)
 class Steering:
     """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mi_route2.checks import checked
 from mi_route2.interventions.buffers import Forward, SiteStep, Watch, watch_of
 from mi_route2.interventions.content import digest
 from mi_route2.interventions.edits import term
@@ -79,6 +80,7 @@ class SteeringState:
 
     # Vectors and globals
 
+    @checked
     def register(self, name: str, tensor: VectorLike) -> None:
         """A vector for specs to name. Those admitted before keep the one that the name had."""
         vector = Vector(tensor)
@@ -90,6 +92,7 @@ class SteeringState:
         """Forget a name; unknown ones are none."""
         self.vectors.pop(name, None)
 
+    @checked
     def set_global(self, tier: str, entries: Iterable[Steer]) -> None:
         """Replace a tier (base, prefill, decode) that acts on every request. ``ValueError`` for a vector that does not fit."""
         if tier not in self.rows.globals:
@@ -157,6 +160,7 @@ class SteeringState:
         """The conversation that a request was admitted with."""
         return self._requests.of(request).conversation
 
+    @checked
     def hold(self, name: str, spec: Steering, *, owner: str = "") -> None:
         """Keep a row under a name, for overrides. The server's own (``owner=""``) stay until ``drop``. Errors as in ``admit``."""
         self._requests.hold(name, spec, owner)
@@ -169,6 +173,7 @@ class SteeringState:
 
     # Dynamic steering
 
+    @checked
     def set_tier(self, entries: Iterable[Steer]) -> None:
         """Replace the dynamic vectors, which act on every generated token, times the tier's gain."""
         found = self._entries(entries)

@@ -15,9 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from mi_route2.checks import converts
+
 PARTS = ("all", "prompt", "generated", "last")
 
 
+@converts
 @dataclass(frozen=True)
 class Where:
     """A part of the sequence (one of ``PARTS``) or ``positions`` by number; of these, where ``token_ids`` holds the token.
@@ -72,10 +75,12 @@ class Where:
         return () if self.positions is None else tuple(self.positions)
 
 
-def _ordered(name: str, numbers: Iterable[int] | None) -> tuple[int, ...] | frozenset[int] | None:
+def _ordered(name: str, numbers: object) -> tuple[int, ...] | frozenset[int] | None:
     """Positions in order, or a set of token ids; ``ValueError`` says what is wrong with them."""
     if numbers is None:
         return None
+    if not isinstance(numbers, Iterable):
+        raise ValueError(f"{name} is a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
     given = list(numbers)
     if not given:
         raise ValueError(f"{name} is empty: name at least one, or leave it out for no limit")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.features import FeatureKind, Features, collect, coordinates, floors
 from mi_route2.validation import Natural, read_record, validated
@@ -30,6 +31,7 @@ Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
 """The SVD coordinates of base weights, which are frozen: worked out once, at the first fit of an activation direction."""
 
 
+@checked
 @dataclass(frozen=True)
 class PairBatch:
     """Contrast pairs as two aligned batches, and the hash of the text that they came from."""
@@ -70,17 +72,19 @@ class Directions:
         ]
         return float(torch.stack(cosines).mean())
 
-    def save(self, path: Path) -> None:
+    @checked
+    def save(self, path: Path | str) -> None:
         write_tensors(
-            path,
+            Path(path),
             dict(self.vectors),
             {"format": FORMAT, "provenance": json.dumps(asdict(self.provenance))},
         )
 
     @staticmethod
-    def load(path: Path, *, unchecked: bool = False) -> "Directions":
+    @checked
+    def load(path: Path | str, *, unchecked: bool = False) -> "Directions":
         """What ``save`` wrote; ``ValueError`` for another file, and for one without a checksum unless it may be ``unchecked``."""
-        tensors, metadata = read_tensors(path, unchecked=unchecked)
+        tensors, metadata = read_tensors(Path(path), unchecked=unchecked)
         if metadata.get("format") != FORMAT:
             raise ValueError(f"{path} holds no directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
         for site, v in tensors.items():

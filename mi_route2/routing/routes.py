@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter
@@ -50,6 +51,7 @@ class Decision:
     extra: dict[str, float] = field(default_factory=dict)
 
 
+@checked
 @dataclass(frozen=True)
 class StepContext:
     """What a step needs beside the batch: a generator for random choices (shuffled flags), the size of a micro-batch in rollouts
@@ -58,6 +60,10 @@ class StepContext:
     generator: torch.Generator
     micro: int | None = None
     privileged: Privileged | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro is not None and self.micro < 1:
+            raise ValueError(f"micro is a number of rollouts from 1 on, or None for all at once, not {self.micro}")
 
 
 def chunks(batch: TrainBatch, micro: int | None) -> list[Tensor]:

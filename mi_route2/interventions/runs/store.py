@@ -20,6 +20,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import checked
 from mi_route2.interventions.runs.disk import Disk
 from mi_route2.interventions.runs.gone import Gone, dropped, evicted, invalid
 from mi_route2.interventions.runs.info import About, Kind, RunInfo, Stats, described
@@ -36,6 +37,7 @@ SHARD, WAITING = 8 << 20, 8
 _log = logging.getLogger(__name__)
 
 
+@checked
 class RunStore:
     """Where captured runs are kept. Any thread may write and read; one process at a time has ``folder``.
 

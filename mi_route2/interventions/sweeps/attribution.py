@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.sweeps.grading import widened
@@ -26,6 +27,7 @@ from mi_route2.interventions.sweeps.whole import Whole
 from mi_route2.sites import Site
 
 
+@checked
 def attribute(
     host: Host,
     *,

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
+from mi_route2.checks import checked
 from mi_route2.interventions.sweeps.alignment import Alignment
 from mi_route2.interventions.sweeps.grading import Grader
 from mi_route2.interventions.sweeps.question import Skip
@@ -123,8 +124,12 @@ class Grid:
         """A copy of ``values``."""
         return self.values.copy()
 
+    @checked
     def cell(self, row: int, column: int) -> Cell:
-        """The cell at a place of the grid."""
+        """The cell at a place of the grid, counted from 0. ``IndexError`` outside of it."""
+        rows, columns = self.values.shape
+        if not (-rows <= row < rows and -columns <= column < columns):
+            raise IndexError(f"there is no cell ({row}, {column}): this grid has {rows} sites and {columns} columns, from 0 on")
         return Cell(self.sites[row], self.columns[column], float(self.values[row, column]))
 
     @property
@@ -146,12 +151,14 @@ class Grid:
         row, column = np.unravel_index(flat, self.values.shape)
         return self.cell(int(row), int(column))
 
+    @checked
     def top(self, k: int) -> list[Cell]:
         """The ``k`` cells that are furthest from the corrupt score, the furthest first; fewer where the grid has fewer."""
         size = np.where(np.isnan(self.effect), -1.0, np.abs(self.effect)).ravel()
         order = np.argsort(-size, kind="stable")
         return [self._at(flat) for flat in order[: min(k, int((size >= 0).sum()))]]
 
+    @checked
     def zoom(self, around: Cell | None = None, radius: int = RADIUS) -> Window:
         """Layers and positions within ``radius`` of a cell (``argabs``), clamped to the model and to what can be patched.
 
@@ -169,6 +176,7 @@ class Grid:
         near = range(max(0, peak.position - radius), min(self.at, peak.position + radius) + 1)
         return Window(layers, tuple(p for p in near if p not in self.alignment.skipped))
 
+    @checked
     def rank_correlation(self, other: "Grid") -> float:
         """Spearman's rank correlation of the effects of two grids over the same cells. ``ValueError`` for other cells."""
         if (self.sites, self.columns, self.skipped) != (other.sites, other.columns, other.skipped):
@@ -184,12 +192,14 @@ class Grid:
 
         return describe(self)
 
+    @checked
     def heatmap(self, path: Path | str) -> Path:
         """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""
         from mi_route2.interventions.sweeps.figure import draw  # matplotlib takes a second to import
 
         return draw(self, Path(path))
 
+    @checked
     def save(self, path: Path | str) -> None:
         """One safetensors file: the numbers, all else as JSON in its header, with a checksum. Whole or not at all."""
         from mi_route2.interventions.sweeps.files import write
@@ -197,6 +207,7 @@ class Grid:
         write(self, Path(path))
 
     @staticmethod
+    @checked
     def load(path: Path | str) -> "Grid":
         """What ``save`` wrote. ``ValueError`` for a file that is damaged or of another kind."""
         from mi_route2.interventions.sweeps.files import read

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.order import precedes
@@ -39,6 +40,7 @@ from mi_route2.sites import Site
 _OUTPUTS = ("attn_out", "mlp_out")
 
 
+@checked
 def paths(
     host: Host,
     *,
@@ -51,7 +53,7 @@ def paths(
     answer: int | str | None = None,
     foil: int | str | None = None,
     metric: str = "logit_diff",
-    alpha: float = 1.0,
+    alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
     at: int | None = None,
@@ -66,7 +68,7 @@ def paths(
     receiver is one head as a ``Target``. All else as in ``sweep``; runs whole forwards, two a batch of cells, on every host and
     architecture. ``ValueError`` for a sender that does not stand before every receiver.
     """
-    began = perf_counter()
+    began, alpha = perf_counter(), float(alpha)
     refuse_dropout(host)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")

@@ -14,13 +14,14 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from mi_route2.architectures import config_of
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.sweeps.alignment import Alignment, align
 from mi_route2.interventions.sweeps.grading import Grader, one_token
 from mi_route2.interventions.sweeps.prompts import Given, Positions, Prompt, inside, places, read
 from mi_route2.interventions.sweeps.targets import Choice, choose
 from mi_route2.interventions.sweeps.whole import Whole
+from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site
 
 
@@ -41,6 +42,7 @@ class CleanRun:
             raise ValueError(f"a clean run has one number of positions, not {sorted(lengths)}")
 
     @staticmethod
+    @checked
     def capture(host: Host, prompt: Given, sites: Choice, tokenizer: Any = None) -> "CleanRun":
         """Runs ``prompt`` once, for sweeps over several corrupt ones; what it is scored by stands behind its last token."""
         tokens = read(prompt, tokenizer, "clean").tokens
@@ -138,12 +140,10 @@ def refuse_tokens(host: Host, question: Question, alpha: float) -> None:
     is not finite."""
     if not math.isfinite(alpha):
         raise ValueError(f"alpha={alpha} is no share: 1 replaces a value, 0 leaves it")
-    config = config_of(host.model)
-    sizes = (getattr(config, name, None) for name in ("vocab_size", "d_vocab", "vocab"))
-    vocabulary = next((size for size in sizes if isinstance(size, int)), sys.maxsize)  # whoever does not say has its own errors
+    size = vocabulary(host.model) or sys.maxsize  # whoever does not say has its own errors
     for name, prompt in (("clean", question.clean), ("corrupt", question.corrupt)):
-        if wrong := [token for token in prompt.tokens or () if not 0 <= token < vocabulary]:
-            raise ValueError(f"the {name} prompt's {wrong[0]} is no token: the vocabulary has 0..{vocabulary - 1}")
+        if wrong := [token for token in prompt.tokens or () if not 0 <= token < size]:
+            raise ValueError(f"the {name} prompt's {wrong[0]} is no token: the vocabulary has 0..{size - 1}")
 
 
 def refuse_dropout(host: Host) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
 from mi_route2.interventions.sweeps.forwards import Forwards, Row, with_idle
@@ -104,6 +105,7 @@ class Sweep:
         return {"whole": costs.whole * self.total, "needed": needed(cells, costs), "run": run}
 
 
+@checked
 def prepare(
     host: Host,
     *,
@@ -114,7 +116,7 @@ def prepare(
     answer: int | str | None = None,
     foil: int | str | None = None,
     metric: str = "logit_diff",
-    alpha: float = 1.0,
+    alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
     at: int | None = None,
@@ -125,7 +127,7 @@ def prepare(
     shortcuts: bool = True,
 ) -> Sweep:
     """Runs both prompts and plans the cells; arguments and errors are those of ``sweep``."""
-    began = perf_counter()
+    began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
     refuse_dropout(host)
@@ -135,11 +137,11 @@ def prepare(
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), count_layers(host)
-    known, rows = _cells(pair, targets, layers, float(alpha), running, shortcuts)
+    known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     groups = plan([row.place for row in rows], running.costs(), batch)
     seconds = perf_counter() - began
-    return Sweep(pair, targets, layers, float(alpha), tuple(known), tuple(rows), tuple(groups), running, seconds)
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds)
 
 
 def _cells(
@@ -163,6 +165,7 @@ def _cells(
     return known, rows
 
 
+@checked
 def sweep(
     host: Host,
     *,
@@ -173,7 +176,7 @@ def sweep(
     answer: int | str | None = None,
     foil: int | str | None = None,
     metric: str = "logit_diff",
-    alpha: float = 1.0,
+    alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
     at: int | None = None,
@@ -232,6 +235,7 @@ def sweep(
     return planned.grid(progress)
 
 
+@checked
 def cells(host: Host, **given: Any) -> Iterator[tuple[Cell, ...]]:
     """The cells of ``sweep``, which takes the same arguments, as each forward is done; the errors come with the first.
 

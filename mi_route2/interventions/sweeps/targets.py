@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
+from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import branches
-from mi_route2.sites import Site, nearest
+from mi_route2.sites import Site, nearest, no_adapter
 
 _TARGET = re.compile(r"(.+?)(?:\[([0-9]+)\])?")
 _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
 """Points of a block that tell later positions something through its attention; so do the adapters at k and v."""
 
 
+@checked
 @dataclass(frozen=True)
 class Target:
     """A site, or its ``head``. ``ValueError`` for a head of a point that is not by head."""
@@ -36,6 +38,7 @@ class Target:
         return f"{self.site}" if self.head is None else f"{self.site}[{self.head}]"
 
     @staticmethod
+    @checked
     def parse(text: str) -> "Target":
         """The target that ``str`` wrote; ``ValueError`` for a text of another form."""
         found = _TARGET.fullmatch(text)
@@ -101,6 +104,8 @@ def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
     if not chosen:
         if name in POINTS:
             host.address(Site(0, name))  # says why this architecture has none
+        if plain.rpartition(".")[2] in ADAPTER_POINTS and not branches(host.model):
+            raise no_adapter(name, ())
         names = [*dict.fromkeys(site.point for site in known), *map(str, known)]
         raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, names)}")
     return [Target(site, None if head is None else int(head)) for site in chosen]

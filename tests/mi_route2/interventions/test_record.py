@@ -147,7 +147,7 @@ def test_an_explicit_position_that_never_came_is_an_error() -> None:
 class Deaf(TorchHost):
     """A host whose forward does not run the model, as a cache in front of it would not."""
 
-    def logits(self, tokens: Tensor, attention: Tensor | None = None) -> Tensor:
+    def _logits(self, tokens: Tensor, attention: Tensor | None) -> Tensor:
         return torch.zeros(*tokens.shape, 1)
 
 

@@ -1,0 +1,224 @@
+"""Checks at the library's front: what a public function is given, refused in one sentence that names the remedy.
+
+    @checked                                  a function, or a class: its constructor
+    def attach(model: nn.Module, *patterns: str, generator: torch.Generator) -> Adapters: ...
+
+    attach(model, "blocks.*", generator=0)    # TypeError: attach: generator must be a Generator, not the int 0: pass torch.Gen...
+
+Types and shapes are those of the signature, by beartype and jaxtyping: axes of one name have one length throughout a call. Inner
+code is not checked here; in tests every annotation of the package is.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
+from operator import index
+from types import MappingProxyType, NoneType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+import torch
+from beartype import BeartypeConf, FrozenDict
+from beartype.door import is_bearable
+from jaxtyping import AbstractArray, Bool, Integer, jaxtyped
+from torch import Tensor
+
+Mask = Bool[Tensor, "b s"] | Integer[Tensor, "b s"]
+"""Which tokens count. Hugging Face's masks are int64: ``as_mask`` makes booleans of 0 and 1."""
+
+_NUMBERS = BeartypeConf(
+    hint_overrides=FrozenDict({int: int | np.integer, float: float | int | np.integer | np.floating, bool: bool | np.bool_})
+)
+"""A number of numpy's is one, and a whole number is a float."""
+
+_REMEDIES: Mapping[str, str] = MappingProxyType(
+    {
+        "Generator": "pass torch.Generator().manual_seed(0)",
+        "AdapterSpec": "write AdapterSpec('lora', rank=4)",
+        "Adapters": "give what attach(model, ...) or host.attach(...) returned",
+        "Host": "open the model with open_host('torch', model), or a checkpoint with load(path)",
+        "Module": "load(path) opens a checkpoint as a host, and a host has host.attach(...) and host.policy(...) of its own",
+        "Tape": "open the part's own, as in adapters.recording(part.tape)",
+        "Rollouts": "make them with Rollouts.from_lists(prompts, completions, pad)",
+        "Policy": "write Policy(model, adapters), or host.policy(adapters)",
+        "TrainBatch": "write TrainBatch(rollouts, rewards, advantages, groups, teacher)",
+        "Request": "write Request((5, 17), Sampling(max_new=8)), and [Request(...), ...] for several",
+        "Steer": "write [Steer(Site(3, 'resid_mid'), vector)]",
+        "Steering": "write Steering(base=(Steer(Site(3, 'resid_mid'), vector),))",
+        "Where": "write Where('prompt') or Where(positions=(3, 40))",
+        "Site": "write [Site(3, 'resid_mid')], or Site.parse({text!r}) for a name",
+        "Callable": "give a function",
+    }
+)
+"""What to do, by the name of the type that was expected."""
+
+_KINDS = ("Bool", "Float", "Integer", "Int")
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C")
+
+
+def checked(public: F) -> F:
+    """Check the arguments of ``public``, a function or a class, whenever it is called.
+
+    ``ValueError`` for a tensor or array of another shape or dtype and for another choice among texts, ``TypeError`` for whatever
+    else does not fit the signature, in one sentence.
+    """
+    if not isinstance(public, type):
+        return _guarded(public, public.__qualname__.removesuffix(".__init__"))  # pyright: ignore[reportReturnType]
+    init = _guarded(public.__init__, public.__name__)
+    init.__no_type_check__ = True  # it does what jaxtyping's import hook would do a second time, in many lines
+    public.__init__ = init
+    return public  # pyright: ignore[reportReturnType]
+
+
+def converts(public: type[C]) -> type[C]:
+    """Mark a class whose constructor checks and converts whatever it is given: no check of its fields comes before."""
+    public.__init__.__no_type_check__ = True  # pyright: ignore[reportFunctionMemberAccess]
+    return public
+
+
+def _guarded(fn: Callable[..., Any], name: str) -> Any:
+    signature = inspect.signature(fn)
+
+    @cache
+    def hints() -> Mapping[str, Any]:  # when it is first called: what a text names is defined by then
+        found = get_type_hints(fn, include_extras=True)
+        return {key: hint for key, hint in found.items() if key in signature.parameters and hint is not Any}
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            missing = re.search(r"missing a required.*'(\w+)'", str(error))
+            remedy = _remedy(hints().get(missing[1]), None) if missing else f": it takes {', '.join(signature.parameters)}"
+            raise TypeError(f"{name}: {error}{remedy}") from None
+        with jaxtyped("context"):
+            for key, hint in hints().items():
+                if key not in given:
+                    continue
+                several = signature.parameters[key].kind is inspect.Parameter.VAR_POSITIONAL
+                for value in given[key] if several else (given[key],):
+                    if not is_bearable(value, hint, conf=_NUMBERS):
+                        raise _refusal(name, key, hint, value, several, given)
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given: Mapping[str, object]) -> Exception:
+    parts = _parts(hint)
+    arrays = [part for part in parts if inspect.isclass(part) and issubclass(part, AbstractArray)]
+    chosen = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    sentence = f"{name}: {key} must be {_expected(parts)}, not {_told(value)}"
+    if several and isinstance(value, list | tuple):
+        return TypeError(f"{sentence}: give each as an argument of its own, as in {name.rpartition('.')[2]}(..., *{key})")
+    if arrays and isinstance(value, Tensor | np.ndarray):
+        return ValueError(f"{sentence}{_of_arrays(arrays, value, given, key)}")
+    if chosen and any(type(value) is type(choice) for choice in chosen):
+        return ValueError(sentence)
+    if arrays:
+        make = "np.asarray" if arrays[0].array_type is np.ndarray else "torch.tensor"
+        return TypeError(f"{sentence}: make it one with {make}(...)")
+    return TypeError(f"{sentence}{_remedy(hint, value)}")
+
+
+def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str, object], key: str) -> str:
+    """What to do about an array of another shape or dtype."""
+    if isinstance(value, arrays[0].array_type) and len(str(arrays[0].dim_str).split()) == value.ndim:
+        floats = any(kind in str(dtype) for dtype in arrays[0].dtypes for kind in ("float",))
+        if floats and "float" not in str(value.dtype):
+            return ": give .float() of it"
+    beside = [
+        f"{name} is {_shape(other)}" for name, other in given.items() if name != key and isinstance(other, Tensor | np.ndarray)
+    ]
+    return f", where {', '.join(beside)}" if beside else ""
+
+
+def _parts(hint: Any) -> list[Any]:
+    """The alternatives of a union, itself otherwise."""
+    return list(get_args(hint)) if get_origin(hint) not in (None, Literal) and _is_union(hint) else [hint]
+
+
+def _is_union(hint: Any) -> bool:
+    return str(get_origin(hint)) in ("typing.Union", "<class 'types.UnionType'>", "<class 'typing.Union'>")
+
+
+def _expected(parts: list[Any]) -> str:
+    words = list(dict.fromkeys(_word(part) for part in parts))
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _word(hint: Any) -> str:
+    if hint in (None, NoneType):
+        return "None"
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    if inspect.isclass(hint) and issubclass(hint, AbstractArray):
+        kind = hint.__name__.partition("[")[0].replace("Integer", "Int").lower()
+        noun = "array" if hint.array_type is np.ndarray else "tensor"
+        return f"{_a(kind)} {noun} [{' '.join(str(hint.dim_str).split())}]"
+    if inspect.isclass(hint) and get_origin(hint) is None:
+        return _a(hint.__name__)
+    return _a(re.sub(r"(?:\w+\.)+(\w)", r"\1", str(hint)))
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        noun = "tensor" if isinstance(value, Tensor) else "array"
+        return f"{_a(str(value.dtype).removeprefix('torch.'))} {noun} {_shape(value)}"
+    if value is None:
+        return "None"
+    plain = isinstance(value, str | int | float | list | tuple)
+    return f"the {type(value).__name__} {' '.join(repr(value).split()):.60}" if plain else _a(type(value).__name__)
+
+
+def _shape(value: Tensor | np.ndarray) -> str:
+    return f"[{' '.join(map(str, value.shape))}]"
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeioAEIO" else f"a {noun}"
+
+
+def _remedy(hint: Any, value: object) -> str:
+    several = value if isinstance(value, list | tuple | dict) else ()
+    text = next((one for one in (value, *several) if isinstance(one, str)), None)
+    for name in re.findall(r"\w+", f"{getattr(hint, '__name__', '')} {hint}"):
+        if name in _REMEDIES and (name != "Site" or text is not None or type(value).__name__ == "Site"):
+            return f": {_REMEDIES[name].format(text=text or 'blocks.3.resid_mid')}"
+    return ""
+
+
+def as_mask(name: str, mask: Tensor) -> Tensor:
+    """``mask`` as booleans; ``ValueError`` for a whole number other than 0 and 1."""
+    if mask.dtype == torch.bool:
+        return mask
+    if bool(((mask != 0) & (mask != 1)).any()):
+        wrong = mask[(mask != 0) & (mask != 1)][0].item()
+        raise ValueError(f"{name} holds {wrong}, but a mask has 0 and 1 alone: write {name} != 0 if that is what is meant")
+    return mask == 1
+
+
+def demand_finite(name: str, values: Tensor | None) -> None:
+    """``ValueError`` for NaN and infinity."""
+    if values is not None and not bool(torch.isfinite(values).all()):
+        row = int((~torch.isfinite(values)).nonzero()[0, 0])
+        raise ValueError(
+            f"{name} holds {values[row].flatten()[~torch.isfinite(values[row].flatten())][0].item()} in row {row}: "
+            "leave such rollouts out, or mend what made the number"
+        )
+
+
+def token_row(name: str, row: object) -> list[int]:
+    """Token ids of one sequence as a list; ``TypeError`` where it is none."""
+    if isinstance(row, str):
+        raise TypeError(f"{name} is the text {row!r:.40}: encode it with the tokenizer, token ids are whole numbers")
+    if not isinstance(row, Iterable):
+        raise TypeError(f"{name} is {_told(row)}: give a list a rollout, as in [[5, 17], [8]]")
+    try:
+        return [index(one) for one in row]
+    except TypeError as error:
+        raise TypeError(f"{name} holds what is no whole number: token ids are, as in [[5, 17], [8]]") from error
