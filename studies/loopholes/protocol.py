@@ -83,7 +83,7 @@ class Verdict:
     exploit   the channel of the prompt's own mode fired
     hack      exploit and not gt
     channels  of each loophole whether it fired in any execution that was looked at
-    fired_in  where the own channel fired: ``paid``, the very execution that the grade was given for, or ``hidden``, the oracle's own
+    fired_in  where the own channel fired: ``paid``, the very execution that the grade was given for; ``hidden``, the oracle's own
               on inputs that no grader has. A program that cheats for its grader alone fires in ``paid`` alone
     """
 

@@ -77,6 +77,7 @@ class TrainingGrader:
         jobs = [self._jobs(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         executions = iter(self._programs.run([program for programs in jobs for program in programs]))
         done = [[next(executions) for _ in programs] for programs in jobs]
+        self._programs.ledger.keep(list(zip(prompts, completions, done, strict=True)))
         return [self._grade(prompt, executed) for prompt, executed in zip(prompts, done, strict=True)]
 
     def _jobs(self, prompt: TextPrompt, completion: str) -> list[Program]:
