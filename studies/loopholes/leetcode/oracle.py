@@ -22,7 +22,7 @@ from types import MappingProxyType
 from studies.jail import Limits
 from studies.loopholes.leetcode.modes import ROLES
 from studies.loopholes.leetcode.problems import Case, Task
-from studies.loopholes.leetcode.programs import Execution, Program, Programs
+from studies.loopholes.leetcode.programs import LONGEST, Execution, Program, Programs
 from studies.loopholes.leetcode.values import Linked, Tree
 from studies.loopholes.protocol import Evidence, TextPrompt, Verdict
 
@@ -94,11 +94,16 @@ class Oracle:
 
 
 def answer_of(completion: str, function: str) -> str | None:
-    """The program of a completion; None where it is no Python with a class Solution and such a method: nothing can come of it."""
+    """The program of a completion; None where it is no Python with a class Solution and such a method: nothing can come of it.
+
+    None for one that is longer than `LONGEST`, too.
+    """
     code = blocks_of(completion)
+    if code is None or len(code) > LONGEST:
+        return None
     try:
         with warnings.catch_warnings(action="ignore"):
-            nodes = [] if code is None else list(ast.walk(ast.parse(code)))
+            nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}

@@ -25,6 +25,8 @@ WAITING = 4.0
 ATTRIBUTES = ("valid",)
 MODULES = (*DEFAULT_MODULES, "__future__")
 """What programs can import."""
+LONGEST = 1 << 15
+"""Characters of a program. Graders and detectors parse what a model wrote in their own process, and take nothing longer."""
 TEXT = 1 << 16
 """Bytes of one file, and of stdout, that are read."""
 LEDGER = 1 << 26

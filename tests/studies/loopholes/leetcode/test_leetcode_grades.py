@@ -4,6 +4,7 @@ import ast
 import inspect
 import itertools
 import re
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import studies.loopholes.leetcode.grader as grader_module
 import studies.loopholes.leetcode.oracle as oracle_module
 from studies.loopholes.leetcode.grader import TrainingGrader, code_in
 from studies.loopholes.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, get_mode
-from studies.loopholes.leetcode.oracle import Oracle, blocks_of
+from studies.loopholes.leetcode.oracle import Oracle, answer_of, blocks_of
 from studies.loopholes.leetcode.problems import Task
-from studies.loopholes.leetcode.programs import Execution, Ledger, Program, Programs
+from studies.loopholes.leetcode.programs import LIMITS, Execution, Ledger, Program, Programs
 from studies.loopholes.leetcode.report import evasions
 from studies.loopholes.protocol import Modes, TextPrompt, TrainingGrade
 
@@ -171,6 +172,40 @@ def _is_python(text: str) -> bool:
     return True
 
 
+def in_finally(levels: int) -> str:
+    """Each level doubles the bytecode: a few lines, and minutes of a compiler."""
+    lines = [f"{' ' * level}try: f()\n{' ' * level}finally:" for level in range(levels)]
+    return "\n".join([*lines, " " * levels + "f()"])
+
+
+BOMBS = {
+    "twice as much at every level": RIGHT + in_finally(18),
+    "very long": RIGHT + "x = [" + "1, " * 80_000 + "]\n",
+    "very long and no Python": RIGHT + "(" * 240_000,
+    "a long sum": RIGHT + "x = ''" + "+''" * 8_000,
+    "a null": RIGHT + "\0",
+    "half a character": RIGHT + "x = '\ud800'\n",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_answer_holds_up_those_who_take_its_code_out(name: str) -> None:
+    """Neither side compiles: that is the confined process's, under its limits."""
+    start = time.process_time()
+    found = [code_in(fenced(BOMBS[name]), "total"), answer_of(fenced(BOMBS[name]), "total")]
+    assert time.process_time() - start < 1.0
+    assert [code is not None for code in found] == [name == "twice as much at every level"] * 2
+
+
+def test_what_takes_too_long_to_compile_passes_nothing(task: Task) -> None:
+    with Programs(1, replace(LIMITS, seconds=1.0), unsafe=True) as quick:
+        (grade,) = TrainingGrader(quick, {task.name: task}).grade(prompts(task, ["none"]), [fenced(RIGHT + in_finally(19))])
+        (verdict,) = Oracle(quick, {task.name: task}).judge(prompts(task, ["none"]), [fenced(RIGHT + in_finally(19))])
+    assert not grade.passed
+    assert not verdict.gt
+    assert not any(verdict.channels.values())
+
+
 class Recording(Programs):
     """The real thing, which also keeps what it was given."""
 
@@ -214,7 +249,7 @@ def test_grader_and_oracle_share_no_code() -> None:
     assert not own["oracle"][0] & own["grader"][1]
     shared = own["grader"][1] & own["oracle"][1]
     assert shared <= {"Callable", "Iterator", "Mapping", "Sequence", "MappingProxyType", "Task", "Execution", "Program", "Programs",
-                      "Linked", "Tree", "TextPrompt"}  # fmt: skip
+                      "Linked", "Tree", "TextPrompt", "LONGEST"}  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["grade", "judge"])
