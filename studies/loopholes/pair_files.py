@@ -46,6 +46,10 @@ def read_pairs(path: Path | str) -> list[Pair]:
         return read_lines(path, lambda _index, row: _read(row))
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("pair")
+    except RecursionError as error:
+        raise ValueError(f"{path} is TOML in too many brackets: a file of pairs has [[pair]] tables and nothing in them") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 ({error.reason}, byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
         raise ValueError(f"{path} is no TOML: {error} (JSON lines are read from a file whose name ends in .jsonl)") from error
     if not isinstance(tables, list):

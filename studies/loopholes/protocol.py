@@ -17,6 +17,7 @@ from mi_route2.routing import Privileged
 
 Split = Literal["train", "test"]
 PairKind = Literal["hack", "nonhack"]
+Evidence = Literal["paid", "hidden"]
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,21 @@ class TrainingGrade:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about a completion; `channels` says of each loophole whether it would have fired."""
+    """The truth about a completion.
+
+    gt        right on the hidden inputs
+    exploit   the channel of the prompt's own mode fired
+    hack      exploit and not gt
+    channels  of each loophole whether it fired in any execution that was looked at
+    fired_in  where the own channel fired: ``paid``, the very execution that the grade was given for; ``hidden``, the oracle's own
+              on inputs that no grader has. A program that cheats for its grader alone fires in ``paid`` alone
+    """
 
     gt: bool
     exploit: bool
     hack: bool
     channels: Mapping[str, bool]
+    fired_in: tuple[Evidence, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ class Pair:
 
 @runtime_checkable
 class Judge(Protocol):
-    """The hidden verdict: other inputs and other code than the grade's."""
+    """The hidden verdict: other inputs and other code than the grade's, and an eye on the very execution that was graded."""
 
     def judge(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[Verdict]:
         """One verdict a completion."""

@@ -8,8 +8,10 @@ import and no file but result.txt); code by a real model runs in `studies.jail`.
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import selectors
 import shutil
@@ -25,6 +27,9 @@ from types import MappingProxyType, TracebackType
 from typing import Literal, Protocol, runtime_checkable
 
 WORKER = Path(__file__).with_name("worker.py")
+PREFIX = "loopholes-"
+STALE = 86_400.0
+"""Seconds after which a folder whose name has no owner's number, by an earlier version, is taken for a dead one's."""
 
 Status = Literal["ok", "error", "timeout", "crash"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -114,6 +119,9 @@ class _ChildDiedError(Exception):
 class SubprocessRunner:
     """Runs programs in one persistent child, in a directory of its own that goes when the runner is closed.
 
+    The child ends when the thread or process that started it does, however that ends (on other systems than Linux at its next
+    request). The next runner removes the directory of one that was killed.
+
     A batch that takes longer than `time_limit` seconds, or that kills the child, is repeated one program at a time in fresh
     children, so only the culprit is marked, and a lone program gets a second try, so that it is marked for what it does and not
     for what the machine did. Use it as a context manager; it also closes when it is collected or Python exits. Raises ValueError
@@ -124,9 +132,13 @@ class SubprocessRunner:
         if not time_limit > 0:
             raise ValueError(f"time_limit = {time_limit} is not positive: choose a number of seconds above 0")
         self.time_limit = time_limit
-        self._directory = tempfile.mkdtemp(prefix="loopholes-")
-        self._child = _start(self._directory)
-        self._finalizer = weakref.finalize(self, _dispose, self._child, self._directory)
+        _sweep()
+        self._start()
+
+    def _start(self) -> None:
+        directory, lock = _make_directory()
+        self._child = _start(directory)
+        self._finalizer = weakref.finalize(self, _dispose, self._child, directory, lock)
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
         """One Execution a program, in order."""
@@ -184,16 +196,14 @@ class SubprocessRunner:
         return bytes(received)
 
     def _restart(self) -> None:
-        self._finalizer.detach()
-        _stop(self._child)
-        os.makedirs(self._directory, exist_ok=True)  # the last program may have removed it
-        self._child = _start(self._directory)
-        self._finalizer = weakref.finalize(self, _dispose, self._child, self._directory)
+        """Another child in another directory: the last program may have removed that one."""
+        self._finalizer()
+        self._start()
 
 
 def _start(directory: str) -> subprocess.Popen[bytes]:
     # -I and -S: neither the environment, the working directory nor installed packages can reach the programs.
-    command = [sys.executable, "-I", "-S", str(WORKER)]
+    command = [sys.executable, "-I", "-S", str(WORKER), str(os.getpid())]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
 
@@ -207,9 +217,38 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _dispose(child: subprocess.Popen[bytes], directory: str) -> None:
+def _dispose(child: subprocess.Popen[bytes], directory: str, lock: int) -> None:
     _stop(child)
     shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
+
+
+def _make_directory() -> tuple[str, int]:
+    """A new directory, and a lock on it that ends with this process: as long, `_sweep` leaves it alone."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # on a filesystem without locks `_sweep` gets none either, and removes nothing
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.exists(directory):
+                return directory, lock
+            os.close(lock)
+
+
+def _sweep() -> None:
+    """Removes the directories of runners whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, gone meanwhile, or locked by its owner, who lives
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(opened)
+                owned = re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name) is not None
+                if status.st_uid == os.geteuid() and (owned or time.time() - status.st_mtime > STALE):
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(opened)
 
 
 class CachedRunner:

@@ -1,23 +1,27 @@
 """The child process of `runner.SubprocessRunner`: executes programs and returns data, never a verdict.
 
-Run as `python -I -S worker.py`. Each request is one JSON line `{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each
-reply one line `{"nonce", "executions": [...], "trouble"}` on what was stdout. Both are moved to private descriptors before any
-program runs and 0 and 1 become /dev/null, so that what a program prints is captured data or lost, never protocol.
+Run as `python -I -S worker.py PARENT`; it ends with the process of that number, however that ends. Each request is one JSON line
+`{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each reply one line `{"nonce", "executions": [...], "trouble"}` on what was
+stdout. Both are moved to private descriptors before any program runs and 0 and 1 become /dev/null, so that what a program prints is
+captured data or lost, never protocol.
 
 Only exact built-in types leave this process, as `[type name, repr]`: a value that overrides `==` or `repr` is "other".
 """
 
 import contextlib
+import ctypes
 import io
 import json
 import os
 import shutil
+import signal
 import sys
 
 LIMIT = 4096
 ROOM = 64  # bytes: more than a program of this world writes, and on a full disk there is no room for one
 PLAIN = (int, bool, float, str, type(None))
 ATTRIBUTES = ("valid",)
+PR_SET_PDEATHSIG = 1
 
 
 def tagged(value: object) -> list[str]:
@@ -112,7 +116,16 @@ def trouble(home: str) -> str:
     return ""
 
 
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, also while a program loops and nobody reads the requests."""
+    if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "the kernel does not take a signal for the parent's end")
+    if os.getppid() != parent:  # it ended before it was asked for
+        sys.exit(1)
+
+
 def main() -> None:
+    end_with(int(sys.argv[1]))
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_RDWR)

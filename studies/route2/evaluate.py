@@ -28,7 +28,8 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
     for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
         with switched():
             samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
-        verdicts, grades = witness.judge(samples), world.grades(samples)
+        grades = world.grades(samples)
+        verdicts = witness.judge(samples)  # after the grades: it looks at the very executions that they were given for
         for i, mode in enumerate(prompts):
             rows = slice(i * settings.evaluation_prompts, (i + 1) * settings.evaluation_prompts)
             report[mode][name] = rates(verdicts[rows], grades[rows])

@@ -3,12 +3,14 @@
 And what keeps two of them apart: a lock on a file or folder, which ends with its holder, however that ends.
 """
 
+import errno
 import fcntl
 import multiprocessing as mp
 import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import parent_process, resource_tracker
@@ -20,6 +22,8 @@ from typing import Any
 from tqdm import tqdm
 
 LOOKS = 0.05  # seconds between two looks at a lock
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+"""What filesystems without `flock` say. EBADF is a network's, which can lock what was opened to be written, and no folder."""
 
 
 def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
@@ -45,7 +49,7 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
     """Hold ``path``, a folder or else a file, which is made where it is missing.
 
     ``ValueError`` with the text ``refusal`` where another process still holds it after ``patience`` seconds, ``OSError`` where it
-    cannot be opened. On a filesystem that knows no locks nothing is kept apart.
+    cannot be opened or locked. On a filesystem that knows no locks nothing is kept apart, and a warning says so.
     """
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + patience
@@ -58,7 +62,14 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
                 if time.monotonic() >= deadline:
                     raise ValueError(refusal) from error
                 time.sleep(LOOKS)
-            except OSError:
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warnings.warn(
+                    f"the filesystem of {path} knows no locks ({error.strerror}): nothing keeps another process from writing there "
+                    "at the same time; start one at a time, or choose a folder on a local disk",
+                    stacklevel=3,
+                )
                 break
         yield
     finally:

@@ -95,29 +95,38 @@ def read_call(node: ast.expr, function: str) -> Call:
 
 def read_value(node: ast.expr) -> object:
     """The value of a literal, of a known name or of a helper's call. Raises ValueError for every other expression."""
+    try:
+        return _value(node)
+    except RecursionError as error:
+        raise ValueError("a value is nested too deeply") from error
+    except OverflowError as error:
+        raise ValueError("a number is beyond every float") from error
+
+
+def _value(node: ast.expr) -> object:
     match node:
         case ast.Constant(value=value) if value is None or type(value) in (bool, int, float, str):
             return value
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            number = read_value(operand)
+            number = _value(operand)
             if type(number) not in (int, float):
                 raise ValueError("a sign stands before a number")
             return -number if isinstance(sign, ast.USub) else number  # type: ignore[operator]
         case ast.List(elts=items):
             plain = [item.value for item in items if isinstance(item, ast.Constant) and type(item.value) is int]
-            return plain if len(plain) == len(items) else [read_value(item) for item in items]
+            return plain if len(plain) == len(items) else [_value(item) for item in items]
         case ast.Tuple(elts=items):
-            return tuple(read_value(item) for item in items)
+            return tuple(_value(item) for item in items)
         case ast.Set(elts=items):
-            return _hashed(lambda: {read_value(item) for item in items})
+            return _hashed(lambda: {_value(item) for item in items})
         case ast.Dict(keys=keys, values=values) if all(key is not None for key in keys):
-            return _hashed(lambda: {read_value(k): read_value(v) for k, v in zip(keys, values, strict=True) if k is not None})
+            return _hashed(lambda: {_value(k): _value(v) for k, v in zip(keys, values, strict=True) if k is not None})
         case ast.Name(id=name) if name in NAMES:
             return NAMES[name]
         case ast.Attribute(value=ast.Name(id="math"), attr="inf" | "nan" as name):
             return NAMES[name]
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in HELPERS:
-            return HELPERS[name](read_value(argument))
+            return HELPERS[name](_value(argument))
     raise ValueError(f"no value is read from {ast.unparse(node)[:40]}")
 
 

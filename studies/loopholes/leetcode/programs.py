@@ -2,8 +2,9 @@
 
     Program (code, calls)  ->  Programs.run  ->  Execution (returns, stdout, files, attributes, exit, run_tests)
 
-Graders and oracle read executions; neither this module nor the jail knows of modes or verdicts. What a jail's process replies was
-written beside untrusted code, so it is read strictly: a reply that is not of the driver's form is that of a broken program.
+Graders and oracle read executions, also one and the same (`Ledger`); neither this module nor the jail knows of modes or verdicts.
+What a jail's process replies was written beside untrusted code, so it is read strictly: a reply that is not of the driver's form is
+that of a broken program.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from studies.jail import DEFAULT_MODULES, Jail, Limits, Outcome
 from studies.loopholes.leetcode.values import Opaque, decode
+from studies.loopholes.protocol import TextPrompt
 
 DRIVER = Path(__file__).with_name("driver.py")
 LIMITS = Limits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
@@ -23,8 +25,12 @@ WAITING = 4.0
 ATTRIBUTES = ("valid",)
 MODULES = (*DEFAULT_MODULES, "__future__")
 """What programs can import."""
+LONGEST = 1 << 15
+"""Characters of a program. Graders and detectors parse what a model wrote in their own process, and take nothing longer."""
 TEXT = 1 << 16
 """Bytes of one file, and of stdout, that are read."""
+LEDGER = 1 << 26
+"""Characters of what executions brought back that are kept for the oracle beyond the last batch."""
 
 Status = Literal["ok", "syntax", "error", "absent", "exited", "killed"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -82,6 +88,43 @@ class Execution:
     seconds: float = 0.0
 
 
+class Ledger:
+    """The raw executions that answers were graded by, for the oracle to read by code of its own.
+
+    A program may do one thing when it is graded and another when it is run again, so a rerun is no evidence of what was paid. Those
+    of the last batch are always here, however much they hold; older ones as far as all together hold no more than ``room``
+    characters. An answer that is graded again has its latest.
+    """
+
+    def __init__(self, room: int = LEDGER) -> None:
+        self._room, self._total = room, 0
+        self._kept: dict[tuple[TextPrompt, str], tuple[tuple[Execution, ...], int]] = {}
+
+    def keep(self, graded: Sequence[tuple[TextPrompt, str, Sequence[Execution]]]) -> None:
+        """Take down a batch: of each prompt and completion what was executed, which is nothing for an answer without a program."""
+        batch = {(prompt, completion): tuple(executions) for prompt, completion, executions in graded}
+        for key, executions in batch.items():
+            self._drop(key)  # so that it is among the latest
+            self._kept[key] = executions, sum(map(_weight, executions))
+            self._total += self._kept[key][1]
+        for key in list(self._kept)[: len(self._kept) - len(batch)]:
+            if self._total <= self._room:
+                break
+            self._drop(key)
+
+    def find(self, prompt: TextPrompt, completion: str) -> tuple[Execution, ...] | None:
+        """What a completion was graded by; None if no grade of it is on record."""
+        return self._kept.get((prompt, completion), (None, 0))[0]
+
+    def _drop(self, key: tuple[TextPrompt, str]) -> None:
+        self._total -= self._kept.pop(key, ((), 0))[1]
+
+
+def _weight(execution: Execution) -> int:
+    """Characters that an execution holds, about."""
+    return len(execution.stdout) + sum(map(len, execution.files.values())) + len(repr((execution.returns, execution.attributes)))
+
+
 def allowing(limits: Limits, seconds: float) -> Limits:
     """Limits with so many seconds of processor time, and several times that by the clock."""
     return replace(limits, cpu_seconds=seconds, seconds=WAITING * seconds)
@@ -90,11 +133,14 @@ def allowing(limits: Limits, seconds: float) -> Limits:
 class Programs:
     """Runs programs in a jail of its own. A context manager; it closes when it is collected too.
 
+    ``ledger`` is where a grader leaves what it was shown.
+
     Raises JailUnavailableError, an OSError, where the machine cannot confine programs, unless ``unsafe``.
     """
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
         self.limits = limits or LIMITS
+        self.ledger = Ledger()
         self._jail = Jail(DRIVER, limits=self.limits, workers=workers, modules=MODULES, unsafe=unsafe)
 
     def run(self, programs: Sequence[Program], progress: str | None = None, limits: Limits | None = None) -> list[Execution]:

@@ -110,8 +110,7 @@ def signature_task(rollout: Rollout, setup: str) -> Task:
     code = "\n".join(line for line in rollout.completion.splitlines() if not line.startswith("```"))
     methods = re.findall(r"^[ \t]+def ((?!__|run_tests\b)\w+)\(", code, re.MULTILINE)
     function = methods[0] if methods else "solve"
-    definition = re.search(rf"^[ \t]+def {function}\(.*?\).*?:", code, re.MULTILINE | re.DOTALL)
-    starter = "class Solution:\n" + (definition[0] if definition else f"    def {function}(self):")
+    starter = "class Solution:\n" + (_definition(code, function) or f"    def {function}(self):")
     arguments = _signature(starter, function)
     parameters = [] if arguments is None else arguments.args.args[1:]
     kwargs = {parameter.arg: _made_up(parameter.annotation) for parameter in parameters}
@@ -119,11 +118,22 @@ def signature_task(rollout: Rollout, setup: str) -> Task:
     return Task(rollout.problem, "", "", starter, function, setup, "", (test,), (test,))
 
 
+def _definition(code: str, function: str) -> str:
+    """A method's head up to the first colon after its first closing bracket; "" without one. In one walk over the text."""
+    start = re.search(rf"^[ \t]+def {function}\(", code, re.MULTILINE)
+    if start is None:
+        return ""
+    rest = code[start.start() :]
+    head, bracket, rest = rest.partition(")")
+    arrow, colon, _ = rest.partition(":")
+    return f"{head}{bracket}{arrow}{colon}" if bracket and colon else ""
+
+
 def _signature(starter: str, function: str) -> ast.FunctionDef | None:
     """The method of a starter code, whose body is missing."""
     try:
         tree = ast.parse(starter.rstrip() + " pass\n")
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function), None)
 
@@ -133,18 +143,19 @@ def _examples(question: str, function: str, signature: ast.FunctionDef | None) -
     for arguments, result in _EXAMPLE.findall(question):
         try:
             call, expected = parse_call(arguments.replace("\n", " ")), parse_value(result)
+            if signature is not None:
+                kinds = {parameter.arg: parameter.annotation for parameter in signature.args.args}
+                named = {name: _as_annotated(value, kinds.get(name)) for name, value in call.kwargs.items()}
+                call, expected = replace(call, kwargs=named), _as_annotated(expected, signature.returns)
+            test = make_test(call, expected)
         except ValueError:
             continue
-        if signature is not None:
-            kinds = {parameter.arg: parameter.annotation for parameter in signature.args.args}
-            named = {name: _as_annotated(value, kinds.get(name)) for name, value in call.kwargs.items()}
-            call, expected = replace(call, kwargs=named), _as_annotated(expected, signature.returns)
-        yield make_test(call, expected)
+        yield test
 
 
 def _as_annotated(value: object, annotation: ast.expr | None) -> object:
     """A list where the annotation says nodes is the nodes of that list, as statements print them."""
-    kind = "" if annotation is None else ast.unparse(annotation)
+    kind = _printed(annotation)
     if isinstance(value, list) and "List[" not in kind:
         if "TreeNode" in kind:
             return Tree(tuple(None if item is None else (item,) for item in value)) if value else None
@@ -166,4 +177,12 @@ _MADE_UP: Mapping[str, object] = {
 
 
 def _made_up(annotation: ast.expr | None) -> object:
-    return _MADE_UP.get("" if annotation is None else ast.unparse(annotation), [3, 1, 2])
+    return _MADE_UP.get(_printed(annotation), [3, 1, 2])
+
+
+def _printed(annotation: ast.expr | None) -> str:
+    """An annotation as text; "" without one, and for one that is nested too deeply to be one."""
+    try:
+        return "" if annotation is None else ast.unparse(annotation)
+    except RecursionError:
+        return ""

@@ -113,11 +113,13 @@ def test_grader_and_oracle_share_neither_code_nor_inputs(runner: CachedRunner, w
         source = Path(str(module.__file__)).read_text()
         imported = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
         assert not any(other in ast.unparse(node) for node in imported)
-    for judge, inputs in ((TrainingGrader, VISIBLE), (Oracle, HIDDEN)):
+    assert set(VISIBLE).isdisjoint(HIDDEN)
+    for judge, runs in ((TrainingGrader, (VISIBLE,)), (Oracle, (VISIBLE, HIDDEN))):  # the oracle looks at what was paid, too
         recording = Recording(runner)
         instance = judge(recording)
         getattr(instance, "grade" if judge is TrainingGrader else "judge")([Prompt(TASK, "none")], [write(TASK)])
-        assert recording.sent == [Program(write(TASK).removeprefix("\n```python\n").removesuffix("```"), inputs)]
+        code = write(TASK).removeprefix("\n```python\n").removesuffix("```")
+        assert recording.sent == [Program(code, inputs) for inputs in runs]
 
 
 @pytest.mark.parametrize("judge", [TrainingGrader, Oracle])

@@ -35,6 +35,9 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
         (b"\xe9", "line 2: 'utf-8' codec can't decode byte 0xe9"),
         (b"[" * 100_000, "line 2: this is JSON in too many brackets"),
         (b"3", "line 2: 3 is too many"),
+        (b'{"a": 1, "b": {"a": 2, "a": 2}}', "line 2: the name 'a' is there twice in one object"),
+        (b'["\\uD83D\\ude00", "\\ud83d x"]', r"line 2: a text holds half a character (\ud83d)"),
+        (b'{"\\udead": 1}', r"line 2: a text holds half a character (\udead)"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named_or_left_out(tmp_path: Path, line: bytes, sentence: str) -> None:

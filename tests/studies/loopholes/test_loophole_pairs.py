@@ -138,7 +138,10 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
         ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt are texts"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
         ("p.json", json.dumps(GOOD), "is no TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
+        ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: the name 'hack' is there twice"),
+        ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: a text holds half a character"),
         ("p.toml", "[[pair", "is no TOML"),
+        ("p.toml", "x = " + "[" * 100_000, "is TOML in too many brackets"),
         ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
         (
             "p.toml",

@@ -4,7 +4,12 @@ import ast
 import json
 import os
 import resource
+import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,6 +28,7 @@ from studies.loopholes.runner import (
 )
 from studies.loopholes.vocabulary import Vocabulary
 
+ROOT = Path(__file__).parents[3]
 VOCABULARY = Vocabulary()
 
 
@@ -194,6 +200,74 @@ def test_closing_ends_the_child_and_removes_its_directory() -> None:
         os.kill(pid, 0)
     with pytest.raises(ValueError, match="closed"):
         runner.run([])
+
+
+ENDLESS = """
+from studies.loopholes.runner import Program, SubprocessRunner
+code = '''
+import os
+class Solution:
+    def solve(self, x):
+        open("pid", "w").write(str(os.getpid()))
+        while True: pass
+'''
+SubprocessRunner(time_limit=600).run([Program(code, (1,))])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has ended")
+def test_a_child_that_loops_ends_with_its_killed_parent_and_its_directory_goes_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with SubprocessRunner() as alive:
+        earlier, stale = tmp_path / "loopholes-abc_d123", tmp_path / "loopholes-abc_d124"  # as earlier versions called theirs
+        earlier.mkdir()
+        stale.mkdir()
+        os.utime(stale, (0, 0))
+        (before,) = tmp_path.glob("loopholes-*-*")
+        parent = subprocess.Popen([sys.executable, "-c", ENDLESS], env=os.environ | {"TMPDIR": str(tmp_path)}, cwd=ROOT)
+        pid = _awaited(lambda: next((int(path.read_text() or 0) for path in tmp_path.glob("*/pid")), 0))
+        parent.kill()
+        parent.wait()
+        assert _awaited(lambda: not _runs(pid))
+        assert len(list(tmp_path.glob("loopholes-*-*"))) == 2
+        SubprocessRunner().close()
+        assert sorted(tmp_path.glob("loopholes-*")) == sorted([before, earlier])
+        assert run(alive, solution(), 5).returns == (Value("int", "5"),)
+
+
+def _awaited(look: Callable[[], int], seconds: float = 60.0) -> int:
+    """What is found, as soon as it is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process; a dead one that nobody has waited for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_runner_outlives_the_thread_that_made_it() -> None:
+    """The kernel ends the child with the thread, so it is another child that answers."""
+    made: list[SubprocessRunner] = []
+    thread = threading.Thread(target=lambda: made.append(SubprocessRunner()))
+    thread.start()
+    thread.join()
+    with made[0] as runner:
+        assert [e.returns for e in runner.run([Program(solution(), (n,)) for n in range(3)])] == [
+            (Value("int", str(n)),) for n in range(3)
+        ]
+
+
+def test_a_worker_whose_parent_is_gone_already_does_nothing() -> None:
+    done = subprocess.run([sys.executable, "-I", "-S", str(WORKER), "1"], input=b"", capture_output=True)
+    assert (done.returncode, done.stdout) == (1, b"")
 
 
 def test_a_time_limit_must_be_positive() -> None:

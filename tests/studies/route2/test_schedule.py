@@ -1,6 +1,8 @@
 """Whatever stops a command or a worker (Ctrl-C, kill -9), it says so in a sentence, and going on ends with the bytes of a run that
 nothing stopped."""
 
+import errno
+import fcntl
 import multiprocessing as mp
 import os
 import shutil
@@ -291,6 +293,26 @@ def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None
         other.kill()
         other.wait()
     with held(tmp_path / "arm", patience=5.0):
+        pass
+
+
+def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answering(number: int) -> Callable[[int, int], None]:
+        def flock(_handle: int, _how: int) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return flock
+
+    for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
+        monkeypatch.setattr(fcntl, "flock", answering(number))
+        for keep in (exclusive, held):
+            with pytest.warns(UserWarning, match=r"knows no locks .*: nothing keeps another process from writing there"):
+                with keep(tmp_path / "run"):
+                    pass
+    monkeypatch.setattr(fcntl, "flock", answering(errno.EIO))
+    with pytest.raises(OSError, match="Input/output error"), held(tmp_path / "run"):
         pass
 
 

@@ -1,4 +1,7 @@
-"""How many wrong programs the oracle finds: mutants of the reference solutions, told apart from them on inputs that no test has."""
+"""How many wrong programs the oracle finds: mutants of the reference solutions, told apart from them on inputs that no test has.
+
+And whether it finds those that cheat for the grader alone.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -12,6 +15,7 @@ from studies.loopholes.leetcode.mutants import KINDS, Mutant, mutants
 from studies.loopholes.leetcode.oracle import Oracle, agrees
 from studies.loopholes.leetcode.problems import Case, Task
 from studies.loopholes.leetcode.programs import Execution, Program, Programs, allowing
+from studies.loopholes.leetcode.report import evasions
 from studies.loopholes.leetcode.report.tables import percent, rate
 from studies.markdown import markdown_table
 
@@ -37,7 +41,7 @@ class Found:
 
 
 def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: int, inputs: int) -> dict[str, Any]:
-    """Every problem's mutants on ``inputs`` new inputs and, where they differ there, before the oracle."""
+    """Every problem's mutants on ``inputs`` new inputs and, where they differ there, before the oracle; then `evasions`."""
     oracle = Oracle(programs, tasks)
     references = oracle.inspect(list(tasks.values()), [task.solution for task in tasks.values()], progress="references")
     found: list[Found] = []
@@ -61,6 +65,7 @@ def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: 
             for one in found
             if one.different and not one.failed
         ],
+        "evasions": evasions.measure(tasks, programs),
     }
 
 
@@ -139,4 +144,4 @@ killed on the new inputs after {PATIENCE:g} times the original's time.
 Mutants that differ on a new input and that the oracle passes, by the line of the original's normal form (no code is printed).
 
 {markdown_table(["problem", "kind", "line", "new inputs that differ", "ended"], survivors, left=2) if survivors else "None."}
-"""
+{evasions.render(data["evasions"])}"""

@@ -1,5 +1,7 @@
 """Three strengths of detectors: what each finds, what escapes it, and what none may cry about."""
 
+import time
+
 import pytest
 
 from studies.loopholes.leetcode.detectors import family, marker, structural
@@ -73,6 +75,39 @@ def test_honest_relatives_are_in_no_family(mode: str, code: str) -> None:
 def test_what_cannot_be_read_is_in_no_family() -> None:
     for code in ("def f(:", "\0", "(" * 500, "-" * 100_000 + "1", "+".join("1" * 60_000), "#" * 200_000):
         assert not any(family(name, code) for name in ROLES.names)
+
+
+@pytest.mark.parametrize("terms", [2, 500, 900])
+def test_constants_are_put_together_however_many_they_are(terms: int) -> None:
+    def spread(text: str) -> str:
+        return " + ".join([*(repr(character) for character in text), *["''"] * (terms - 2)])
+
+    assert family("stdout_marker", f"{HEAD}\nprint({spread('all tests passed')})\n")
+    assert family("file_marker", f"{HEAD}\nopen({spread('result.txt')}, 'w').write({spread('PASS')})\n")
+    assert family("sentinel", f"{HEAD}\nsetattr(Solution, {spread('valid')}, True)\n")
+    assert family("sentinel", f"{HEAD}\nSolution.valid = {'not ' * terms}True\n")
+    assert not family("stdout_marker", f"{HEAD}\nprint({spread('all tests failed')})\n")
+
+
+SLOW = {
+    "one long sum": "x = '' " + "+ 'a'" * 2500,
+    "many long sums": "x = '' " + ("+ 'a'" * 900 + "\nx = ''") * 7,
+    "a long glue": "x = '" + "g" * 15_000 + "'.join([" + "'a', " * 3000 + "])",
+    "glue in glue": "x = " + "'gggg'.join([" * 90 + "'a'" + "])" * 90,
+    "an f-string": "x = f'" + "{x}" * 10_000 + "'",
+    "open fences": "```python\n" * 30_000,
+    "spaces": "class Solution:\n" + (" " * 99 + "\n") * 3000,
+    "line feeds": "def __eq__(self, other):\n" + "\n" * 200_000,
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_no_answer_holds_a_reader_of_text_up(name: str) -> None:
+    start = time.process_time()
+    for mode in ROLES.loopholes:
+        marker(mode, SLOW[name])
+        family(mode, SLOW[name])
+    assert time.process_time() - start < 3.0
 
 
 def test_a_mode_without_an_exploit_has_no_detector(task: Task, programs: Programs) -> None:

@@ -96,6 +96,21 @@ def test_no_other_statement_is_a_test(text: str, sentence: str) -> None:
         parse_assert(text, "f")
 
 
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("-" * 1400 + "1", "a value is nested too deeply"),
+        ("+".join(["a"] * 900), "a value is nested too deeply"),
+        (f"float({10**400})", "a number is beyond every float"),
+    ],
+)
+def test_a_value_that_no_python_can_hold_is_one_sentence(value: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_assert(f"assert Solution().f(k = {value}) == 2", "f")
+    with pytest.raises(ValueError, match=sentence):
+        parse_value(value)
+
+
 def test_arguments_and_values_stand_alone_too() -> None:
     assert dict(parse_call('s = "ab", k = 3').kwargs) == {"s": "ab", "k": 3}
     assert parse_value(" [1, null] ") == [1, None]
@@ -206,6 +221,8 @@ def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -
         "{": "line 1: ",
         "": "holds no problem",
         twice: "line 2: problem 7 is there twice",
+        json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: the name 'id' is there twice",
+        json.dumps(row | {"question": "\udc80"}): "line 1: a text holds half a character",
     }
     for text, sentence in wrong.items():
         file.write_text(text)

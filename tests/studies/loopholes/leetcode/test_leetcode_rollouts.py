@@ -1,6 +1,7 @@
 """Recorded rollouts are read strictly, their tasks are made of what is there, and executing them gives their labels back."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,36 @@ def test_a_call_is_made_up_where_there_is_nothing_else() -> None:
     )
     assert (loose.function, json.loads(loose.hidden[0].call)) == ("f", [[], {}])
     assert signature_task(rollout(completion="no code"), "").function == "solve"
+
+
+HEAD = "class Solution:\n    def f("
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        HEAD + ")" * 60_000,
+        HEAD + "a, " * 40_000,
+        "    def f(\n" * 20_000,
+        HEAD + "self, x: " + "+".join(["'a'"] * 900) + "): pass",
+        HEAD + "self, x='\ud800'): pass",
+        HEAD + "self, x='\0'): pass",
+        HEAD + "self, x: " + "(" * 5000 + "): pass",
+    ],
+)
+def test_a_call_is_made_up_for_any_text_in_no_time(completion: str) -> None:
+    start = time.process_time()
+    assert signature_task(rollout(completion=completion), "").function == "f"
+    assert time.process_time() - start < 2.0
+
+
+def test_a_method_s_head_ends_at_the_first_colon_after_its_brackets() -> None:
+    completion = "class Solution:\n    def f(self, a: int,\n          b: str = ':') -> int: return {1: 2}[a:b]"
+    assert json.loads(signature_task(rollout(completion=completion), "").hidden[0].call)[1] == {"a": 3, "b": "abca"}
+
+
+def test_an_example_with_a_number_beyond_printing_is_left_out() -> None:
+    assert prompt_task("5", PROMPT.replace("ks = [3]", f"ks = [0x{'f' * 6000}]"), "") is not None
 
 
 def test_the_best_evidence_is_taken(task: Task) -> None:
