@@ -121,6 +121,7 @@ class _Batch:
         self._pool, self._texts, self._limits, self._strict, self._tick = pool, texts, limits, strict, tick
         self._waiting = deque(range(len(texts)))
         self._attempts = [0] * len(texts)
+        self._refusals = [0] * len(texts)
         self._outcomes: dict[int, Outcome] = {}
         self._busy: dict[Worker, tuple[int, float]] = {}
         """Worker -> its job, and when it is taken for dead."""
@@ -173,11 +174,15 @@ class _Batch:
             self._finish(index, outcome)
 
     def _bury(self, worker: Worker, death: ServerDiedError) -> None:
-        """A job whose server died comes first again, unless it is the second that died of it."""
+        """A job whose server died comes first again, unless it is the second that died of it.
+
+        A server that died before it read the job did not die of it. All that were idle may have, but not one after the other for ever.
+        """
         index, _ = self._busy[worker]
         self._pool.drop(worker)
         del self._busy[worker]
-        self._attempts[index] += 1
+        counts = self._attempts if death.started or self._refusals[index] >= self._pool.size else self._refusals
+        counts[index] += 1
         if self._attempts[index] < ATTEMPTS:
             self._waiting.appendleft(index)
         else:

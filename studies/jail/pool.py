@@ -38,11 +38,15 @@ INHERITED = ("LD_LIBRARY_PATH",)
 
 
 class ServerDiedError(Exception):
-    """A server is gone; `code` is its exit status, or minus the signal that ended it."""
+    """A server is gone.
 
-    def __init__(self, code: int) -> None:
+    code     its exit status, or minus the signal that ended it
+    started  whether it had read all that it was sent, and so may have started the job
+    """
+
+    def __init__(self, code: int, started: bool) -> None:
         super().__init__(f"exit status {code}" if code >= 0 else f"signal {-code}")
-        self.code = code
+        self.code, self.started = code, started
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class Worker:
             self.socket.sendall(JOB.pack(serial, len(payload), *astuple(limits)))
             self.socket.sendall(payload)
         except ConnectionError as error:
-            raise self._died() from error
+            raise self._died(started=False) from error
 
     def receive(self, serial: int, limits: Limits, strict: bool) -> Outcome:
         """Its answer. Raises ServerDiedError, and OSError for the machine's own trouble."""
@@ -126,6 +130,10 @@ class Worker:
         stdout, stderr, reply, *contents = cut(self._read(sum(sizes)), sizes)
         files = MappingProxyType(dict(zip(names, contents, strict=True)))
         return with_reply(Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:], limits, strict)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         """Ends a server that does not answer; its child goes with it, and whoever waits for it learns that it died."""
@@ -152,16 +160,16 @@ class Worker:
         while view:
             try:
                 got = self.socket.recv_into(view)
-            except ConnectionError as error:
-                raise self._died() from error
+            except ConnectionError as error:  # Linux resets a socket that is closed with something unread in it
+                raise self._died(started=False) from error
             if not got:
-                raise self._died()
+                raise self._died(started=True)
             view = view[got:]
         return bytes(received)
 
-    def _died(self) -> ServerDiedError:
+    def _died(self, started: bool) -> ServerDiedError:
         self.end()
-        return ServerDiedError(self._process.returncode)
+        return ServerDiedError(self._process.returncode, started)
 
 
 def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Outcome:
@@ -178,7 +186,7 @@ class Pool:
     """The servers of one jail and the folder that holds theirs. It knows no `Jail`, so that a forgotten one can be collected."""
 
     def __init__(self, recipe: Recipe, size: int) -> None:
-        self._recipe, self._size = recipe, size
+        self._recipe, self.size = recipe, size
         self._owner = os.getpid()
         self._names = itertools.count()
         self._closed = False
@@ -201,7 +209,7 @@ class Pool:
             raise ValueError(CLOSED)
         fresh: list[Worker] = []
         try:
-            while len(self.workers) + len(fresh) < self._size:
+            while len(self.workers) + len(fresh) < self.size:
                 with hold(self._root) as held:
                     fresh.append(Worker(self._recipe, self._root / str(next(self._names)), held))
             for worker in fresh:

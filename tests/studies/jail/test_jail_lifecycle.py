@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from studies.jail import PROTECTIONS, Jail, JailUnavailableError, Limits
 from studies.jail.checks import DRIVER
 from studies.jail.leavings import clear, descendants
-from studies.jail.pool import PREFIX
+from studies.jail.pool import PREFIX, Worker
 
 ROOT = Path(__file__).parents[3]
 SLEEP = {"code": "import time\nopen('here', 'w').close()\ntime.sleep(60)"}
@@ -214,6 +215,42 @@ def test_servers_that_died_while_idle_are_replaced(home: Path) -> None:
         for pid in set(children()) - before:
             os.kill(pid, signal.SIGKILL)
         assert [outcome.reply for outcome in jail.run([QUICK] * 6)] == [1] * 6
+
+
+def test_a_job_that_never_started_is_given_to_another_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both servers are stopped, so that a job reaches each of them unread, and are killed once it has."""
+    send = Worker.send
+    before = set(children())
+    with Jail(DRIVER) as jail:
+        doomed = set(children()) - before
+        for pid in doomed:
+            os.kill(pid, signal.SIGSTOP)
+
+        def send_and_kill(worker: Worker, *job: Any) -> None:
+            send(worker, *job)
+            if worker.pid in doomed:
+                os.kill(worker.pid, signal.SIGKILL)
+
+        monkeypatch.setattr(Worker, "send", send_and_kill)
+        assert [(outcome.status, outcome.reply) for outcome in jail.run([QUICK])] == [("replied", 1)]
+        assert not any(map(alive, doomed))
+
+
+def test_a_job_that_no_server_starts_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server that it is handed to dies before it reads the job: that comes to an end."""
+    send = Worker.send
+
+    def stop_send_and_kill(worker: Worker, *job: Any) -> None:
+        os.kill(worker.pid, signal.SIGSTOP)
+        send(worker, *job)
+        os.kill(worker.pid, signal.SIGKILL)
+
+    with Jail(DRIVER, workers=1) as jail:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "send", stop_send_and_kill)
+            (outcome,) = jail.run([QUICK])
+        assert (outcome.status, outcome.signal) == ("signalled", signal.SIGKILL)
+        assert jail.run([QUICK])[0].reply == 1
 
 
 def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
