@@ -16,7 +16,7 @@ from typing import Any
 
 from studies.jail import filters
 from studies.jail.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailUnavailableError, Limits, Outcome
-from studies.jail.pool import CLOSED, Pool, Recipe, ServerDiedError, Worker
+from studies.jail.pool import CLOSED, CrowdedError, Pool, Recipe, ServerDiedError, Worker
 
 NEEDS = {
     "rlimits": "resource limits that it may lower",
@@ -29,6 +29,8 @@ PATIENCE = 30.0
 """Seconds beyond a job's limit after which its server itself is taken for dead."""
 ATTEMPTS = 2
 """Servers that a job may lose before it is reported."""
+PAUSE = 0.05
+"""Seconds between two looks whether a full disk has room again, where no job of this jail holds it."""
 
 
 class Jail:
@@ -125,6 +127,10 @@ class _Batch:
         self._outcomes: dict[int, Outcome] = {}
         self._busy: dict[Worker, tuple[int, float]] = {}
         """Worker -> its job, and when it is taken for dead."""
+        self._crowded = False
+        """Whether a job found the disk full, and none has run alone since."""
+        self._full_since: float | None = None
+        """When the disk was first found full while no job of this jail was running."""
 
     def run(self) -> list[Outcome]:
         try:
@@ -141,7 +147,7 @@ class _Batch:
         """A job to every free server, also to those that take a dead one's place."""
         self._pool.fill()
         for worker in [worker for worker in self._pool.workers if worker not in self._busy]:
-            if not self._waiting:
+            if not self._waiting or (self._busy and self._crowded):
                 break
             index = self._waiting.popleft()
             self._busy[worker] = (index, time.monotonic() + self._limits.seconds + PATIENCE)
@@ -169,14 +175,34 @@ class _Batch:
             outcome = worker.receive(index, self._limits, self._strict)
         except ServerDiedError as death:
             self._bury(worker, death)
+        except CrowdedError as full:
+            del self._busy[worker]
+            self._waiting.appendleft(index)
+            self._wait_for_room(full)
         else:
             del self._busy[worker]
+            if not self._busy:
+                self._crowded, self._full_since = False, None
             self._finish(index, outcome)
+
+    def _wait_for_room(self, full: CrowdedError) -> None:
+        """After a job found the disk full. Those that may have filled it end, one runs alone, and then the others go on.
+
+        A job of another jail may hold the room too, for no longer than its limit, which is taken to be like this one's. Raises
+        `full` if the disk stays so.
+        """
+        self._crowded = True
+        if not self._busy:
+            now = time.monotonic()
+            self._full_since = self._full_since or now
+            if now > self._full_since + self._limits.seconds:
+                raise full
+            time.sleep(PAUSE)
 
     def _bury(self, worker: Worker, death: ServerDiedError) -> None:
         """A job whose server died comes first again, unless it is the second that died of it.
 
-        A server that died before it read the job did not die of it. All that were idle may have, but not one after the other for ever.
+        A server that died before it read the job did not die of it: so may all that were idle, but not one after the other for ever.
         """
         index, _ = self._busy[worker]
         self._pool.drop(worker)

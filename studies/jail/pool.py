@@ -49,6 +49,10 @@ class ServerDiedError(Exception):
         self.code, self.started = code, started
 
 
+class CrowdedError(OSError):
+    """The disk is full, which other jobs may have done: there may be room for this one when they have ended."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """All that makes one server like another; `search` and `own` are paths beside the standard library's.
@@ -120,11 +124,11 @@ class Worker:
             raise self._died(started=False) from error
 
     def receive(self, serial: int, limits: Limits, strict: bool) -> Outcome:
-        """Its answer. Raises ServerDiedError, and OSError for the machine's own trouble."""
+        """Its answer. Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk."""
         header = self._read_header()
         assert header.pop("serial") == serial
         if "trouble" in header:
-            raise OSError(header["trouble"])
+            raise (CrowdedError if header["crowded"] else OSError)(header["trouble"])
         names, lengths = header.pop("files"), header.pop("lengths")
         sizes = [*lengths, *names.values()]
         stdout, stderr, reply, *contents = cut(self._read(sum(sizes)), sizes)

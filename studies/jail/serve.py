@@ -171,7 +171,7 @@ def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
         try:
             answer(channel, serial, watch, payload, limits)
         except MachineError as error:
-            write_all(channel, pack({"serial": serial, "trouble": str(error)}))
+            write_all(channel, pack({"serial": serial, "trouble": str(error), "crowded": error.crowded}))
 
 
 def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:

@@ -21,6 +21,7 @@ TICK = 0.02
 BACKSTOP = 10.0
 """Seconds over its limit that a child gets where no watchdog looks after it."""
 CHUNK = 1 << 16
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
 SLACK = 0.1
 """Seconds by which the kernel's clock for RLIMIT_CPU and its accounts may differ."""
@@ -31,7 +32,11 @@ class ParentGoneError(Exception):
 
 
 class MachineError(Exception):
-    """The machine's own trouble, in a sentence: a full disk, no room for a process."""
+    """The machine's own trouble, in a sentence. `crowded`: a full disk, on which there may be room when others have ended."""
+
+    def __init__(self, sentence: str, crowded: bool = False) -> None:
+        super().__init__(sentence)
+        self.crowded = crowded
 
 
 class Vessel:
@@ -162,10 +167,10 @@ class Watch:
                     raise
                 return self._report(job)
         except OSError as error:
-            raise MachineError(f"a job cannot be run: {error}") from error
+            raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
 
     def _make_place(self, limits: Limits) -> Place:
-        """The folder for the next job. Raises OSError where the disk is full."""
+        """The folder for the next job. Raises OSError where the disk is full (errno in `FULL`), or smaller than a job may fill."""
         if self._place is None:
             path = os.path.join(self._home, "job")
             os.mkdir(path, 0o700)
@@ -175,8 +180,13 @@ class Watch:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             self._place = Place(path, folder, os.fstat(folder).st_size, rules)
         disk = os.statvfs(self._place.folder)
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < limits.disk:
-            raise OSError(errno.ENOSPC, f"the disk has less room than the {limits.disk} bytes that a job may use", self._home)
+        for what, size, free, wanted in (
+            ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
+            ("files", disk.f_files, disk.f_favail, limits.files),
+        ):
+            if size and free < wanted:  # some file systems do not count
+                number = errno.EFBIG if size < wanted else errno.ENOSPC
+                raise OSError(number, f"the disk has less room than the {wanted} {what} that a job may use", self._home)
         return self._place
 
     def _tidy(self) -> None:
