@@ -152,7 +152,7 @@ class _Batch:
             index = self._waiting.popleft()
             self._busy[worker] = (index, time.monotonic() + self._limits.seconds + PATIENCE)
             try:
-                worker.send(index, self._texts[index], self._limits)
+                worker.send(self._texts[index], self._limits)
             except ServerDiedError as death:
                 self._bury(worker, death)
 
@@ -172,7 +172,7 @@ class _Batch:
     def _take_in(self, worker: Worker) -> None:
         index, _ = self._busy[worker]
         try:
-            outcome = worker.receive(index, self._limits, self._strict)
+            outcome = worker.receive(self._limits, self._strict)
         except ServerDiedError as death:
             self._bury(worker, death)
         except CrowdedError as full:
@@ -202,7 +202,7 @@ class _Batch:
     def _bury(self, worker: Worker, death: ServerDiedError) -> None:
         """A job whose server died comes first again, unless it is the second that died of it.
 
-        A server that died before it read the job did not die of it: so may all that were idle, but not one after the other for ever.
+        A server that died before it read the job did not die of it: so may all that were idle, but not one after another.
         """
         index, _ = self._busy[worker]
         self._pool.drop(worker)

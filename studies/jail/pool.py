@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from studies.jail.limits import Limits, Outcome
 from studies.jail.wire import JOB, LENGTH, cut, pack, read_reply, read_reply_leniently
 
 SERVER = Path(__file__).with_name("server.py")
+BOOT = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<server>', 'exec'))"
+"""Runs the server's text under a name that does not tell where it lies."""
 START_SECONDS = 60.0
 END_SECONDS = 5.0
 ENVIRONMENT = {
@@ -70,6 +73,7 @@ class Recipe:
 
     def config(self, home: Path) -> dict[str, Any]:
         return {
+            "library": str(SERVER.parent),
             "driver": str(self.driver),
             "modules": self.modules,
             "search": self.search,
@@ -84,11 +88,11 @@ class Worker:
     """One server, the folder in which its jobs live, and a descriptor for it to hold. Raises OSError where it cannot be started."""
 
     def __init__(self, recipe: Recipe, home: Path, held: int) -> None:
-        self._home = home
+        self._home, self._serial = home, 0
         self.socket, theirs = socket.socketpair()
         # What -I keeps out is kept out by an environment of our own; -I itself would refuse the hash seed.
         numbers = map(str, (theirs.fileno(), held, os.getpid()))
-        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", str(SERVER), *numbers]
+        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", BOOT, str(SERVER), *numbers]
         environment = ENVIRONMENT | {name: os.environ[name] for name in INHERITED if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
@@ -115,18 +119,19 @@ class Worker:
             raise OSError(f"a server of the jail did not start: {hello['error']}")
         return frozenset(hello["protections"]), hello["missing"]
 
-    def send(self, serial: int, payload: bytes, limits: Limits) -> None:
+    def send(self, payload: bytes, limits: Limits) -> None:
         """Hands it a job. Raises ServerDiedError."""
+        self._serial = secrets.randbits(64)  # a count would tell the job its place
         try:
-            self.socket.sendall(JOB.pack(serial, len(payload), *astuple(limits)))
+            self.socket.sendall(JOB.pack(self._serial, len(payload), *astuple(limits)))
             self.socket.sendall(payload)
         except ConnectionError as error:
             raise self._died(started=False) from error
 
-    def receive(self, serial: int, limits: Limits, strict: bool) -> Outcome:
+    def receive(self, limits: Limits, strict: bool) -> Outcome:
         """Its answer. Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk."""
         header = self._read_header()
-        assert header.pop("serial") == serial
+        assert header.pop("serial") == self._serial
         if "trouble" in header:
             raise (CrowdedError if header["crowded"] else OSError)(header["trouble"])
         names, lengths = header.pop("files"), header.pop("lengths")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import landlockpy
 
 from studies.jail import child
-from studies.jail.child import Confinement, Driver, Task, make_bounds, make_rules
+from studies.jail.child import Confinement, Driver, Task, address_space, make_bounds, make_rules
 from studies.jail.leavings import clear, collect, end_descendants, named, nameless, reap
 from studies.jail.limits import FLOOD, MIB, Limits
 from studies.jail.wire import FAILED
@@ -77,8 +77,10 @@ class Vessel:
         return True
 
     def wipe(self, room: int = 0) -> None:
-        """Empties it, for up to `room` bytes."""
+        """Empties it, for up to `room` bytes. A large memory is given back: its size would tell of the job that needed it."""
         self._memory[: self.kept] = bytes(self.kept)
+        if len(self._memory) > CHUNK:
+            self._memory = bytearray(CHUNK)
         if self.cut:
             self._spare[:] = bytes(CHUNK)
         self.room, self.kept, self.seen = room, 0, 0
@@ -151,6 +153,7 @@ class Watch:
         self._guarded, self._metered = "watchdog" in how.on, "rlimits" in how.on
         self.stdout, self.stderr, self.reply = self.vessels = (Vessel(), Vessel(), Vessel())
         self._place: Place | None = None
+        self._idle = address_space()
 
     def run(self, payload: memoryview, limits: Limits) -> Report:
         """One job. Raises MachineError, and ParentGoneError when nobody waits any more; nothing is left behind in any case."""
@@ -179,6 +182,7 @@ class Watch:
             rules = make_rules(path) if "landlock" in self._how.on else None
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             self._place = Place(path, folder, os.fstat(folder).st_size, rules)
+        os.utime(self._place.folder, (0, 0))  # when an earlier job last changed it is a word to this one
         disk = os.statvfs(self._place.folder)
         for what, size, free, wanted in (
             ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
@@ -212,10 +216,12 @@ class Watch:
                 stack.callback(os.close, read)
                 childs.callback(os.close, write)
                 os.set_blocking(read, False)
-            task = Task(place.path, writes, make_bounds(self._how, limits), place.rules, payload)
+            task = Task(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:
+                for callbacks in (stack, childs):
+                    callbacks.pop_all()  # what ends a job is the server's to do, and not the child's to find
                 child.live(self._how, task, self._driver)
         stack.callback(end_descendants if self._guarded else reap)
         pidfd = os.pidfd_open(pid)
