@@ -128,8 +128,11 @@ class Worker:
         except ConnectionError as error:
             raise self._died(started=False) from error
 
-    def receive(self, limits: Limits, strict: bool) -> Outcome:
-        """Its answer. Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk."""
+    def receive(self) -> tuple[Outcome, bytes]:
+        """Its answer, and the reply as it was written.
+
+        Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk.
+        """
         header = self._read_header()
         assert header.pop("serial") == self._serial
         if "trouble" in header:
@@ -138,7 +141,7 @@ class Worker:
         sizes = [*lengths, *names.values()]
         stdout, stderr, reply, *contents = cut(self._read(sum(sizes)), sizes)
         files = MappingProxyType(dict(zip(names, contents, strict=True)))
-        return with_reply(Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:], limits, strict)
+        return Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:]
 
     @property
     def pid(self) -> int:

@@ -1,10 +1,12 @@
 """The jail: data comes back in order whatever a job does, limits hold, honest programs work, every layer does its part."""
 
+import contextlib
 import errno
 import json
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -322,6 +324,39 @@ def test_a_job_cannot_write_the_next_one_s_reply(driver: Path) -> None:
             [{"code": f"import os\nfor fd in range(64):\n try: os.write(fd, {forged!r})\n except OSError: 0"}, {"echo": 5}] * 3
         )
     assert [outcome.reply for outcome in outcomes] == [None, 5] * 3
+
+
+def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
+    """The first reply is not read before the last job has run; replies are read one at a time, and come back in order."""
+    last, reading, most = threading.Event(), [0], [0]
+
+    def read(payload: Any, outcome: Outcome) -> Any:
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        if payload["echo"] == 0:
+            assert last.wait(60), "the other jobs waited"
+        reading[0] -= 1
+        return payload["echo"], outcome.reply
+
+    def tick() -> None:
+        ticks.append(None)
+        if len(ticks) == 4:
+            last.set()
+
+    ticks: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("studies.jail.jail.progress_bar", lambda label, total: contextlib.nullcontext(tick))
+        assert jail.run([{"echo": i} for i in range(4)], read=read) == [(i, i) for i in range(4)]
+    assert most == [1]
+
+
+def test_what_a_reader_raises_is_raised(jail: Jail) -> None:
+    def read(payload: Any, outcome: Outcome) -> Any:
+        raise LookupError(payload["echo"])
+
+    with pytest.raises(LookupError, match="7"):
+        jail.run([{"echo": 7}, {"echo": 8}], read=read)
+    assert jail.run([{"echo": 9}])[0].reply == 9
 
 
 # limits -------------------------------------------------------------------------------------------------------------------------
