@@ -61,15 +61,15 @@ REPLY = [[0, 1], [8, 9], [98, 99]]
 PEER = """
 import json, os, runpy, sys
 os.dup2(2, 3)  # taken: it is the reply's
-config = json.loads(sys.argv[1])
+config, folder = json.loads(sys.argv[1]), sys.argv[2]
 server = runpy.run_path(config["server"])
 _, execute, private = server["prepare"](config)
 child, limits = sys.modules["studies.jail.child"], sys.modules["studies.jail.limits"]
 programs = {True: child.make_program(bytes.fromhex(config["program"]))}
 how = child.Confinement(frozenset(limits.KERNEL_PROTECTIONS), programs, config["identity"], True, os.getppid())
-folder, payload = sys.argv[2], memoryview(sys.stdin.buffer.read())
+payload = memoryview(sys.stdin.buffer.read())
 rules = child.make_rules(folder)
-task = child.Task(folder, (1, 2, 1), child.make_bounds(how, limits.Limits()), rules, payload)
+task = child.Task(folder, (1, 2, 1), child.make_bounds(how, limits.Limits(), child.address_space()), rules, payload)
 child.live(how, task, child.Driver(execute, frozenset(private)))
 """
 
@@ -101,7 +101,7 @@ class FreshProcess:
         self._identity = 65534 if os.geteuid() == 0 else None
         search = search_paths(["landlockpy"])
         config = {"modules": DEFAULT_MODULES, "driver": str(DRIVER), "search": [], "own": search, "server": str(SERVER)}
-        config |= {"program": filters.program(True).hex(), "identity": self._identity}
+        config |= {"library": str(SERVER.parent), "program": filters.program(True).hex(), "identity": self._identity}
         self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
 
     def run(self, payload: dict[str, str]) -> Any:

@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import landlockpy
@@ -109,10 +110,17 @@ class Task:
     payload: memoryview
 
 
-def make_bounds(how: Confinement, limits: Limits) -> dict[int, tuple[int, int]]:
-    """The resource limits of a job, none above what the server has itself."""
+def address_space() -> int:
+    """Bytes of address space that this process has."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
-        idle = int(file.read().split()[0]) * PAGE
+        return int(file.read().split()[0]) * PAGE
+
+
+def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[int, int]]:
+    """The resource limits of a job, none above what the server has itself; `idle` is the address space of an idle child.
+
+    A job can read them, so that `idle` should not depend on what earlier jobs made the server take.
+    """
     wanted = {
         resource.RLIMIT_AS: idle + limits.memory,
         resource.RLIMIT_CPU: max(1, math.ceil(limits.cpu_seconds)),
@@ -227,9 +235,26 @@ def live(how: Confinement, task: Task, driver: Driver) -> NoReturn:
         except BaseException as error:
             write_all(REPLY, FAILED, str(error).encode("utf-8", "replace"))
             leave(1)
-        leave(work(driver.execute, task.payload))
+        execute, payload = driver.execute, bytes(task.payload)
+        forget(sys._getframe(1))
+        del how, task, driver
+        leave(work(execute, payload))
     finally:
         leave(1)
+
+
+def forget(frame: FrameType | None) -> None:
+    """Empties the variables of a frame and of those that called it: what a server keeps there is not for a candidate to look up.
+
+    The number of the main thread, which is the server's, goes too.
+    """
+    while frame is not None and frame.f_code.co_name != "<module>":
+        names = frame.f_locals
+        names.update(dict.fromkeys(names))
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # does nothing from Python 3.13 on, nor need it
+        frame = frame.f_back
+    if "threading" in sys.modules:
+        vars(sys.modules["threading"].main_thread())["_native_id"] = 0
 
 
 def volunteer_for_the_oom_killer() -> None:
@@ -238,11 +263,11 @@ def volunteer_for_the_oom_killer() -> None:
         file.write(b"1000")
 
 
-def work(execute: Callable[[Any], Any], payload: memoryview) -> int:
+def work(execute: Callable[[Any], Any], payload: bytes) -> int:
     """Runs the driver and writes its reply; the exit status. What the driver raises ends like an uncaught exception of Python."""
     dumps, write = json.dumps, write_all
     try:
-        text = dumps(execute(json.loads(bytes(payload))), allow_nan=False).encode()
+        text = dumps(execute(json.loads(payload)), allow_nan=False).encode()
     except SystemExit as error:
         flush()
         return exit_status(error.code)

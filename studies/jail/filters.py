@@ -17,6 +17,7 @@ PROT_EXEC = 0x4
 MAP_ANONYMOUS = 0x20
 O_PATH = 0x200000
 O_TMPFILE = 0x400000
+SYNCHRONOUS = os.O_SYNC | os.O_DSYNC | os.O_DIRECT
 AT_EMPTY_PATH = 0x1000
 AT_REMOVEDIR = 0x200
 RENAME_WHITEOUT = 4
@@ -49,8 +50,8 @@ PLAIN = {
     "descriptors that it has": "read write readv writev pread64 pwrite64 preadv pwritev lseek close fstat dup dup2 dup3 pipe pipe2 "
     "poll ppoll select pselect6 ftruncate sendfile getdents64",
     "names in its folder, which Landlock bounds": "unlink rename renameat",
-    "who and where it is": "getpid getppid gettid getpgrp getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
-    "what it has": "getrusage getrlimit uname",
+    "who and where it is": "getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
+    "what it has": "getrusage getrlimit",
 }
 """What for -> the system calls that are allowed whatever their arguments."""
 
@@ -58,6 +59,10 @@ ANSWERED = {
     "fsync": 0,  # the disk is everyone's, and the folder is gone in a moment
     "fdatasync": 0,
     "sync_file_range": 0,
+    "getpid": 0,  # numbers that are given out in turn tell how many jobs came before
+    "gettid": 0,
+    "getpgrp": 0,
+    "getppid": 0,
     "ioctl": errno.ENOTTY,  # upon which Python does without
 }
 """System calls that do nothing -> the error that they return, or success."""
@@ -67,8 +72,8 @@ CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
     "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
-    # O_PATH is free of Landlock; files without a name cannot be counted.
-    "openat": ((Bits(2, O_PATH | O_TMPFILE, 0),),),
+    # O_PATH is free of Landlock; files without a name cannot be counted; the disk is everyone's, as with fsync.
+    "openat": ((Bits(2, O_PATH | O_TMPFILE | SYNCHRONOUS, 0),),),
     "unlinkat": ((Bits(2, AT_REMOVEDIR, 0),),),
     # Landlock takes this for a rename, and it leaves a device.
     "renameat2": ((Bits(4, RENAME_WHITEOUT, 0),),),

@@ -10,13 +10,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, overload
 
 from studies.jail import filters
 from studies.jail.limits import DEFAULT_MODULES, KERNEL_PROTECTIONS, PROTECTIONS, JailUnavailableError, Limits, Outcome
-from studies.jail.pool import CLOSED, Pool, Recipe, ServerDiedError, Worker
+from studies.jail.pool import CLOSED, CrowdedError, Pool, Recipe, ServerDiedError, Worker, with_reply
+
+T = TypeVar("T")
 
 NEEDS = {
     "rlimits": "resource limits that it may lower",
@@ -29,6 +32,10 @@ PATIENCE = 30.0
 """Seconds beyond a job's limit after which its server itself is taken for dead."""
 ATTEMPTS = 2
 """Servers that a job may lose before it is reported."""
+UNREAD = 2
+"""Replies for each server that may wait to be read, before no more jobs are handed out."""
+PAUSE = 0.05
+"""Seconds between two looks whether a full disk has room again, where no job of this jail holds it."""
 
 
 class Jail:
@@ -85,12 +92,36 @@ class Jail:
             self.close()
             raise
 
-    def run(self, payloads: Sequence[Any], *, limits: Limits | None = None, progress: str | None = None) -> list[Outcome]:
+    @overload
+    def run(self, payloads: Sequence[Any], *, limits: Limits | None = None, progress: str | None = None) -> list[Outcome]: ...
+
+    @overload
+    def run(
+        self,
+        payloads: Sequence[Any],
+        *,
+        limits: Limits | None = None,
+        progress: str | None = None,
+        read: Callable[[Any, Outcome], T],
+    ) -> list[T]: ...
+
+    def run(
+        self,
+        payloads: Sequence[Any],
+        *,
+        limits: Limits | None = None,
+        progress: str | None = None,
+        read: Callable[[Any, Outcome], Any] = lambda payload, outcome: outcome,
+    ) -> list[Any]:
         """One Outcome a payload (JSON-able data), in order, with a progress bar if it is named.
 
-        Jobs go one at a time to whichever server is free. A job whose server dies is repeated once. Raises TypeError and ValueError
-        for payloads that are not JSON, ValueError when the jail is closed or was inherited through a fork, and OSError for the
-        machine's own trouble, such as a full disk; never for what a candidate does.
+        With ``read`` it is instead what that makes of each payload and its outcome, as soon as it is there: a reply may be many
+        times as large in memory as it was written, and is dropped when it is read. Replies are parsed and read in a thread of
+        their own, one after the other, so that no job waits for the reply of another.
+
+        Jobs go one at a time to whichever server is free. A job whose server dies of it is repeated once. Raises TypeError and
+        ValueError for payloads that are not JSON, ValueError when the jail is closed or was inherited through a fork, OSError for
+        the machine's own trouble, such as a full disk, and what ``read`` raises; never for what a candidate does.
         """
         texts = [json.dumps(payload, allow_nan=False).encode() for payload in payloads]
         if not self._pool.mine:
@@ -99,7 +130,12 @@ class Jail:
             if not self._finalizer.alive:
                 raise ValueError(CLOSED)
             with progress_bar(progress, len(texts)) as tick:
-                return _Batch(self._pool, texts, limits or self.limits, "reply" in self.protections, tick).run()
+                chosen, strict = limits or self.limits, "reply" in self.protections
+
+                def complete(index: int, outcome: Outcome, raw: bytes) -> Any:
+                    return read(payloads[index], with_reply(outcome, raw, chosen, strict))
+
+                return _Batch(self._pool, texts, chosen, complete, tick).run()
 
     def close(self) -> None:
         """Ends the servers and removes every folder, after the call of `run` that another thread may be in; twice is fine."""
@@ -117,35 +153,50 @@ class Jail:
 class _Batch:
     """One call of `run`."""
 
-    def __init__(self, pool: Pool, texts: list[bytes], limits: Limits, strict: bool, tick: Callable[[], object]) -> None:
-        self._pool, self._texts, self._limits, self._strict, self._tick = pool, texts, limits, strict, tick
+    def __init__(
+        self,
+        pool: Pool,
+        texts: list[bytes],
+        limits: Limits,
+        complete: Callable[[int, Outcome, bytes], Any],
+        tick: Callable[[], object],
+    ) -> None:
+        self._pool, self._texts, self._limits, self._complete, self._tick = pool, texts, limits, complete, tick
+        self._reader = ThreadPoolExecutor(1, "jail-reader")
         self._waiting = deque(range(len(texts)))
         self._attempts = [0] * len(texts)
-        self._outcomes: dict[int, Outcome] = {}
+        self._refusals = [0] * len(texts)
+        self._results: dict[int, Future[Any]] = {}
+        self._unread: deque[Future[Any]] = deque()
         self._busy: dict[Worker, tuple[int, float]] = {}
         """Worker -> its job, and when it is taken for dead."""
+        self._crowded = False
+        """Whether a job found the disk full, and none has run alone since."""
+        self._full_since: float | None = None
+        """When the disk was first found full while no job of this jail was running."""
 
-    def run(self) -> list[Outcome]:
+    def run(self) -> list[Any]:
         try:
-            while len(self._outcomes) < len(self._texts):
+            while len(self._results) < len(self._texts):
                 self._hand_out()
                 for worker in self._ready():
                     self._take_in(worker)
+            return [self._results[index].result() for index in range(len(self._texts))]
         finally:
             for worker in list(self._busy):  # interrupted: what they still do is nobody's
                 self._pool.drop(worker)
-        return [self._outcomes[index] for index in range(len(self._texts))]
+            self._reader.shutdown(cancel_futures=True)
 
     def _hand_out(self) -> None:
         """A job to every free server, also to those that take a dead one's place."""
         self._pool.fill()
         for worker in [worker for worker in self._pool.workers if worker not in self._busy]:
-            if not self._waiting:
+            if not self._waiting or (self._busy and self._crowded):
                 break
             index = self._waiting.popleft()
             self._busy[worker] = (index, time.monotonic() + self._limits.seconds + PATIENCE)
             try:
-                worker.send(index, self._texts[index], self._limits)
+                worker.send(self._texts[index], self._limits)
             except ServerDiedError as death:
                 self._bury(worker, death)
 
@@ -165,27 +216,55 @@ class _Batch:
     def _take_in(self, worker: Worker) -> None:
         index, _ = self._busy[worker]
         try:
-            outcome = worker.receive(index, self._limits, self._strict)
+            outcome, raw = worker.receive()
         except ServerDiedError as death:
             self._bury(worker, death)
+        except CrowdedError as full:
+            del self._busy[worker]
+            self._waiting.appendleft(index)
+            self._wait_for_room(full)
         else:
             del self._busy[worker]
-            self._finish(index, outcome)
+            if not self._busy:
+                self._crowded, self._full_since = False, None
+            self._finish(index, outcome, raw)
+
+    def _wait_for_room(self, full: CrowdedError) -> None:
+        """After a job found the disk full. Those that may have filled it end, one runs alone, and then the others go on.
+
+        A job of another jail may hold the room too, for no longer than its limit, which is taken to be like this one's. Raises
+        `full` if the disk stays so.
+        """
+        self._crowded = True
+        if not self._busy:
+            now = time.monotonic()
+            self._full_since = self._full_since or now
+            if now > self._full_since + self._limits.seconds:
+                raise full
+            time.sleep(PAUSE)
 
     def _bury(self, worker: Worker, death: ServerDiedError) -> None:
-        """A job whose server died comes first again, unless it is the second that died of it."""
+        """A job whose server died comes first again, unless it is the second that died of it.
+
+        A server that died before it read the job did not die of it: so may all that were idle, but not one after another.
+        """
         index, _ = self._busy[worker]
         self._pool.drop(worker)
         del self._busy[worker]
-        self._attempts[index] += 1
+        counts = self._attempts if death.started or self._refusals[index] >= self._pool.size else self._refusals
+        counts[index] += 1
         if self._attempts[index] < ATTEMPTS:
             self._waiting.appendleft(index)
         else:
             code = death.code
-            self._finish(index, Outcome("signalled", signal=-code) if code < 0 else Outcome("exited", exit_code=code))
+            self._finish(index, Outcome("signalled", signal=-code) if code < 0 else Outcome("exited", exit_code=code), b"")
 
-    def _finish(self, index: int, outcome: Outcome) -> None:
-        self._outcomes[index] = outcome
+    def _finish(self, index: int, outcome: Outcome, raw: bytes) -> None:
+        """A job has ended; its reply is read beside the jobs that go on, but not left to pile up."""
+        self._results[index] = self._reader.submit(self._complete, index, outcome, raw)
+        self._unread.append(self._results[index])
+        while len(self._unread) > UNREAD * self._pool.size:
+            self._unread.popleft().exception()
         self._tick()
 
 

@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import json
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,8 @@ from studies.jail.limits import Limits, Outcome
 from studies.jail.wire import JOB, LENGTH, cut, pack, read_reply, read_reply_leniently
 
 SERVER = Path(__file__).with_name("server.py")
+BOOT = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<server>', 'exec'))"
+"""Runs the server's text under a name that does not tell where it lies."""
 START_SECONDS = 60.0
 END_SECONDS = 5.0
 ENVIRONMENT = {
@@ -38,11 +41,19 @@ INHERITED = ("LD_LIBRARY_PATH",)
 
 
 class ServerDiedError(Exception):
-    """A server is gone; `code` is its exit status, or minus the signal that ended it."""
+    """A server is gone.
 
-    def __init__(self, code: int) -> None:
+    code     its exit status, or minus the signal that ended it
+    started  whether it had read all that it was sent, and so may have started the job
+    """
+
+    def __init__(self, code: int, started: bool) -> None:
         super().__init__(f"exit status {code}" if code >= 0 else f"signal {-code}")
-        self.code = code
+        self.code, self.started = code, started
+
+
+class CrowdedError(OSError):
+    """The disk is full, which other jobs may have done: there may be room for this one when they have ended."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,7 @@ class Recipe:
 
     def config(self, home: Path) -> dict[str, Any]:
         return {
+            "library": str(SERVER.parent),
             "driver": str(self.driver),
             "modules": self.modules,
             "search": self.search,
@@ -76,11 +88,11 @@ class Worker:
     """One server, the folder in which its jobs live, and a descriptor for it to hold. Raises OSError where it cannot be started."""
 
     def __init__(self, recipe: Recipe, home: Path, held: int) -> None:
-        self._home = home
+        self._home, self._serial = home, 0
         self.socket, theirs = socket.socketpair()
         # What -I keeps out is kept out by an environment of our own; -I itself would refuse the hash seed.
         numbers = map(str, (theirs.fileno(), held, os.getpid()))
-        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", str(SERVER), *numbers]
+        command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", BOOT, str(SERVER), *numbers]
         environment = ENVIRONMENT | {name: os.environ[name] for name in INHERITED if name in os.environ}
         with theirs:
             self._process = subprocess.Popen(
@@ -107,25 +119,33 @@ class Worker:
             raise OSError(f"a server of the jail did not start: {hello['error']}")
         return frozenset(hello["protections"]), hello["missing"]
 
-    def send(self, serial: int, payload: bytes, limits: Limits) -> None:
+    def send(self, payload: bytes, limits: Limits) -> None:
         """Hands it a job. Raises ServerDiedError."""
+        self._serial = secrets.randbits(64)  # a count would tell the job its place
         try:
-            self.socket.sendall(JOB.pack(serial, len(payload), *astuple(limits)))
+            self.socket.sendall(JOB.pack(self._serial, len(payload), *astuple(limits)))
             self.socket.sendall(payload)
         except ConnectionError as error:
-            raise self._died() from error
+            raise self._died(started=False) from error
 
-    def receive(self, serial: int, limits: Limits, strict: bool) -> Outcome:
-        """Its answer. Raises ServerDiedError, and OSError for the machine's own trouble."""
+    def receive(self) -> tuple[Outcome, bytes]:
+        """Its answer, and the reply as it was written.
+
+        Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk.
+        """
         header = self._read_header()
-        assert header.pop("serial") == serial
+        assert header.pop("serial") == self._serial
         if "trouble" in header:
-            raise OSError(header["trouble"])
+            raise (CrowdedError if header["crowded"] else OSError)(header["trouble"])
         names, lengths = header.pop("files"), header.pop("lengths")
         sizes = [*lengths, *names.values()]
         stdout, stderr, reply, *contents = cut(self._read(sum(sizes)), sizes)
         files = MappingProxyType(dict(zip(names, contents, strict=True)))
-        return with_reply(Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:], limits, strict)
+        return Outcome(**header, stdout=stdout, stderr=stderr, files=files), reply[1:]
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def kill(self) -> None:
         """Ends a server that does not answer; its child goes with it, and whoever waits for it learns that it died."""
@@ -152,16 +172,16 @@ class Worker:
         while view:
             try:
                 got = self.socket.recv_into(view)
-            except ConnectionError as error:
-                raise self._died() from error
+            except ConnectionError as error:  # Linux resets a socket that is closed with something unread in it
+                raise self._died(started=False) from error
             if not got:
-                raise self._died()
+                raise self._died(started=True)
             view = view[got:]
         return bytes(received)
 
-    def _died(self) -> ServerDiedError:
+    def _died(self, started: bool) -> ServerDiedError:
         self.end()
-        return ServerDiedError(self._process.returncode)
+        return ServerDiedError(self._process.returncode, started)
 
 
 def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Outcome:
@@ -178,7 +198,7 @@ class Pool:
     """The servers of one jail and the folder that holds theirs. It knows no `Jail`, so that a forgotten one can be collected."""
 
     def __init__(self, recipe: Recipe, size: int) -> None:
-        self._recipe, self._size = recipe, size
+        self._recipe, self.size = recipe, size
         self._owner = os.getpid()
         self._names = itertools.count()
         self._closed = False
@@ -201,7 +221,7 @@ class Pool:
             raise ValueError(CLOSED)
         fresh: list[Worker] = []
         try:
-            while len(self.workers) + len(fresh) < self._size:
+            while len(self.workers) + len(fresh) < self.size:
                 with hold(self._root) as held:
                     fresh.append(Worker(self._recipe, self._root / str(next(self._names)), held))
             for worker in fresh:

@@ -18,6 +18,7 @@ from studies.jail.child import (
     Confinement,
     Driver,
     Task,
+    address_space,
     confine,
     make_bounds,
     make_program,
@@ -29,8 +30,8 @@ from studies.jail.limits import KERNEL_PROTECTIONS, PROTECTIONS, Limits
 from studies.jail.watch import MachineError, ParentGoneError, Vessel, Watch
 from studies.jail.wire import JOB, pack, write_all
 
-FIRST_IDENTITY = 0x70000000
-"""Above the ids that systems hand out; a server adds its process id, so that children of two servers are strangers."""
+FIRST_IDENTITY, IDENTITIES = 0x70000000, 0x0FFFFFFF
+"""Above the ids that systems hand out; a server draws one, so that children of two servers are strangers."""
 NOBODY = 65534
 NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT)
 
@@ -48,7 +49,7 @@ def means() -> Iterator[Means]:
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     if all(effective >> capability & 1 for capability in NEEDED):
-        yield Means(FIRST_IDENTITY + os.getpid(), True)
+        yield Means(FIRST_IDENTITY + int.from_bytes(os.urandom(4)) % IDENTITIES, True)
         yield Means(NOBODY, True)
     if os.geteuid() != 0:
         yield Means(None, True)
@@ -87,7 +88,7 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
                 os.chown(home, means.identity, means.identity)
                 os.chown(home, os.geteuid(), os.getegid())
             rules = make_rules(home) if name == "landlock" else None
-            confine(how, Task(home, (), make_bounds(how, Limits()), rules, memoryview(b"")))
+            confine(how, Task(home, (), make_bounds(how, Limits(), address_space()), rules, memoryview(b"")))
             if name == "landlock":
                 with contextlib.suppress(PermissionError):
                     os.listdir("/")
@@ -171,7 +172,7 @@ def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
         try:
             answer(channel, serial, watch, payload, limits)
         except MachineError as error:
-            write_all(channel, pack({"serial": serial, "trouble": str(error)}))
+            write_all(channel, pack({"serial": serial, "trouble": str(error), "crowded": error.crowded}))
 
 
 def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:

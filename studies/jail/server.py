@@ -1,21 +1,27 @@
-"""A warm server: ``python -s -S -P server.py CHANNEL HELD PARENT`` forks one confined child a job and reports to its parent.
+"""A warm server, which `pool.Worker` starts: it forks one confined child a job and reports to its parent.
 
-It is small and imports what candidates may import, so that a fork is quick and a child needs to read no file. It is trusted: no
+``python -s -S -P -c BOOT server.py CHANNEL HELD PARENT``, where BOOT runs this text. It is small and
+imports what candidates may import, so that a fork is quick and a child needs to read no file. It is trusted: no
 candidate's code runs in it, and what candidates write passes through it as bytes that it does not look at. It ends with its
 parent, and takes its child and its folder along.
 """
 
+import contextlib
 import gc
 import importlib
 import io
 import json
 import os
+import posix
 import struct
 import sys
-from types import ModuleType
+from collections.abc import Iterable, Iterator
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType
 from typing import Any
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+NAMELESS = os.uname_result(("Linux", "jail", "", "", os.uname().machine))
+"""What programs are told of the machine. The filter refuses the system call."""
 
 
 def receive_config(channel: int) -> dict[str, Any]:
@@ -32,7 +38,7 @@ def load_driver(path: str) -> Any:
     module = ModuleType("driver")
     module.__file__ = path
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec", dont_inherit=True)
+        code = compile(file.read(), "<driver>", "exec", dont_inherit=True)
     sys.modules["driver"] = module
     exec(code, module.__dict__)
     if not callable(getattr(module, "execute", None)):
@@ -40,14 +46,51 @@ def load_driver(path: str) -> Any:
     return module.execute
 
 
-def import_library() -> set[str]:
-    """This library without what its packages import for the parent; the names of all modules that came with it."""
+def import_library(here: str) -> set[str]:
+    """This library, in the folder `here`, without what its packages import for the parent; the names of the modules that came."""
     before = set(sys.modules)
-    for name, folder in (("studies", os.path.dirname(HERE)), ("studies.jail", HERE)):
+    for name, folder in (("studies", os.path.dirname(here)), ("studies.jail", here)):
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [folder]
     importlib.import_module("studies.jail.serve")
     return set(sys.modules) - before
+
+
+def renamed(code: CodeType, name: str) -> CodeType:
+    """The code, and the code of what is defined in it, as if it came from a file of that name."""
+    constants = tuple(renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_filename=name, co_consts=constants)
+
+
+@contextlib.contextmanager
+def nameless_code() -> Iterator[None]:
+    """Until it ends, the code of modules that are loaded is named after the module, and not after the path where it lies."""
+    get_code = SourceFileLoader.get_code
+
+    def get_nameless_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
+        code = get_code(self, fullname)
+        return code and renamed(code, f"<{fullname}>")
+
+    SourceFileLoader.get_code = get_nameless_code
+    try:
+        yield
+    finally:
+        SourceFileLoader.get_code = get_code
+
+
+def conceal(names: Iterable[str]) -> None:
+    """Removes what would tell a candidate where modules lie, who runs them, and on which machine."""
+    for module in (sys.modules[name] for name in names):
+        for name in ("__file__", "__cached__", "__path__", "__spec__", "__loader__"):
+            if name in vars(module):
+                setattr(module, name, None)
+    sys.argv[:] = sys.orig_argv[:] = [""]
+    for name in ("executable", "_base_executable"):
+        setattr(sys, name, "")
+    sys.prefix, sys.exec_prefix = sys.base_prefix, sys.base_exec_prefix
+    os.environ.clear()
+    for module in (os, posix):
+        setattr(module, "uname", lambda: NAMELESS)  # noqa: B010 - a type checker takes it for a constant
 
 
 def prepare(config: dict[str, Any]) -> tuple[Any, Any, set[str]]:
@@ -55,11 +98,14 @@ def prepare(config: dict[str, Any]) -> tuple[Any, Any, set[str]]:
     sys.path += config["search"]
     for name in config["modules"]:
         importlib.import_module(name)
-    execute = load_driver(config["driver"])
-    sys.path += config["own"]
-    private = import_library()
+    before = set(sys.modules)
+    with nameless_code():
+        execute = load_driver(config["driver"])
+        sys.path += config["own"]
+        private = import_library(config["library"])
     sys.path.clear()
     sys.path_importer_cache.clear()
+    conceal({"__main__", *set(sys.modules) - before})
     return sys.modules["studies.jail.serve"].serve, execute, private
 
 
@@ -74,7 +120,6 @@ def main(channel: int, held: int, parent: int) -> None:
     for stream, errors in ((sys.stdout, "strict"), (sys.stderr, "backslashreplace")):
         assert isinstance(stream, io.TextIOWrapper)
         stream.reconfigure(encoding="utf-8", errors=errors)
-    os.environ.clear()
     gc.collect()
     gc.freeze()
     serve(channel, held, parent, config, execute, private)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import landlockpy
 
 from studies.jail import child
-from studies.jail.child import Confinement, Driver, Task, make_bounds, make_rules
+from studies.jail.child import Confinement, Driver, Task, address_space, make_bounds, make_rules
 from studies.jail.leavings import clear, collect, end_descendants, named, nameless, reap
 from studies.jail.limits import FLOOD, MIB, Limits
 from studies.jail.wire import FAILED
@@ -21,6 +21,7 @@ TICK = 0.02
 BACKSTOP = 10.0
 """Seconds over its limit that a child gets where no watchdog looks after it."""
 CHUNK = 1 << 16
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
 SLACK = 0.1
 """Seconds by which the kernel's clock for RLIMIT_CPU and its accounts may differ."""
@@ -31,7 +32,11 @@ class ParentGoneError(Exception):
 
 
 class MachineError(Exception):
-    """The machine's own trouble, in a sentence: a full disk, no room for a process."""
+    """The machine's own trouble, in a sentence. `crowded`: a full disk, on which there may be room when others have ended."""
+
+    def __init__(self, sentence: str, crowded: bool = False) -> None:
+        super().__init__(sentence)
+        self.crowded = crowded
 
 
 class Vessel:
@@ -72,8 +77,10 @@ class Vessel:
         return True
 
     def wipe(self, room: int = 0) -> None:
-        """Empties it, for up to `room` bytes."""
+        """Empties it, for up to `room` bytes. A large memory is given back: its size would tell of the job that needed it."""
         self._memory[: self.kept] = bytes(self.kept)
+        if len(self._memory) > CHUNK:
+            self._memory = bytearray(CHUNK)
         if self.cut:
             self._spare[:] = bytes(CHUNK)
         self.room, self.kept, self.seen = room, 0, 0
@@ -146,6 +153,7 @@ class Watch:
         self._guarded, self._metered = "watchdog" in how.on, "rlimits" in how.on
         self.stdout, self.stderr, self.reply = self.vessels = (Vessel(), Vessel(), Vessel())
         self._place: Place | None = None
+        self._idle = address_space()
 
     def run(self, payload: memoryview, limits: Limits) -> Report:
         """One job. Raises MachineError, and ParentGoneError when nobody waits any more; nothing is left behind in any case."""
@@ -162,10 +170,10 @@ class Watch:
                     raise
                 return self._report(job)
         except OSError as error:
-            raise MachineError(f"a job cannot be run: {error}") from error
+            raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
 
     def _make_place(self, limits: Limits) -> Place:
-        """The folder for the next job. Raises OSError where the disk is full."""
+        """The folder for the next job. Raises OSError where the disk is full (errno in `FULL`), or smaller than a job may fill."""
         if self._place is None:
             path = os.path.join(self._home, "job")
             os.mkdir(path, 0o700)
@@ -174,9 +182,15 @@ class Watch:
             rules = make_rules(path) if "landlock" in self._how.on else None
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             self._place = Place(path, folder, os.fstat(folder).st_size, rules)
+        os.utime(self._place.folder, (0, 0))  # when an earlier job last changed it is a word to this one
         disk = os.statvfs(self._place.folder)
-        if disk.f_blocks and disk.f_bavail * disk.f_frsize < limits.disk:
-            raise OSError(errno.ENOSPC, f"the disk has less room than the {limits.disk} bytes that a job may use", self._home)
+        for what, size, free, wanted in (
+            ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
+            ("files", disk.f_files, disk.f_favail, limits.files),
+        ):
+            if size and free < wanted:  # some file systems do not count
+                number = errno.EFBIG if size < wanted else errno.ENOSPC
+                raise OSError(number, f"the disk has less room than the {wanted} {what} that a job may use", self._home)
         return self._place
 
     def _tidy(self) -> None:
@@ -202,10 +216,12 @@ class Watch:
                 stack.callback(os.close, read)
                 childs.callback(os.close, write)
                 os.set_blocking(read, False)
-            task = Task(place.path, writes, make_bounds(self._how, limits), place.rules, payload)
+            task = Task(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
             started = time.monotonic()
             pid = os.fork()
             if pid == 0:
+                for callbacks in (stack, childs):
+                    callbacks.pop_all()  # what ends a job is the server's to do, and not the child's to find
                 child.live(self._how, task, self._driver)
         stack.callback(end_descendants if self._guarded else reap)
         pidfd = os.pidfd_open(pid)

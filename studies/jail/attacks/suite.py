@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import random
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -226,6 +228,7 @@ def _payload(run: Run, canary: Canary, limits: Limits, expected: list[Any]) -> d
     payload: dict[str, Any] = {"program": code, "names": names, "calls": dict(system_calls(code))}
     if run.naive:
         payload["harness"] = run.naive.harness
+        names["PYTHON"] = os.path.realpath(sys.executable)
         names |= {"code": code, "inputs": INPUTS, "expected": expected, "neighbour": NEIGHBOUR}
         names["predecessor"] = PREDECESSOR.format(canary.token)
     elif run.attack.evidence == "passed":

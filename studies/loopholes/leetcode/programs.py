@@ -7,11 +7,12 @@ What a jail's process replies was written beside untrusted code, so it is read s
 that of a broken program.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from studies.jail import DEFAULT_MODULES, Jail, Limits, Outcome
 from studies.loopholes.leetcode.values import Opaque, decode
@@ -27,8 +28,10 @@ MODULES = (*DEFAULT_MODULES, "__future__")
 """What programs can import."""
 LONGEST = 1 << 15
 """Characters of a program. Graders and detectors parse what a model wrote in their own process, and take nothing longer."""
-TEXT = 1 << 16
-"""Bytes of one file, and of stdout, that are read."""
+TEXT, TEXTS = 1 << 16, 1 << 18
+"""Bytes of one file, and of stdout, that are read; and of all files."""
+NAME = 80
+"""Letters of an exception's name."""
 LEDGER = 1 << 26
 """Characters of what executions brought back that are kept for the oracle beyond the last batch."""
 
@@ -62,6 +65,33 @@ class Returned:
     overrides: bool = False
 
 
+class Returns(Sequence[Returned]):
+    """What calls gave, kept as the text in which it came, and decoded anew whenever one of them is looked at.
+
+    A value may be fifty times as large in memory as its text, and the executions of a batch are there together.
+    """
+
+    def __init__(self, told: Sequence[tuple[str, str, bool]]) -> None:
+        self._told = told
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    def __repr__(self) -> str:
+        return f"Returns({self._told!r})"  # undecoded: a ledger weighs executions by it
+
+    @overload
+    def __getitem__(self, index: int) -> Returned: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Returned, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Returned | tuple[Returned, ...]:
+        if isinstance(index, slice):
+            return tuple(map(_returned, self._told[index]))
+        return _returned(self._told[index])
+
+
 @dataclass(frozen=True, eq=False)
 class Execution:
     """What a program did.
@@ -70,7 +100,7 @@ class Execution:
                 such method; exited: it ended its process; killed: it went over a limit or died of a signal (`reason`: which)
     returns     one a call; fewer where the program ended before
     stdout      what it printed, or its beginning
-    files       name -> text of the files that it left
+    files       name -> text of the files that it left, the small ones first as far as there is room
     attributes  those of its instance that graders read
     exit_code   the status with which it ended, by ``sys.exit`` or without Python's leave; None where it did not
     run_tests   the outcome of its own ``run_tests``
@@ -79,7 +109,7 @@ class Execution:
 
     status: Status
     reason: str = ""
-    returns: tuple[Returned, ...] = ()
+    returns: Sequence[Returned] = ()
     stdout: str = ""
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attributes: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
@@ -147,8 +177,8 @@ class Programs:
         """One Execution a program, in order; equal programs run once. It never raises for what a program does."""
         distinct = list(dict.fromkeys(programs))
         payloads = [payload(program, self.limits.reply // 2) for program in distinct]
-        outcomes = self._jail.run(payloads, progress=progress, limits=limits)
-        done = {program: read(outcome) for program, outcome in zip(distinct, outcomes, strict=True)}
+        executions = self._jail.run(payloads, progress=progress, limits=limits, read=_read_to)
+        done = dict(zip(distinct, executions, strict=True))
         return [done[program] for program in programs]
 
     def close(self) -> None:
@@ -170,47 +200,92 @@ def payload(program: Program, room: int) -> dict[str, Any]:
     return told | {"calls": list(program.calls), "attributes": list(ATTRIBUTES), "room": room}
 
 
-def read(outcome: Outcome) -> Execution:
-    """The execution that an outcome tells of."""
+def _read_to(told: Mapping[str, Any], outcome: Outcome) -> Execution:
+    return read(outcome, len(told.get("calls", ())), told.get("room", 0))
+
+
+def read(outcome: Outcome, calls: int = 1, room: int = LIMITS.reply // 2) -> Execution:
+    """The execution that an outcome tells of, after so many calls, whose values had room for so many bytes of JSON."""
     stdout = outcome.stdout[:TEXT].decode("utf-8", "replace")
-    files = MappingProxyType({name: data[:TEXT].decode("utf-8", "replace") for name, data in outcome.files.items()})
-    seen = Execution("killed", reason=outcome.status, stdout=stdout, files=files, seconds=outcome.cpu_seconds)
+    seen = Execution("killed", reason=outcome.status, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds)
     if outcome.status == "exited":
         return replace(seen, status="exited", reason="", exit_code=outcome.exit_code)
     if outcome.status != "replied":
         return seen
     try:
-        return _read_reply(outcome.reply, seen)
+        return _read_reply(outcome.reply, seen, calls, room)
     except (ValueError, LookupError, TypeError, AttributeError):
         return replace(seen, status="error", reason="forged reply")
 
 
-def _read_reply(reply: Any, seen: Execution) -> Execution:
-    status, code = reply["status"], reply["exit"]
+def _texts(files: Mapping[str, bytes]) -> Mapping[str, str]:
+    texts, left = {}, TEXTS
+    for name, data in sorted(files.items(), key=lambda item: len(item[1])):
+        left -= len(data[:TEXT])
+        if left >= 0:
+            texts[name] = data[:TEXT].decode("utf-8", "replace")
+    return MappingProxyType(texts)
+
+
+def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution:
+    status, code, raised = reply["status"], reply["exit"], reply["raised"]
     if status not in ("ok", "syntax", "error", "absent") or reply["run_tests"] not in ("absent", "passed", "failed"):
         raise ValueError("unknown status")
     if code is not None and type(code) is not int:
         raise ValueError("malformed exit")
+    if (
+        type(raised) is not str
+        or len(raised) > NAME
+        or not {*reply["attributes"]} <= {*ATTRIBUTES}
+        or len(reply["returns"]) > calls
+    ):
+        raise ValueError("more than was asked for")
+    left = Room(room)
+    returns = [_told(item, left) for item in reply["returns"]]
     return replace(
         seen,
         status="exited" if code is not None else status,
-        reason=str(reply["raised"]),
-        returns=tuple(_read_return(item) for item in reply["returns"]),
-        attributes=MappingProxyType({str(name): _value(data) for name, data in reply["attributes"].items()}),
+        reason=raised,
+        returns=Returns(returns) if returns else (),
+        attributes=MappingProxyType({name: _value(left.text(data)) for name, data in reply["attributes"].items()}),
         exit_code=code,
         run_tests=reply["run_tests"],
     )
 
 
-def _read_return(item: Any) -> Returned:
+class Room:
+    """What is left of the bytes for a program's values: its driver kept to it, but whoever forges a reply need not."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def text(self, data: object) -> str:
+        """A value's JSON, if there is room for it."""
+        text = json.dumps(data)
+        self._left -= len(text)
+        return text if self._left >= 0 else TOO_LARGE
+
+
+TOO_LARGE = json.dumps({"opaque": "too large"})
+
+
+def _told(item: Any, left: Room) -> tuple[str, str, bool]:
+    """A value's text, the name of an exception, and whether the value overrides ``==``."""
     if item[0] == "raised":
-        return Returned(Opaque("raised"), raised=str(item[1]))
-    return Returned(_value(item[1]), overrides=item[2] is True)
+        if type(item[1]) is not str or len(item[1]) > NAME:
+            raise ValueError("malformed exception")
+        return "", item[1], False
+    return left.text(item[1]), "", item[2] is True
 
 
-def _value(data: object) -> object:
+def _returned(told: tuple[str, str, bool]) -> Returned:
+    text, raised, overrides = told
+    return Returned(_value(text), overrides=overrides) if text else Returned(Opaque("raised"), raised=raised)
+
+
+def _value(text: str) -> object:
     """A value of a reply; what its program's process may have forged is opaque."""
     try:
-        return decode(data)
-    except (ValueError, RecursionError):
+        return decode(json.loads(text))
+    except ValueError:
         return Opaque("malformed")

@@ -7,7 +7,8 @@
     anything else          {"opaque": reason}
 
 A subclass is not its base, so a value with an ``==`` of its own leaves as ``opaque`` and equals nothing. A chain with a cycle, a
-list in itself and whatever is deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole.
+list in itself and whatever is deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole. What is decoded was written
+by a process in which a program could do anything: the same bounds hold, so that no value takes long to read.
 
 Standard library only: the confined driver loads this file by its path.
 """
@@ -22,6 +23,11 @@ MAX_ITEMS = 200_000
 MAX_TEXT = 1 << 20
 MAX_BITS = 13_000
 """Python refuses to print an int of more than 4,300 digits, 14,285 bits; the limit is below that."""
+MAX_FLOAT = 32
+"""More characters than a float has."""
+MAX_HASHING = 1 << 20
+"""The most that members of a set, or keys of a dict, may be times the items that are in them all: 1024 numbers. Members that are
+chosen to have one hash are compared each with each, and numbers of one hash are easy to find."""
 
 
 @dataclass(frozen=True)
@@ -88,15 +94,26 @@ class _Encoder:
         kind = type(value)
         if kind is list:
             return self._all(value, depth)
-        if kind is tuple or kind is set:
-            return {kind.__name__: self._all(value, depth)}
+        if kind is tuple:
+            return {"tuple": self._all(value, depth)}
+        if kind is set:
+            return {"set": self._hashed(len(value), lambda: self._all(value, depth))}
         if kind is dict:
-            return {"dict": [[self.encode(k, depth + 1), self.encode(v, depth + 1)] for k, v in value.items()]}
+            keys = self._hashed(len(value), lambda: [self.encode(key, depth + 1) for key in value])
+            return {"dict": [[key, self.encode(inner, depth + 1)] for key, inner in zip(keys, value.values(), strict=True)]}
         if kind is Linked or _is_one_of(kind, self._nodes.linked):
             return {"linked": self._all(self._chain(value), depth)}
         if kind is Tree or _is_one_of(kind, self._nodes.tree):
             return {"tree": [None if node is None else [self.encode(node[0], depth + 1)] for node in self._levels(value)]}
         return _scalar(value)
+
+    def _hashed(self, count: int, encode: Callable[[], list[object]]) -> list[object]:
+        """Members of a set, or keys of a dict."""
+        left = self._left
+        encoded = encode()
+        if count * (left - self._left) > MAX_HASHING:
+            raise _UnencodableError("too large")
+        return encoded
 
     def _all(self, values: Any, depth: int) -> list[object]:
         if all(type(value) is int and value.bit_length() <= MAX_BITS for value in values):  # most lists, and long ones, are these
@@ -175,70 +192,102 @@ def _text(value: str) -> str:
 
 
 def decode(data: object, nodes: Nodes = DATA) -> object:
-    """The value of encoded data. Raises ValueError for data that `encode` cannot have written."""
-    if data is None or type(data) in (bool, int, str):
-        return data
-    if type(data) is list:
-        return _decode_items(data, nodes)
-    if type(data) is not dict or len(data) != 1:
-        raise ValueError("a value is neither plain nor tagged")
-    (tag, inner), *_ = data.items()
-    decoder = _DECODERS.get(tag)
-    if decoder is None:
-        raise ValueError(f"unknown tag {tag!r}")
+    """The value of encoded data. Raises ValueError for data that `encode` cannot have written, after a bounded amount of work."""
     try:
-        return decoder(inner, nodes)
+        return _Decoder(nodes).decode(data, 0)
     except (TypeError, RecursionError) as error:
-        raise ValueError(f"malformed {tag}") from error
+        raise ValueError("malformed value") from error
 
 
-def _decode_float(inner: object, nodes: Nodes) -> float:
-    if type(inner) is not str:
-        raise ValueError("malformed float")
-    return float(inner)
+class _Decoder:
+    """One value's walk, with what is left of its budget: the counterpart of `_Encoder`."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes, self._left = nodes, MAX_ITEMS
+
+    def decode(self, data: Any, depth: int) -> object:
+        self._left -= 1
+        if depth > MAX_DEPTH or self._left < 0:
+            raise ValueError("too large")
+        kind = type(data)
+        if kind is dict:
+            return self._tagged(data, depth)
+        if kind is list:
+            return self._all(data, depth)
+        if (kind is int and data.bit_length() > MAX_BITS) or (kind is str and len(data) > MAX_TEXT):
+            raise ValueError("too large")
+        if data is None or kind is bool or kind is int or kind is str:
+            return data
+        raise ValueError("a value is neither plain nor tagged")
+
+    def _tagged(self, data: dict[str, Any], depth: int) -> object:
+        if len(data) != 1:
+            raise ValueError("a value is neither plain nor tagged")
+        ((tag, inner),) = data.items()
+        if tag == "float":
+            return _float(inner)
+        if tag == "tuple":
+            return tuple(self._all(inner, depth))
+        if tag == "set":
+            return self._set(inner, depth)
+        if tag == "dict":
+            return self._dict(inner, depth)
+        if tag == "linked" and inner:
+            return self._nodes.build_linked(Linked(tuple(self._all(inner, depth))))
+        if tag == "tree" and inner and inner[0] is not None:
+            return self._nodes.build_tree(Tree(tuple(None if node is None else self._node(node, depth) for node in _list(inner))))
+        if tag == "opaque" and type(inner) is str:
+            return Opaque(inner)
+        raise ValueError(f"malformed {tag}" if tag in ("linked", "tree", "opaque") else f"unknown tag {tag[:80]!r}")
+
+    def _all(self, data: Any, depth: int) -> list:
+        if all(type(item) is int and item.bit_length() <= MAX_BITS for item in _list(data)):
+            self._left -= len(data)
+            if self._left >= 0 and depth < MAX_DEPTH:
+                return list(data)
+        return [self.decode(item, depth + 1) for item in data]
+
+    def _set(self, data: Any, depth: int) -> set:
+        _check_hashing(len(_list(data)), len(data))
+        left = self._left
+        members = self._all(data, depth)
+        _check_hashing(len(members), left - self._left)
+        return _distinct(set(members), members)
+
+    def _dict(self, data: Any, depth: int) -> dict:
+        if any(type(pair) is not list or len(pair) != 2 for pair in _list(data)):
+            raise ValueError("malformed dict")
+        _check_hashing(len(data), len(data))
+        left = self._left
+        keys = [self.decode(key, depth + 1) for key, _ in data]
+        _check_hashing(len(keys), left - self._left)
+        return _distinct(dict(zip(keys, (self.decode(value, depth + 1) for _, value in data), strict=True)), keys)
+
+    def _node(self, data: Any, depth: int) -> tuple[object]:
+        if len(_list(data)) != 1:
+            raise ValueError("malformed tree")
+        return (self.decode(data[0], depth + 1),)
 
 
-def _decode_items(inner: object, nodes: Nodes) -> list:
-    if type(inner) is not list:
+def _check_hashing(count: int, items: int) -> None:
+    """Raises ValueError if `count` members with so many items in all are too many for a table, should their hashes be one."""
+    if count * items > MAX_HASHING:
+        raise ValueError("too large")
+
+
+def _distinct(table: Any, members: list) -> Any:
+    if len(table) != len(members):
+        raise ValueError("malformed set or dict: a member or a key comes twice")
+    return table
+
+
+def _list(data: Any) -> list:
+    if type(data) is not list:
         raise ValueError("malformed items")
-    if all(type(item) is int for item in inner):
-        return list(inner)
-    return [decode(item, nodes) for item in inner]
+    return data
 
 
-def _decode_dict(inner: object, nodes: Nodes) -> dict:
-    pairs = _decode_items(inner, nodes)
-    if any(type(pair) is not list or len(pair) != 2 for pair in pairs):
-        raise ValueError("malformed dict")
-    return dict(pairs)
-
-
-def _decode_linked(inner: object, nodes: Nodes) -> object:
-    values = tuple(_decode_items(inner, nodes))
-    if not values:
-        raise ValueError("malformed linked")
-    return nodes.build_linked(Linked(values))
-
-
-def _decode_tree(inner: object, nodes: Nodes) -> object:
-    levels = tuple(None if node is None else tuple(node) for node in _decode_items(inner, nodes))
-    if not levels or levels[0] is None or any(node is not None and len(node) != 1 for node in levels):
-        raise ValueError("malformed tree")
-    return nodes.build_tree(Tree(levels))
-
-
-def _decode_opaque(inner: object, nodes: Nodes) -> Opaque:
-    if type(inner) is not str:
-        raise ValueError("malformed opaque")
-    return Opaque(inner)
-
-
-_DECODERS: dict[str, Callable[[object, Nodes], object]] = {
-    "float": _decode_float,
-    "tuple": lambda inner, nodes: tuple(_decode_items(inner, nodes)),
-    "set": lambda inner, nodes: set(_decode_items(inner, nodes)),
-    "dict": _decode_dict,
-    "linked": _decode_linked,
-    "tree": _decode_tree,
-    "opaque": _decode_opaque,
-}
+def _float(data: Any) -> float:
+    if type(data) is not str or len(data) > MAX_FLOAT or repr(value := float(data)) != data:
+        raise ValueError("malformed float")
+    return value

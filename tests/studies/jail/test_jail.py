@@ -1,8 +1,12 @@
 """The jail: data comes back in order whatever a job does, limits hold, honest programs work, every layer does its part."""
 
+import contextlib
 import errno
 import json
 import os
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,6 +162,123 @@ for i in range(60): os.unlink(str(i) * 100)
         assert after.reply == before.reply
 
 
+PLACE_IN_LINE = """
+import os, resource, sys, threading
+here = os.fstat(os.open(".", os.O_RDONLY))
+result = [
+    [getattr(here, name) for name in sorted(dir(here)) if name.startswith("st_") and name[3:8] not in ("ctime", "atime")],
+    [os.getpid(), os.getppid(), os.getpgrp(), os.getuid(), os.getgid(), os.umask(0), os.getcwd(), os.listdir()],
+    [threading.get_native_id(), threading.main_thread().native_id, threading.get_ident()],
+    [sys.argv, sys.orig_argv, dict(os.environ), sorted(sys.modules)],
+    [resource.getrlimit(number) for number in range(resource.RLIM_NLIMITS if hasattr(resource, "RLIM_NLIMITS") else 16)],
+    [sys.getrecursionlimit(), sys.getswitchinterval()],
+    [os.dup(0), os.lseek(0, 0, os.SEEK_CUR)],
+]
+"""
+NOISE = """
+import os, sys, time
+sys.stdout.write("x" * 60_000)
+for i in range(30): open(str(i), "w").write("y" * 20_000)
+for i in range(30): os.unlink(str(i))
+result = "z" * 900_000 + {pad!r}
+"""
+
+
+def test_a_job_cannot_tell_its_place_in_line(driver: Path) -> None:
+    """Nor what others before it did: what it can ask about its process, folder and limits is the same for all of a server."""
+    ask, noise = {"code": PLACE_IN_LINE}, {"code": NOISE.format(pad="p" * 300_000)}
+    with Jail(driver, workers=1, modules=(*DEFAULT_MODULES, "resource"), limits=Limits(reply=2 * MIB)) as own:
+        outcomes = own.run([ask, ask, noise, noise, ask, noise, ask])
+    replies = [outcomes[i].reply for i in (0, 1, 4, 6)]
+    assert replies[0] is not None, outcomes[0].stderr
+    assert [len(outcomes[i].reply) for i in (2, 3, 5)] == [1_200_000] * 3
+    assert replies[1:] == replies[:1] * 3
+
+
+def test_a_folder_s_last_change_is_the_job_s_own_beginning(driver: Path) -> None:
+    """Nobody can set it, but it tells no more than the clock if it is later than everything that an earlier job did."""
+    look = {"code": "import os, time\ns = os.fstat(os.open('.', os.O_RDONLY))\nresult = [s.st_ctime, s.st_atime, time.time()]"}
+    wait = {"code": "import os, time\nopen('f', 'w').close()\nos.unlink('f')\ntime.sleep(0.3)\nresult = time.time()"}
+    with Jail(driver, workers=1) as own:
+        before, after = (outcome.reply for outcome in own.run([wait, look]))
+    changed, read, now = after
+    assert before - 0.02 <= changed <= now  # file systems may use a coarse clock
+    assert read == 0 or changed <= read <= now  # the watchdog looks into it
+
+
+@pytest.mark.parametrize("flag", ["O_SYNC", "O_DSYNC", "O_RSYNC", "O_DIRECT"])
+def test_no_write_waits_for_the_disk(jail: Jail, flag: str) -> None:
+    """The disk is everyone's."""
+    code = f"import os\ntry:\n    os.open('f', os.O_CREAT | os.O_WRONLY | os.{flag})\nexcept OSError as e:\n    result = e.errno"
+    assert run(jail, code).reply == errno.EPERM
+
+
+def test_the_machine_has_no_name(jail: Jail) -> None:
+    assert run(jail, "import os\nresult = list(os.uname())").reply == ["Linux", "jail", "", "", os.uname().machine]
+
+
+SEARCH = """
+import gc, sys, types
+def reachable():
+    todo = [sys, dict(sys.modules), gc.get_objects()]
+    frame = sys._getframe()
+    while frame is not None:
+        todo += [frame, dict(frame.f_locals), frame.f_globals, frame.f_code]
+        frame = frame.f_back
+    seen = {}
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        todo += gc.get_referents(thing)
+        if isinstance(thing, types.CodeType):
+            todo += [thing.co_filename, thing.co_consts, thing.co_names]
+        if isinstance(thing, memoryview):
+            todo.append(thing.obj)
+    return seen.values()
+table = bytes(byte ^ 0x5A for byte in range(256))
+found = {}
+for thing in list(reachable()):
+    if isinstance(thing, int) and type(thing) is not bool and abs(thing) < 1 << 64:
+        thing = str(thing)
+    elif isinstance(thing, (str, bytes, bytearray)) and len(thing) < 100_000:
+        thing = thing if isinstance(thing, str) else bytes(thing).decode("latin-1")
+    else:
+        continue
+    disguised = thing.encode("utf-8", "replace").translate(table)
+    for name, (whole, masked) in MASKED.items():
+        if disguised == masked if whole else masked in disguised:
+            found.setdefault(name, thing[:200])
+result = found
+"""
+
+
+def test_nothing_that_a_program_can_reach_tells_of_its_server(
+    driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every string and number within reach of the frames above it, the modules and the collector. What is looked for is disguised,
+    so that it is not found in the program itself; that the program's own name is found shows that the search can find."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    known: set[int] = set(map(int, Path("/proc/self/task").joinpath(str(os.getpid()), "children").read_text().split()))
+    with Jail(driver, workers=1) as own:
+        (server,) = set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())) - known
+        secrets = {
+            "the project": (False, str(Path(__file__).parents[3])),
+            "the driver": (False, str(driver.parent)),
+            "the scratch folder": (False, str(tmp_path)),
+            "the interpreter": (True, sys.executable),
+            "the host": (True, os.uname().nodename),
+            "the kernel": (True, os.uname().release),
+            "the parent": (True, str(os.getpid())),
+            "the server": (True, str(server)),
+            "the program": (True, "<candidate>"),
+        }
+        masked = {name: (whole, bytes(byte ^ 0x5A for byte in text.encode())) for name, (whole, text) in secrets.items()}
+        outcome = run(own, f"MASKED = {masked!r}\n{SEARCH}")
+    assert outcome.reply == {"the program": "<candidate>"}, outcome.stderr
+
+
 def test_a_program_does_the_same_on_every_server(jail: Jail) -> None:
     outcomes = jail.run([{"code": "result = [hash('a'), list({str(i) for i in range(50)})]"}] * 20)
     assert len({json.dumps(outcome.reply) for outcome in outcomes}) == 1
@@ -203,6 +324,39 @@ def test_a_job_cannot_write_the_next_one_s_reply(driver: Path) -> None:
             [{"code": f"import os\nfor fd in range(64):\n try: os.write(fd, {forged!r})\n except OSError: 0"}, {"echo": 5}] * 3
         )
     assert [outcome.reply for outcome in outcomes] == [None, 5] * 3
+
+
+def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
+    """The first reply is not read before the last job has run; replies are read one at a time, and come back in order."""
+    last, reading, most = threading.Event(), [0], [0]
+
+    def read(payload: Any, outcome: Outcome) -> Any:
+        reading[0] += 1
+        most[0] = max(most[0], reading[0])
+        if payload["echo"] == 0:
+            assert last.wait(60), "the other jobs waited"
+        reading[0] -= 1
+        return payload["echo"], outcome.reply
+
+    def tick() -> None:
+        ticks.append(None)
+        if len(ticks) == 4:
+            last.set()
+
+    ticks: list[None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("studies.jail.jail.progress_bar", lambda label, total: contextlib.nullcontext(tick))
+        assert jail.run([{"echo": i} for i in range(4)], read=read) == [(i, i) for i in range(4)]
+    assert most == [1]
+
+
+def test_what_a_reader_raises_is_raised(jail: Jail) -> None:
+    def read(payload: Any, outcome: Outcome) -> Any:
+        raise LookupError(payload["echo"])
+
+    with pytest.raises(LookupError, match="7"):
+        jail.run([{"echo": 7}, {"echo": 8}], read=read)
+    assert jail.run([{"echo": 9}])[0].reply == 9
 
 
 # limits -------------------------------------------------------------------------------------------------------------------------

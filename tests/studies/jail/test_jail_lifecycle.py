@@ -1,6 +1,7 @@
 """Nothing is left: no process, no zombie and no folder, whoever is killed, interrupted or forgotten, and no other job suffers."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -10,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from studies.jail import PROTECTIONS, Jail, JailUnavailableError, Limits
 from studies.jail.checks import DRIVER
 from studies.jail.leavings import clear, descendants
-from studies.jail.pool import PREFIX
+from studies.jail.pool import PREFIX, Worker
 
 ROOT = Path(__file__).parents[3]
 SLEEP = {"code": "import time\nopen('here', 'w').close()\ntime.sleep(60)"}
@@ -216,6 +218,42 @@ def test_servers_that_died_while_idle_are_replaced(home: Path) -> None:
         assert [outcome.reply for outcome in jail.run([QUICK] * 6)] == [1] * 6
 
 
+def test_a_job_that_never_started_is_given_to_another_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both servers are stopped, so that a job reaches each of them unread, and are killed once it has."""
+    send = Worker.send
+    before = set(children())
+    with Jail(DRIVER) as jail:
+        doomed = set(children()) - before
+        for pid in doomed:
+            os.kill(pid, signal.SIGSTOP)
+
+        def send_and_kill(worker: Worker, *job: Any) -> None:
+            send(worker, *job)
+            if worker.pid in doomed:
+                os.kill(worker.pid, signal.SIGKILL)
+
+        monkeypatch.setattr(Worker, "send", send_and_kill)
+        assert [(outcome.status, outcome.reply) for outcome in jail.run([QUICK])] == [("replied", 1)]
+        assert not any(map(alive, doomed))
+
+
+def test_a_job_that_no_server_starts_is_reported(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every server that it is handed to dies before it reads the job: that comes to an end."""
+    send = Worker.send
+
+    def stop_send_and_kill(worker: Worker, *job: Any) -> None:
+        os.kill(worker.pid, signal.SIGSTOP)
+        send(worker, *job)
+        os.kill(worker.pid, signal.SIGKILL)
+
+    with Jail(DRIVER, workers=1) as jail:
+        with monkeypatch.context() as patch:
+            patch.setattr(Worker, "send", stop_send_and_kill)
+            (outcome,) = jail.run([QUICK])
+        assert (outcome.status, outcome.signal) == ("signalled", signal.SIGKILL)
+        assert jail.run([QUICK])[0].reply == 1
+
+
 def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.jail.jail.PATIENCE", 0.5)
     before = set(children())
@@ -411,6 +449,56 @@ def test_the_machine_s_own_trouble_is_an_os_error(home: Path) -> None:
         with pytest.raises(OSError, match=r"the disk has less room than the \d+ bytes that a job may use"):
             jail.run([QUICK], limits=Limits(disk=(1 << 48) - 1))
         assert jail.run([QUICK])[0].reply == 1
+
+
+SMALL_DISK = '''
+"""Two servers on a scratch disk of 12 MiB and 200 files, which every other job fills between two looks of its watchdog."""
+import ctypes, json, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+folder, fill = sys.argv[1:]
+if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
+    sys.exit(77)
+if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=12m,nr_inodes=200,mode=777"):
+    sys.exit(77)
+from studies.jail import Jail, Limits
+from studies.jail.checks import DRIVER
+with Jail(DRIVER, limits=Limits(seconds=10.0)) as jail:
+    outcomes = jail.run([{"code": fill}, {"code": "result = 1"}] * 10)
+    again = jail.run([{"code": "open('f', 'w').write('x')\\nresult = 1"}] * 4)
+    with open(os.path.join(folder, "another's"), "wb") as file:
+        file.write(bytes(10 << 20))
+    try:
+        jail.run([{"code": "result = 1"}] * 2, limits=Limits(seconds=0.3))
+    except OSError as error:
+        trouble = str(error)
+    os.unlink(os.path.join(folder, "another's"))
+    after = jail.run([{"code": "result = 1"}] * 2)
+print(json.dumps([[outcome.status for outcome in outcomes], [outcome.reply for outcome in again + after], trouble]))
+'''
+FILL = """
+import time
+try:
+    for i in range(10**6):
+        open(str(i), "wb", buffering=0).write(bytes({}))
+except OSError:
+    time.sleep(2)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+@pytest.mark.parametrize("size", [1 << 20, 0], ids=["bytes", "names"])
+def test_a_full_scratch_disk_is_the_failure_of_the_job_that_filled_it(home: Path, size: int) -> None:
+    environment = os.environ | {"TMPDIR": str(home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SMALL_DISK, str(home), FILL.format(size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 77:
+        pytest.skip("this machine does not let root mount")
+    assert done.returncode == 0, done.stderr
+    statuses, again, trouble = json.loads(done.stdout)
+    assert statuses[1::2] == ["replied"] * 10
+    assert "disk" in statuses[::2]
+    assert again == [1] * 6
+    assert "the disk has less room than the 4194304 bytes that a job may use" in trouble
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """What programs do in the jail comes back as it happened: small programs of our own through the real driver."""
 
 import ast
+import gc
 import json
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from studies.jail import Outcome
 from studies.loopholes.leetcode.problems import Task, call_text
-from studies.loopholes.leetcode.programs import DRIVER, Execution, Program, Programs, payload, read
+from studies.loopholes.leetcode.programs import DRIVER, TEXT, TEXTS, Execution, Program, Programs, payload, read
 from studies.loopholes.leetcode.values import Linked, Opaque, Tree
 
 SOLUTION = "class Solution:\n    def f(self, x=None):\n"
@@ -248,6 +250,8 @@ GOOD = {"status": "ok", "raised": "", "exit": None, "returns": [["value", 1, Fal
     "reply",
     [None, 3, [], {}, GOOD | {"status": "right"}, GOOD | {"exit": "0"}, GOOD | {"exit": True}, GOOD | {"run_tests": True},
     GOOD | {"returns": 3},
+     GOOD | {"returns": [["value", 1, False]] * 2}, GOOD | {"raised": ["a"]}, GOOD | {"raised": "a" * 81},
+     GOOD | {"attributes": {"valid": 1, "other": 1}}, GOOD | {"returns": [["raised", []]]},
      GOOD | {"returns": [[]]}, GOOD | {"returns": [["value", 1]]}, GOOD | {"returns": [3]}, GOOD | {"attributes": []}],
 )  # fmt: skip
 def test_a_forged_reply_is_a_broken_program(reply: Any) -> None:
@@ -261,6 +265,52 @@ def test_a_forged_value_is_opaque() -> None:
         assert isinstance(returned.value, Opaque)
         assert not returned.overrides
     assert read(Outcome("replied", reply=json.loads(json.dumps(GOOD)))).returns[0].value == 1
+
+
+def test_a_forged_value_has_no_more_room_than_the_driver_gives() -> None:
+    large = GOOD | {"returns": [["value", "x" * 80, False], ["value", "y" * 80, False], ["value", 1, False]]}
+    one, other, last = read(Outcome("replied", reply=large), calls=3, room=100).returns
+    assert one.value == "x" * 80
+    assert isinstance(other.value, Opaque)
+    assert isinstance(last.value, Opaque)
+
+
+def test_small_files_are_read_before_large_ones() -> None:
+    files = {f"{i}.txt": bytes(TEXT) for i in range(20)} | {"result.txt": b"PASS"}
+    read_files = read(Outcome("exited", exit_code=0, files=files)).files
+    assert read_files["result.txt"] == "PASS"
+    assert sum(map(len, read_files.values())) <= TEXTS
+
+
+FORGED = """
+import os
+class Solution:
+    def total(self):
+        begin = b'{{"status":"ok","raised":"","exit":null,"returns":[["value",'
+        end = b',false]],"attributes":{{}},"run_tests":"absent"}}'
+        text = begin + {value} + end
+        os.write(1, str(len(text)).encode())
+        sent = 0
+        while sent < len(text): sent += os.write(3, text[sent:])
+        os.write(3, b"\\n")
+        os._exit(0)
+"""
+LISTS = FORGED.format(value="b'[[]' + b',[]' * 1_350_000 + b']'")
+COLLIDING = FORGED.format(value="b'{\"set\":[' + b','.join(b'%d' % (k * (2**61 - 1)) for k in range(1, 165_000)) + b']}'")
+
+
+@pytest.mark.parametrize("code", [LISTS, COLLIDING], ids=["lists", "integers of one hash"])
+def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Programs, code: str) -> None:
+    """It was a hundred mebibytes of lists, kept until the last of a batch had come, or minutes of building a set."""
+    gc.collect()
+    before, start = len(gc.get_objects()), time.process_time()
+    executions = programs.run([Program(f"{code}# {i}", "", "total", ("[[], {}]",)) for i in range(2)])
+    assert len(gc.get_objects()) < before + 10_000
+    for execution in executions:
+        assert (execution.status, len(execution.returns)) == ("ok", 1)
+        assert int(execution.stdout) > 3_900_000
+        assert isinstance(execution.returns[0].value, Opaque)
+    assert time.process_time() - start < 20
 
 
 @pytest.mark.parametrize("name", ["driver", "values"])

@@ -1,7 +1,9 @@
 """Values survive the way out of the jail by exact type, and nothing that only looks like them does."""
 
+import contextlib
 import json
 import math
+import time
 from collections import OrderedDict, deque
 from typing import Any
 
@@ -155,9 +157,66 @@ def test_a_long_chain_is_no_deep_value() -> None:
     assert len(encoded["linked"]) == 3000
 
 
+PRIME = 2**61 - 1
+"""Multiples of it have one hash, 0."""
+SHARED_HEAD: tuple[Any, ...] = (0,) * 200
+COLLIDING = {
+    "a set": {"set": [k * PRIME for k in range(1, 60_000)]},
+    "the keys of a dict": {"dict": [[k * PRIME, 0] for k in range(1, 60_000)]},
+    "floats": {"set": [{"float": repr(float(k << 61))} for k in range(1, 40_000)]},
+    "tuples": {"set": [{"tuple": [*SHARED_HEAD, k * PRIME]} for k in range(1, 900)]},
+    "many sets": [{"set": [k * PRIME for k in range(1, 900)]} for _ in range(40)],
+}
+
+
+@pytest.mark.parametrize("name", COLLIDING)
+def test_integers_of_one_hash_cost_little_to_decode(name: str) -> None:
+    """A set of n members with one hash is built by n * n / 2 comparisons: 60,000 took a minute."""
+    start = time.process_time()
+    with contextlib.suppress(ValueError):
+        decode(COLLIDING[name])
+    assert time.process_time() - start < 3
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys])
+def test_sets_and_dicts_have_a_largest_size(kind: Any) -> None:
+    """Both ways the same: what is read is what can be written."""
+    largest = math.isqrt(values.MAX_HASHING)
+    assert identical(decode(encode(kind(range(largest)))), kind(range(largest)))
+    assert encode(kind(range(largest + 1))) == {"opaque": "too large"}
+
+
+def deep(levels: int, wrap: Any) -> Any:
+    data: Any = 1
+    for _ in range(levels):
+        data = wrap(data)
+    return data
+
+
+@pytest.mark.parametrize("wrap", [lambda data: [data], lambda data: {"tuple": [data]}, lambda data: {"tree": [[data]]}])
+def test_data_deeper_than_a_value_is_refused(wrap: Any) -> None:
+    decode(deep(MAX_DEPTH, wrap))
+    for levels in (MAX_DEPTH + 1, 400):
+        with pytest.raises(ValueError, match="too large"):
+            decode(deep(levels, wrap))
+
+
+def test_data_larger_than_a_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(values, "MAX_ITEMS", 1000)
+    items: list[Any]
+    for items in ([[] for _ in range(1000)], [0] * 1000, [{"opaque": ""} for _ in range(1000)]):
+        for data in (items, {"tuple": items}, {"linked": items}, {"tree": [[item] for item in items]}):
+            with pytest.raises(ValueError, match="too large"):
+                decode(data)
+    for data in (1 << values.MAX_BITS, [1 << values.MAX_BITS], "x" * (values.MAX_TEXT + 1), {"float": "1" * 10**6}):
+        with pytest.raises(ValueError, match=r"too large|malformed float"):
+            decode(data)
+
+
 @pytest.mark.parametrize(
     "data",
     [
+        {"float": " 1.0"}, {"float": "1_0.0"}, {"float": "1"}, {"set": [1, 1]}, {"dict": [[1, 2], [1, 3]]}, {"set": [1, True]},
         {}, {"a": 1, "b": 2}, 1.5, {"nothing": 1}, {"float": 1.5}, {"float": "x"}, {"tuple": 3}, {"dict": [[1]]},
         {"dict": [[[], 1]]},
         {"set": [[]]}, {"linked": []}, {"linked": 3}, {"tree": []}, {"tree": [None]}, {"tree": [[1, 2]]}, {"tree": [3]},
