@@ -125,10 +125,15 @@ class MaskSpec:
 
 @dataclass(frozen=True)
 class EraseSpec:
-    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes."""
+    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes.
+
+    ``fitter="haar"`` takes random orthonormal axes, draw number ``draw``, in place of the pairs'.
+    """
 
     k: int = 3
     dispose: Literal["drop", "quarantine"] = "drop"
+    fitter: Literal["persona", "haar"] = "persona"
+    draw: int = 0
     refresh_every: int = 5
     privileged: bool = False
 
