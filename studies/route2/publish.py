@@ -5,6 +5,7 @@
     predictions.md                                     of seeds that predictions.toml names: what was expected and what came out
     probes.md and its figures                          of every arm and seed that was probed
     headline.png and the report's figures              repacked without loss
+    ../short.md                                        the headline of README and home page: all presets of those seeds
     runs.json                                          eval.json and manifest.json of every arm and seed
     provenance.json                                    settings hash, versions, seeds, the command, checksums
 
@@ -39,6 +40,7 @@ from studies.route2.settings import PRESETS
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
 TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")
+SHORT = "short.md"
 JSONS = ("table.json", "leakage.json", "ablations.json")
 FIGURES = {
     "all_arms_per_mode": "Train hack, deploy hack and deploy solve of every arm in every mode.",
@@ -60,9 +62,12 @@ class Publish:
     def __call__(self) -> None:
         folder = publish(self.root, self.to)
         print(f"wrote {folder}")
-        if (folder / "predictions.md").exists() and self.readme.exists():
-            update_readme(self.readme, short(predicted_results(self.to)))
-            print(f"wrote the headline of {self.readme}")
+        if (folder / "predictions.md").exists():
+            text = short(predicted_results(self.to))
+            print(f"wrote {write_whole(self.to / SHORT, text.encode())}")
+            if self.readme.exists():
+                update_readme(self.readme, text)
+                print(f"wrote the headline of {self.readme}")
 
 
 def publish(root: Path, to: Path) -> Path:
