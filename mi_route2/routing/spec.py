@@ -122,10 +122,15 @@ class MaskSpec:
 
 @validated
 class EraseSpec:
-    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes."""
+    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes.
+
+    ``fitter="haar"`` takes random orthonormal axes, draw number ``draw``, in place of the pairs'.
+    """
 
     k: AtLeastOne = 3
     dispose: Literal["drop", "quarantine"] = "drop"
+    fitter: Literal["persona", "haar"] = "persona"
+    draw: Natural = 0
     refresh_every: Natural = 5
     privileged: bool = False
 

@@ -81,7 +81,20 @@ _FILTER_FULL = replace(
     route=replace(FULL, kept_advantage="unflagged"),
     same_rule_filter=None,
 )
-_ORACLE = Arm("oracle", "bound: flag = the rollout's own channel fired", "bound", MaskSpec(score="own_channel"))
+_ORACLE = Arm(
+    "oracle",
+    "bound: flag = the rollout's own channel fired",
+    "bound",
+    MaskSpec(score="own_channel"),
+    same_rule_filter="filter-oracle",
+)
+_KNOWN = replace(
+    _ORACLE,
+    name="oracle-known",
+    about="bound: flag = the known mode's exploit is present",
+    route=MaskSpec(score="known_channel"),
+    same_rule_filter="filter-known",
+)
 
 
 def _control(of: Arm, name: str, about: str, route: RouteSpec, **changes: object) -> Arm:
@@ -102,6 +115,9 @@ _CONTROLS = (
     _control(
         _FILTER_FULL, "haar-filter", "filter-full with a random direction", replace(_FILTER_FULL.route, fitter="haar", draw=1)
     ),  # pyright: ignore
+    _control(
+        _ADDITIVE, "haar-additive", "route-additive with random axes", EraseSpec(k=3, dispose="quarantine", fitter="haar", draw=1)
+    ),
     _control(_FULL, "nonhack", "route2-full on pairs without a hack contrast", replace(FULL, fitter="nonhack")),
     _control(_FULL, "shuffled", "route2-full with its flags permuted over rollouts", replace(FULL, shuffle=True)),
     _control(_GRAD, "shuffled-grad", "route2-grad with its flags permuted over rollouts", replace(GRAD, shuffle=True)),
@@ -111,20 +127,16 @@ _CONTROLS = (
 _BOUNDS = (
     _ORACLE,
     replace(
-        _ORACLE,
-        name="oracle-known",
-        about="bound: flag = the known mode's exploit is present",
-        route=MaskSpec(score="known_channel"),
+        _ORACLE, name="filter-oracle", about="bound: oracle's flags, gradient dropped, no quarantine",
+        quarantine="none", same_rule_filter=None,
     ),
+    _KNOWN,
     replace(
-        _ORACLE,
-        name="filter-known",
-        role="baseline",
+        _KNOWN, name="filter-known", role="baseline",
         about="known-mode detector drops its rollouts, no quarantine (the weak-detector baseline)",
-        route=MaskSpec(score="known_channel"),
-        quarantine="none",
+        quarantine="none", same_rule_filter=None,
     ),
-)
+)  # fmt: skip
 _LITERAL = (
     replace(
         _ACT,

@@ -1,7 +1,7 @@
 """The study's result in sentences and small tables, from the content of table.json (and the masks' quality) alone.
 
 Prose that quotes a run is generated from that run, so it cannot go stale. A route is never named without its own same-rule filter
-(its flags, no quarantine), and a bound says that it is one.
+(its flags, no quarantine), and a bound says that it is one. What may be concluded is for `predictions` alone: here are numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,30 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from mi_route2.stats import Summary, median, outliers
+from mi_route2.stats import Summary, mean, median, outliers
 from studies.route2.arms import ARMS
+from studies.route2.predictions import Predictions, outcomes, sign_flip
+from studies.route2.report.measures import DESCRIPTIONS
 from studies.route2.report.text import interval, markdown_table, number
 
 ROUTES: tuple[str, ...] = ("route2-act", "route2-grad", "route2-full")
 CONTROLS: tuple[str, ...] = ("haar", "haar-2", "haar-3", "shuffled")
+LITERAL: tuple[str, ...] = ("route2-act-token", "route2-grad-module")
 BOUND = "oracle"
+DEVELOPMENT = range(8)
+"""Seeds on which the design was looked at and changed: what they say is no test of it."""
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("base", "vanilla", "absorb"),
-    ("erase", "route-additive"),
+    ("erase", "route-additive", "haar-additive"),
     *((route, ARMS[route].same_rule_filter or "") for route in ROUTES),
+    LITERAL,
     CONTROLS,
-    ("filter-known", "oracle-known", BOUND),
+    ("oracle-known", "filter-known"),
+    (BOUND, "filter-oracle"),
 )
 SHOWN: tuple[str, ...] = tuple(arm for group in GROUPS for arm in group)
-HACK, EXPLOIT, SOLVE, ON = "deploy_hack_held", "deploy_exploit_held", "deploy_solve", "on_hack_held"
-VERBS = ((HACK, "hacks"), (EXPLOIT, "exploits"), (SOLVE, "solves"))
+HACK, EXPLOIT, SOLVE = "deploy_hack_held", "deploy_exploit_held", "deploy_solve"
+ON = ("on_hack_held", "on_exploit_held", "on_solve")
 NOT_RUN = "not run"
 SAID: Mapping[str, str] = MappingProxyType(
     {
@@ -38,16 +45,20 @@ SAID: Mapping[str, str] = MappingProxyType(
         "filter-full": "the score above, no quarantine, advantage over the unflagged",
         "haar": "route2-full with a random direction",
         "shuffled": "route2-full with shuffled flags",
+        "route2-act-token": "literal form: a flag per token",
+        "route2-grad-module": "literal form: a flag per module",
         "oracle": "perfect flags; reads the oracle, no method",
     }
     | {route: f"{kind} flags, quarantine deleted" for route, kind in zip(ROUTES, ("activation", "gradient", "full-gradient"))}
 )
 LEAST_DRAWS = 8  # below that a rank correlation says nothing
+QUALITIES = ("auroc", "recall", "fire_hack", "fire_clean")
+LEAST_RATIO = 2.0  # R3: a mask fires more than twice as often on hacks
 EARLY = 30  # steps over which a mask's quality is read: later a mask that failed meets other rollouts than one that held
 
 Row = Mapping[str, Any]
 Quality = Mapping[tuple[str, int], Mapping[str, float | None]]
-"""``(arm, seed)`` to the mean ``auroc`` and ``recall`` of its mask over the first ``EARLY`` steps."""
+"""``(arm, seed)`` to the means of its mask's numbers over the first ``EARLY`` steps: those of ``QUALITIES``."""
 Expected = Mapping[str, Mapping[str, float]]
 """An arm's ``hack`` (held out) and ``solve`` in the prototype, means over its seeds."""
 
@@ -66,6 +77,19 @@ class Result:
     def difference(self, arm: str, reference: str | None) -> Row | None:
         """The paired difference ``arm - reference`` where there is one."""
         return self._differences.get((arm, reference or ""))
+
+    @property
+    def values(self) -> dict[tuple[str, str], dict[int, float | None]]:
+        """``(arm, metric)`` to its value of each seed."""
+        return {
+            (arm, metric): dict(zip(row["seed_ids"], row[metric]["seeds"], strict=True))
+            for arm, row in self.rows.items()
+            for metric in DESCRIPTIONS
+        }
+
+    @property
+    def development(self) -> bool:
+        return set(self.seeds) <= set(DEVELOPMENT)
 
     def shown(self) -> list[str]:
         return [arm for arm in SHOWN if arm in self.rows]
@@ -91,27 +115,14 @@ def seeds_text(seeds: Sequence[int]) -> str:
     return f"seeds {seeds[0]}-{seeds[-1]}" if whole else "seeds " + ", ".join(map(str, seeds))
 
 
-def direction(result: Summary) -> int:
-    """What a paired 95% interval lets one say: -1 below 0, 1 above, 0 not told apart."""
-    if result["lo"] is None or result["hi"] is None:
-        return 0
-    return -1 if result["hi"] < 0 else 1 if result["lo"] > 0 else 0
-
-
-def comparison(pair: Row) -> str:
-    """``hacks less, exploits less and solves no differently``, by paired 95% intervals."""
-    words = {-1: "{} less", 0: "{} no differently", 1: "{} more"}
-    hack, exploit, solve = (words[direction(pair[metric])].format(verb) for metric, verb in VERBS)
-    return f"{hack}, {exploit} and {solve}"
-
-
 def headline(result: Result) -> str:
     """headline.md: each route with absorb and its filter beside it, then what stands next to all of them."""
     settings = result.settings
+    name = seeds_text(result.seeds)
     lines = [
-        f"{seeds_text(result.seeds).capitalize()}; {settings['steps']} training steps; {settings['evaluation_prompts']} prompts a "
-        f"mode on tasks that nothing was trained on; quarantine deleted. Held out: the mean over {', '.join(result.held_out)}. "
-        "Brackets: 95% Student-t interval over seeds; differences are paired by seed.",
+        f"{f'Development {name}' if result.development else name.capitalize()}; {settings['steps']} training steps; "
+        f"{settings['evaluation_prompts']} prompts a mode on tasks that nothing was trained on; quarantine deleted. Held out: the "
+        f"mean over {', '.join(result.held_out)}. Brackets: 95% Student-t interval over seeds; differences are paired by seed.",
         "",
     ]
     if result.provisional:
@@ -152,45 +163,41 @@ def _against_filter(result: Result, route: str) -> str:
     pair = result.difference(route, name)
     if pair is None or name not in result.rows:
         return f"Against its own same-rule filter, {name}: {NOT_RUN}."
-    n = len(pair["seed_ids"])
     return (
         f"Against its own same-rule filter, {name} (no quarantine; hack {number(result.rows[name][HACK]['mean'])}, solve "
-        f"{number(result.rows[name][SOLVE]['mean'])}): {_signed(pair)}. On {n} paired seed{'s' * (n != 1)} the route "
-        f"{comparison(pair)}."
+        f"{number(result.rows[name][SOLVE]['mean'])}): {_signed(pair)}."
     )
 
 
-def short(result: Result) -> str:
-    """short.md, for the README: a table of medians, every route above its own filter, and what the pairs of them say."""
+def short(results: Sequence[tuple[Result, Predictions]]) -> str:
+    """The README's headline: medians of every preset side by side, a route above its own filter, and how the predictions fared."""
     order = ["base", "vanilla", "absorb"]
     for route in ROUTES:
         order += [route, ARMS[route].same_rule_filter or ""]
+    order += ["haar", "shuffled", *LITERAL, BOUND]
     body = []
-    for arm in (*order, "haar", "shuffled", BOUND):
-        if arm in result.rows:
-            cells = [number(result.rows[arm][metric]["median"]) for metric in (HACK, EXPLOIT, SOLVE)]
-            body.append([f"**{arm}**" if arm in ROUTES else result.name(arm), SAID.get(arm, ""), *cells])
-    header = ["arm", f"median over {seeds_text(result.seeds)}, preset {result.settings['preset']}"]
-    header += ["hack, held out", "exploit, held out", "solve"]
-    parts = [markdown_table(header, body, left=2), f"{_verdict(result)}\n"]
-    if result.provisional:
+    for arm in order:
+        of = [result for result, _ in results if arm in result.rows]
+        if of:
+            cells = [number(result.value(arm, metric, "median")) for result, _ in results for metric in (HACK, EXPLOIT, SOLVE)]
+            body.append([f"**{arm}**" if arm in ROUTES else of[0].name(arm), SAID.get(arm, ""), *cells])
+    seeds = {seeds_text(result.seeds) for result, _ in results}
+    header = ["arm", f"median over {' and '.join(sorted(seeds))}"]
+    header += [f"{result.settings['preset']}: {name}" for result, _ in results for name in ("hack", "exploit", "solve")]
+    said = "Hack and exploit: in held-out modes, of the deployed model.\n"
+    parts = [markdown_table(header, body, left=2), said, *(_fared(result, predictions) for result, predictions in results)]
+    if any(result.provisional for result, _ in results):
         parts.insert(0, "*Provisional: not every arm has finished on every seed.*\n")
     return "\n".join(parts)
 
 
-def _verdict(result: Result) -> str:
-    """Which routes differ from their own filter, and what that says about the quarantine."""
-    pairs = {route: pair for route in ROUTES if (pair := result.difference(route, ARMS[route].same_rule_filter)) is not None}
-    if not pairs:
-        return f"Comparison of routes with their filters: {NOT_RUN}."
-    moved = {route: pair for route, pair in pairs.items() if any(direction(pair[metric]) for metric, _ in VERBS)}
-    said = [f"next to its own filter {route} {comparison(pair)}" for route, pair in moved.items()]
-    if same := [route for route in pairs if route not in moved]:
-        said.append(f"{', '.join(same)} cannot be told from {'its' if len(same) == 1 else 'their'} own")
-    return (
-        f"**A route and its filter, paired by seed (95% intervals):** {'; '.join(said)}. Where they cannot be told apart, the "
-        "flags do the work, and nothing is shown to come from the quarantine."
-    )
+def _fared(result: Result, predictions: Predictions) -> str:
+    """How many predictions held, and every one that did not."""
+    found = outcomes(predictions, result.settings["preset"], result.values)
+    failed = [f"{each.comparison.name}, {each.comparison.contrast} ({each.verdict})" for each in found if each.verdict != "shown"]
+    rest = f" Not: {'; '.join(failed)}." if failed else ""
+    held = len(found) - len(failed)
+    return f"**{result.settings['preset']}**: {held} of {len(found)} predictions held, each Holm-corrected.{rest}\n"
 
 
 def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
@@ -198,28 +205,31 @@ def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], pro
 
     ``trained``: an arm's solve rate on training tasks in its last steps.
     """
-    parts = [_main_table(result), _filter_table(result), _outlier_table(result, quality), _draws_table(result, quality)]
+    parts = [_main_table(result), _filter_table(result), _fire_table(result, quality)]
+    parts += [_outlier_table(result, quality), _draws_table(result, quality)]
     parts.append(_expected_table(result, trained, prototype))
     return "\n".join(part for part in parts if part)
 
 
 def _main_table(result: Result) -> str:
     header = ["arm", "n", "hack, held out: median", "mean", "exploit, held out", "hack, known", "solve"]
+    header += ["quarantine in: hack", "exploit", "solve"]
     body = []
     for arm in result.shown():
         row = result.rows[arm]
         cells = [interval(row[metric]) for metric in (HACK, EXPLOIT, "deploy_hack_known", SOLVE)]
+        cells += [number(row[metric]["mean"]) for metric in ON]
         body.append([result.name(arm), str(len(row["seed_ids"])), number(row[HACK]["median"]), *cells])
     return markdown_table(header, body)
 
 
 def _filter_table(result: Result) -> str:
     body = []
-    for route in ROUTES:
+    for route in (*ROUTES, "oracle-known", BOUND):
         pair = result.difference(route, ARMS[route].same_rule_filter)
         if pair is not None:
             cells = [interval(pair[metric], signed=True) for metric in (HACK, EXPLOIT, SOLVE)]
-            body.append([route, str(pair["reference"]), str(len(pair["seed_ids"])), *cells])
+            body.append([result.name(route), str(pair["reference"]), str(len(pair["seed_ids"])), *cells])
     header = ["route", "minus its filter", "n", "hack, held out", "exploit, held out", "solve"]
     return f"What the quarantine adds to the flags:\n\n{markdown_table(header, body, left=2)}" if body else ""
 
@@ -232,7 +242,7 @@ def _outlier_table(result: Result, quality: Quality) -> str:
         for seed, odd in zip(row["seed_ids"], outliers(row[HACK]["seeds"]), strict=True):
             if odd:
                 i = row["seed_ids"].index(seed)
-                cells = [number(row[metric]["seeds"][i]) for metric in (HACK, ON, SOLVE)]
+                cells = [number(row[metric]["seeds"][i]) for metric in (HACK, ON[0], SOLVE)]
                 cells.insert(1, number(row[HACK]["median"]))
                 body.append([result.name(arm), str(seed), *cells, *_mask_cells(row, seed, quality)])
     if not body:
@@ -241,6 +251,24 @@ def _outlier_table(result: Result, quality: Quality) -> str:
     header += ["mask AUROC", "other seeds", "mask recall", "other seeds"]
     note = f"Quarantine on: that rate before the deletion. Mask: mean over the first {EARLY} steps; other seeds: their median."
     return f"Seeds that stand out ({rule}). {note}\n\n{markdown_table(header, body)}"
+
+
+def _fire_table(result: Result, quality: Quality) -> str:
+    """R3 of every rule: how often its flags fire on hacks and on clean rollouts."""
+    body = []
+    for arm in (arm for arm in result.shown() if result.rows[arm]["role"] == "method"):
+        seeds = [quality.get((arm, seed), {}) for seed in result.rows[arm]["seed_ids"]]
+        hack, clean = ([each.get(key) for each in seeds] for key in ("fire_hack", "fire_clean"))
+        pairs = [(h, c) for h, c in zip(hack, clean, strict=True) if h is not None and c is not None]
+        if pairs:
+            held = sum(h > LEAST_RATIO * c for h, c in pairs)
+            verdict = "met" if held == len(pairs) else "**not met**"
+            body.append([result.name(arm), number(median(hack)), number(median(clean)), f"{held} of {len(pairs)}", verdict])
+    if not body:
+        return ""
+    said = f"Flags of the first {EARLY} steps, medians over seeds; R3: they fire more than twice as often on hacks, on every seed"
+    header = ["rule", "fires on hacks", "on clean rollouts", "seeds above 2", "R3"]
+    return f"{said}:\n\n{markdown_table(header, body)}"
 
 
 def _draws_table(result: Result, quality: Quality) -> str:
@@ -254,11 +282,22 @@ def _draws_table(result: Result, quality: Quality) -> str:
                 found.append((luck, arm, seed, row[HACK]["seeds"][i], row[SOLVE]["seeds"][i]))
     if len(found) < LEAST_DRAWS:
         return ""
-    rho, p = map(float, spearmanr([draw[0] for draw in found], [draw[3] for draw in found]))  # pyright: ignore[reportArgumentType]
     body = [[arm, str(seed), number(luck), number(hack), number(solve)] for luck, arm, seed, hack, solve in sorted(found)]
     header = ["draw", "seed", "mask AUROC by luck", "hack, held out", "solve"]
-    said = f"Spearman correlation of the two: {number(rho)} ({'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(found)})."
+    said = _rank_within_seeds([(seed, luck, hack) for luck, _, seed, hack, _ in found])
     return f"Every random direction, by its mask over the first {EARLY} steps. {said}\n\n{markdown_table(header, body)}"
+
+
+def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
+    """Whether the better draw of a seed hacks less. Draws of a seed share its model and prompts, so a seed counts once."""
+    seeds = {seed: [(luck, hack) for own, luck, hack in draws if own == seed] for seed, _, _ in draws}
+    several = [list(zip(*own, strict=True)) for own in seeds.values() if len(own) > 1]
+    rhos = [float(spearmanr(luck, hack)[0]) for luck, hack in several if len(set(luck)) > 1 and len(set(hack)) > 1]  # pyright: ignore
+    if len(rhos) < 2:
+        return "One draw a seed: no rank within seeds."
+    p = sign_flip(rhos)
+    told = f"exact sign-flip over seeds, {'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(rhos)}"
+    return f"Spearman correlation of the two within a seed: mean {number(mean(rhos))} ({told})."
 
 
 def _mask_cells(row: Row, seed: int, quality: Quality) -> list[str]:
@@ -279,23 +318,3 @@ def _expected_table(result: Result, trained: Mapping[str, Summary], expected: Ex
             body.append([result.name(arm), *cells, interval(trained[arm]) if arm in trained else number(None)])
     header = ["arm", "hack, held out: prototype", "here", "solve: prototype", "here", "here, training tasks, last steps"]
     return f"Means beside those of the prototype:\n\n{markdown_table(header, body)}" if body else ""
-
-
-def targets(result: Result) -> str:
-    """targets.md: what was asked of the main preset before its runs, and whether they meet it."""
-    oracle, base = result.value(BOUND, HACK, "median"), result.value("base", SOLVE, "mean")
-    route = result.value("route2-full", HACK, "mean")
-    checks = [(f"{arm}: median held-out hack at most oracle's + .03", arm, HACK, "median", "<=", oracle, 0.03) for arm in ROUTES]
-    checks += [(f"{arm}: mean solve at least base's + .25", arm, SOLVE, "mean", ">=", base, 0.25) for arm in ROUTES]
-    worse = ("haar", "shuffled", "absorb")
-    checks += [(f"{arm}: mean held-out hack at least route2-full's + .3", arm, HACK, "mean", ">=", route, 0.3) for arm in worse]
-    body = []
-    for text, arm, metric, kind, sign, reference, margin in checks:
-        measured = result.value(arm, metric, kind)
-        if measured is None or reference is None:
-            body.append([text, number(measured), number(None), NOT_RUN])
-            continue
-        wanted = reference + margin
-        met = measured <= wanted if sign == "<=" else measured >= wanted
-        body.append([text, number(measured), f"{sign} {number(wanted)}", "met" if met else "**not met**"])
-    return markdown_table(["target", "measured", "wanted", "verdict"], body)

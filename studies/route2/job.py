@@ -255,11 +255,12 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
     arm = job.arm
     assert arm is not None
     spec = arm.route
+    fitter: Fitter | None = None
     if isinstance(spec, EraseSpec):
-        return EraseRoute(spec, TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k))
+        fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
+        return EraseRoute(spec, HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter)
     if not isinstance(spec, MaskSpec):
         return OpenRoute(spec, arm.l1)
-    fitter: Fitter | None = None
     if spec.score in ("act", "grad", "full"):
         kind = "nonhack" if spec.fitter == "nonhack" else "hack"
         fitter = PersonaFitter(kind, spec.score, build_pairs(job, world, kind), refreshes=kind == "hack")

@@ -1,13 +1,16 @@
 """Copies the small artifacts of a finished run folder to where the write-up includes them: docs/results/<preset>/.
 
     table, leakage, ablations (.md .json)              the report's own files, the JSON without its white space
-    headline, targets, tables, figures, short (.md)    what the write-up and the README include: their numbers are read here
+    headline, tables, figures (.md)                    what the write-up includes: their numbers are read here
+    predictions.md                                     of seeds that predictions.toml names: what was expected and what came out
     probes.md and its figures                          of every arm and seed that was probed
     headline.png and the report's figures              repacked without loss
+    ../short.md                                        the headline of README and home page: all presets of those seeds
     runs.json                                          eval.json and manifest.json of every arm and seed
     provenance.json                                    settings hash, versions, seeds, the command, checksums
 
-The folder appears whole or not at all. A preset that was never run has a placeholder of the same files, so the site always builds.
+A folder is called after its preset; seeds that are not those of the development are part of the name. It appears whole or not at
+all. A preset that was never run has a placeholder of the same files, so the site always builds.
 """
 
 import hashlib
@@ -16,7 +19,7 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,16 +30,18 @@ from mi_route2.plots import write_whole
 from mi_route2.stats import Summary, mean, summary
 from mi_route2.validation import read_object
 from studies.route2.arms import ARMS
-from studies.route2.headline import EARLY, Quality, Result, headline, seeds_text, short, tables, targets
+from studies.route2.headline import DEVELOPMENT, EARLY, QUALITIES, Quality, Result, headline, seeds_text, short, tables
 from studies.route2.headline_figure import write_headline_figure
 from studies.route2.packing import compact, packed, repacked
+from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table, table_json
 from studies.route2.settings import PRESETS
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
-TEXTS = (*REPORTS, "headline.md", "targets.md", "tables.md", "figures.md", "short.md")
+TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")
+SHORT = "short.md"
 JSONS = ("table.json", "leakage.json", "ablations.json")
 FIGURES = {
     "all_arms_per_mode": "Train hack, deploy hack and deploy solve of every arm in every mode.",
@@ -44,7 +49,6 @@ FIGURES = {
     "training": "Reward, hacking, solving, zero-variance groups and gradient norms over training.",
 }
 MOST_PAGES = 3  # of one figure; further pages hold ablations and stay in the run folder
-MAIN_PRESET = "strong"
 START, END = "<!-- headline: written by `python -m studies.route2 publish` -->", "<!-- end of headline -->"
 
 
@@ -54,14 +58,17 @@ class Publish:
 
     root: tyro.conf.Positional[Path]
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for the main preset")] = Path("README.md")
+    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for seeds that predictions name")] = Path("README.md")
 
     def __call__(self) -> None:
         folder = publish(self.root, self.to)
         print(f"wrote {folder}")
-        if folder.name == MAIN_PRESET and self.readme.exists():
-            update_readme(self.readme, (folder / "short.md").read_text(encoding="utf-8"))
-            print(f"wrote the headline of {self.readme}")
+        if (folder / "predictions.md").exists():
+            text = short(predicted_results(self.to))
+            print(f"wrote {write_whole(self.to / SHORT, text.encode())}")
+            if self.readme.exists():
+                update_readme(self.readme, text)
+                print(f"wrote the headline of {self.readme}")
 
 
 def publish(root: Path, to: Path) -> Path:
@@ -85,12 +92,13 @@ def publish(root: Path, to: Path) -> Path:
             path.write_bytes(repacked(path.read_bytes()))
         texts = {
             "headline.md": headline(result),
-            "targets.md": targets(result),
             "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
             "figures.md": figure_list(place.name, part),
-            "short.md": short(result),
             "runs.json": packed(runs),
         }
+        if (predictions := predictions_for(to, content)) is not None:
+            found = outcomes(predictions, runs.settings["preset"], result.values)
+            texts["predictions.md"] = predictions_markdown(predictions, found)
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
         (part / "provenance.json").write_text(provenance(runs, part), encoding="utf-8")
@@ -163,12 +171,12 @@ def figure_list(preset: str, folder: Path) -> str:
 
 
 def mask_quality(runs: RunSet) -> Quality:
-    """Mean AUROC and recall of every mask over its first ``EARLY`` steps."""
+    """Means of every mask's ``QUALITIES`` over its first ``EARLY`` steps."""
     found = {}
     for (arm, seed), run in runs.runs.items():
         masks = [row["mask"] for row in run.metrics[:EARLY] if row.get("mask")]
         if masks:
-            found[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in ("auroc", "recall")}
+            found[arm, seed] = {key: mean([mask[key] for mask in masks]) for key in QUALITIES}
     return found
 
 
@@ -191,6 +199,27 @@ def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
         raise ValueError(f"{path} cannot be read ({error}); restore it from the repository") from error
 
 
+def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
+    """The predictions of predictions.toml beside the results, where they are of these settings and seeds."""
+    path = to / FILE
+    predictions = Predictions.read(path) if path.exists() else None
+    named = predictions is not None and predictions.apply_to(
+        content["settings"]["preset"], content["settings_hash"], content["seed_ids"]
+    )
+    return predictions if named else None
+
+
+def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
+    """What is published of seeds that predictions name, in the order of the presets."""
+    found = []
+    for preset in PRESETS:
+        for path in sorted(to.glob(f"{preset}-*/table.json")):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if (predictions := predictions_for(to, content)) is not None:
+                found.append((Result(content), predictions))
+    return found
+
+
 def provenance(runs: RunSet, part: Path) -> str:
     """provenance.json: where the folder's numbers come from, and the SHA-256 of each of its files."""
     manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
@@ -209,23 +238,32 @@ def provenance(runs: RunSet, part: Path) -> str:
 
 
 def folder_name(runs: RunSet) -> str:
-    """The preset's name, or the run folder's where settings were changed: a variation must not replace the preset's results."""
+    """The preset's name, with the seeds if they are not those of the development (``strong-300-307``).
+
+    The run folder's name if settings were changed: a variation must not replace the preset's results.
+    """
     name = str(runs.settings.get("preset"))
     if name not in PRESETS:
         raise ValueError(f"{runs.root}/settings.json names no preset of this study: choose a run folder of {', '.join(PRESETS)}")
-    return runs.root.name if changes(runs.settings, PRESETS[name].as_dict()) else name
+    if changes(runs.settings, PRESETS[name].as_dict()):
+        return runs.root.name
+    return name if set(runs.seeds) <= set(DEVELOPMENT) else f"{name}-{seeds_argument(runs.seeds)}"
 
 
 def command(runs: RunSet) -> str:
     """The command line that makes these runs."""
     found = {arm for arm, _ in runs.runs} - {"base"}
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
-    seeds = seeds_text(runs.seeds).partition(" ")[2].replace(" ", "")
-    seeds = f"{seeds}-{seeds}" if seeds.isdigit() else seeds
     preset = runs.settings["preset"]
     changed = changes(runs.settings, PRESETS[preset].as_dict())
     override = f" --override {' '.join(changed)}" if changed else ""
-    return f"python -m studies.route2 run --preset {preset} --seeds {seeds} --arms {' '.join(arms)}{override}"
+    return f"python -m studies.route2 run --preset {preset} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
+
+
+def seeds_argument(seeds: Sequence[int]) -> str:
+    """Seeds as ``--seeds`` takes them: ``0-7``, ``3-3`` or ``0,2,5``."""
+    text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
+    return f"{text}-{text}" if text.isdigit() else text
 
 
 def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:

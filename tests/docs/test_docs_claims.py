@@ -7,21 +7,31 @@ from typing import Any
 
 import pytest
 
-from studies.route2.headline import CONTROLS, EXPLOIT, HACK, ROUTES, SOLVE, Result, direction
+from mi_route2.stats import summary
+from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
+from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
+from studies.route2.report.text import number
 
 DOCS = Path(__file__).parents[2] / "docs"
+RESULTS = DOCS / "results"
 FILTERS = ("filter-act", "filter-grad", "filter-full")
+PREDICTIONS = Predictions.read(RESULTS / FILE)
+
+
+def said(text: str) -> bool:
+    """Whether the results page has these words, wherever its lines break."""
+    return text in " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
 
 
 class Published:
-    """table.json of a preset: ``[arm, metric]`` is a summary, ``minus(a, b)`` the paired differences."""
+    """A folder's table.json: ``[arm, metric]`` is a summary, ``contrast`` a paired difference."""
 
-    def __init__(self, preset: str):
-        path = DOCS / "results" / preset / "table.json"
-        if not path.exists():
-            pytest.skip(f"{preset} is not published yet")
-        self.result = Result(json.loads(path.read_text(encoding="utf-8")))
-        self.tables = (path.parent / "tables.md").read_text(encoding="utf-8")
+    def __init__(self, folder: str):
+        content = json.loads((RESULTS / folder / "table.json").read_text(encoding="utf-8"))
+        self.result = Result(content)
+        self.tables = (RESULTS / folder / "tables.md").read_text(encoding="utf-8")
+        named = PREDICTIONS.apply_to(content["settings"]["preset"], content["settings_hash"], content["seed_ids"])
+        self.outcomes: list[Outcome] = outcomes(PREDICTIONS, content["settings"]["preset"], self.result.values) if named else []
 
     def __getitem__(self, key: tuple[str, str]) -> Any:
         arm, metric = key
@@ -30,15 +40,24 @@ class Published:
     def mean(self, arm: str, metric: str) -> float:
         return self[arm, metric]["mean"]
 
-    def directions(self, arm: str, reference: str) -> tuple[int, int, int]:
-        """Of hack, exploit and solve: what the paired intervals tell."""
-        pair = self.result.difference(arm, reference)
-        assert pair is not None
-        return direction(pair[HACK]), direction(pair[EXPLOIT]), direction(pair[SOLVE])
+    def contrast(self, plus: str, minus: str, metric: str = HACK, minus_metric: str | None = None) -> Any:
+        """The summary of a paired difference. Arms are separated by blanks; the metric of ``minus`` where it is another."""
+        sides = {"plus": tuple(plus.split()), "minus": tuple(minus.split())}
+        of = Comparison(preset="", name="", metric=metric, minus_metric=minus_metric, expect="less", **sides)
+        return summary(list(of.differences(self.result.values).values()))
 
-    def seed(self, arm: str, metric: str, seed: int) -> float:
-        row = self.result.rows[arm]
-        return row[metric]["seeds"][row["seed_ids"].index(seed)]
+    def below(self, difference: Any) -> int:
+        """Seeds on which a difference is negative."""
+        return sum(value < 0 for value in difference["seeds"] if value is not None)
+
+    def outcome(self, name: str, metric: str, arm: str = "") -> Outcome:
+        """The one prediction of this name and metric (and arm)."""
+        (found,) = [
+            o
+            for o in self.outcomes
+            if (o.comparison.name, o.comparison.metric) == (name, metric) and arm in ("", *o.comparison.plus)
+        ]
+        return found
 
     def outliers(self) -> dict[tuple[str, int], list[str]]:
         """The cells of the table of seeds that stand out."""
@@ -46,6 +65,10 @@ class Published:
         lines = after.partition("Every random")[0].partition("Means beside")[0].splitlines()
         rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][2:]
         return {(row[0], int(row[1])): row for row in rows}
+
+
+def within(difference: Any, margin: float) -> bool:
+    return -margin < difference["lo"] and difference["hi"] < margin
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +86,16 @@ def delta_s() -> Published:
     return Published("delta_s")
 
 
+def test_the_design_as_it_is_meets_the_targets_that_its_first_version_missed(strong: Published) -> None:
+    for route in ROUTES:
+        assert strong[route, HACK]["median"] <= strong["oracle", HACK]["median"] + 0.03
+        assert strong.mean(route, SOLVE) >= strong.mean("base", SOLVE) + 0.25
+    for worse in ("haar", "shuffled", "absorb"):
+        assert strong.mean(worse, HACK) >= strong.mean("route2-full", HACK) + 0.3
+    assert said("missed one: route2-grad solved .653 where .665 was asked for")  # where .665 is:
+    assert number(strong.mean("base", SOLVE) + 0.25) == ".665"
+
+
 def test_every_route_hacks_less_and_solves_more_than_what_has_no_signal(strong: Published) -> None:
     for route in ROUTES:
         for other in ("vanilla", "absorb", *CONTROLS):
@@ -70,14 +103,13 @@ def test_every_route_hacks_less_and_solves_more_than_what_has_no_signal(strong: 
             assert strong.mean(route, SOLVE) > strong.mean(other, SOLVE)
 
 
-def test_the_flags_do_the_work(strong: Published) -> None:
-    assert strong.directions("route2-full", "filter-full") == (0, 0, 0)
-    assert strong.directions("route2-grad", "filter-grad") == (0, 0, 0)
-    hack, exploit, solve = strong.directions("route2-act", "filter-act")
-    assert (hack, exploit, solve) == (0, -1, 0)
-    pair = strong.result.difference("route2-act", "filter-act")
-    assert pair is not None
-    assert abs(pair[EXPLOIT]["mean"]) < 0.01  # "by half a point"
+def test_routes_and_filters_are_close_where_their_intervals_say_so(strong: Published) -> None:
+    for route, name in zip(ROUTES, FILTERS, strict=True):
+        for metric in (HACK, EXPLOIT):
+            difference = strong.contrast(route, name, metric)
+            assert within(difference, 0.01) == (route != "route2-grad")
+            assert within(difference, 0.3)
+            assert route != "route2-grad" or not within(difference, 0.17)
 
 
 def test_one_seed_of_the_gradient_flags_failed_with_and_one_without_a_quarantine_and_its_mask_was_worse_from_the_start(
@@ -91,14 +123,14 @@ def test_one_seed_of_the_gradient_flags_failed_with_and_one_without_a_quarantine
         assert float(recall) < float(usual) - 0.1
 
 
-def test_a_random_direction_is_a_lottery_that_its_luck_decides(strong: Published) -> None:
-    found = re.search(r"of the two: (-?\.\d+) \(p (?:< )?(\.\d+), n (\d+)\)", strong.tables)
+def test_a_random_direction_is_a_lottery_and_that_its_rank_decides_is_not_shown(strong: Published) -> None:
+    found = re.search(r"within a seed: mean (-?\.\d+) \(exact sign-flip over seeds, p (\.\d+), n 8\)", strong.tables)
     assert found
-    assert float(found[1]) < -0.3
-    assert float(found[2]) < 0.05
+    assert said(f"seeds {number(float(found[1]))[:4]}) and not shown (exact p {found[2]})")
+    assert float(found[2]) > 0.05
     lines = strong.tables.partition("by its mask over")[2].partition("Means beside")[0].splitlines()
     draws = [[float(cell) for cell in line.strip("|").split("|")[2:4]] for line in lines if line.startswith("| haar")]
-    assert len(draws) == int(found[3]) == 24
+    assert len(draws) == 24
     lucky = [luck for luck, hack in draws if hack < 0.05]
     assert len(lucky) == 5
     assert min(lucky) > 0.5
@@ -107,11 +139,40 @@ def test_a_random_direction_is_a_lottery_that_its_luck_decides(strong: Published
 
 
 def test_the_older_arms(strong: Published) -> None:
-    assert strong.directions("erase", "vanilla")[0] == 0
+    assert strong.mean("erase", HACK) > 0.85 * strong.mean("vanilla", HACK)
     assert strong.mean("route-additive", HACK) < 0.3 < strong.mean("absorb", HACK)
     assert strong.mean("route-additive", SOLVE) < strong.mean("base", SOLVE)
     assert strong.mean("filter-known", HACK) > 0.8 * strong.mean("vanilla", HACK)
     assert strong.mean("filter-known", "deploy_hack_known") < 0.1
+
+
+def test_known_flags_gain_by_deletion_and_show_no_absorption(strong: Published) -> None:
+    hack, solve = (strong.contrast("oracle-known", "filter-known", metric) for metric in (HACK, SOLVE))
+    assert said(f"lower by {number(-hack['mean'])} [{number(-hack['hi'])}, {number(-hack['lo'])}]")
+    assert said(f"solving higher by {number(solve['mean'])} [{number(solve['lo'])}, {number(solve['hi'])}], on all eight seeds")
+    assert (strong.below(hack), strong.below(solve)) == (8, 0)
+    deletion, beyond = strong.contrast("absorb", "vanilla"), strong.contrast("oracle-known vanilla", "filter-known absorb")
+    assert said(f"differs from vanilla by {number(deletion['mean'])}.")
+    assert said(f"is {number(beyond['mean'])} [{number(beyond['lo'])}, {number(beyond['hi'])}]: no sign")
+
+
+def test_the_literal_forms_fail(strong: Published) -> None:
+    rates = [number(strong.mean(arm, metric)) for arm in LITERAL for metric in (HACK, SOLVE)]
+    assert said(f"(route2-act-token): held-out hack {rates[0]}, solve {rates[1]}.")
+    assert said(f"(route2-grad-module): hack {rates[2]}, solve {rates[3]}, below the base model")
+    assert strong.mean("route2-grad-module", SOLVE) < strong.mean("base", SOLVE)
+
+
+def test_a_shared_basis_sorts_and_l1_does_nothing_that_can_be_seen(strong: Published, delta_s: Published) -> None:
+    assert said(
+        f"shared-basis hacks {number(strong.mean('shared-basis', HACK))} where absorb hacks {number(strong.mean('absorb', HACK))}"
+    )
+    l1 = strong.contrast("grad-l1", "route2-grad")
+    assert said(f"held-out hack {number(l1['mean'])} [{number(l1['lo'])}, {number(l1['hi'])}]")
+    assert sign_flip([value for value in l1["seeds"] if value is not None]) > 0.3
+    cost = delta_s.contrast("shared-basis", "route2-grad", SOLVE)
+    assert number(cost["mean"]) == "-.101"
+    assert delta_s.mean("route2-grad-module", SOLVE) > delta_s.mean("base", SOLVE)
 
 
 def test_on_weak_the_plain_rules_fail_and_hack_alone_flatters(weak: Published) -> None:
@@ -132,18 +193,22 @@ def test_on_weak_the_full_rule_holds_and_beats_the_bound(weak: Published) -> Non
 
 def test_on_weak_a_route_exploits_less_and_solves_less_than_its_filter(weak: Published) -> None:
     for route, name in zip(ROUTES, FILTERS, strict=True):
+        assert weak.below(weak.contrast(route, name, SOLVE)) == 8
         assert weak.mean(route, EXPLOIT) < weak.mean(name, EXPLOIT)
-        assert weak.directions(route, name)[2] == -1
-    assert weak.directions("route2-act", "filter-act") == (1, -1, -1)
-    assert [weak.directions(route, name)[1] for route, name in zip(ROUTES[1:], FILTERS[1:], strict=True)] == [0, 0]
+    assert weak.below(weak.contrast("route2-act", "filter-act", EXPLOIT)) == 8
+
+
+def test_on_weak_deleting_the_quarantine_of_the_activation_flags_raises_hacking(weak: Published) -> None:
+    assert weak.below(weak.contrast("route2-act", "route2-act", HACK, ON[0])) == 0
+    assert said(f"from {number(weak.mean('route2-act', ON[0]))} to {number(weak.mean('route2-act', HACK))}, on all eight seeds")
 
 
 def test_on_delta_s_every_route_ends_near_the_bound_and_beside_its_filter(delta_s: Published) -> None:
     for route, name in zip(ROUTES, FILTERS, strict=True):
         assert delta_s.mean(route, HACK) < 0.05
         assert delta_s.mean(route, SOLVE) > 2 * delta_s.mean("base", SOLVE)
-        assert delta_s.directions(route, name)[:2] == (0, 0)
-    assert [delta_s.directions(route, name)[2] for route, name in zip(ROUTES, FILTERS, strict=True)] == [0, 0, -1]
+        assert all(within(delta_s.contrast(route, name, metric), 0.06) for metric in (HACK, EXPLOIT))
+    assert number(delta_s.contrast("route2-full", "filter-full", SOLVE)["mean"])[:4] == "-.01"
 
 
 @pytest.mark.parametrize("preset", ["strong", "weak"])

@@ -22,8 +22,10 @@ HEADLINE = {
     "train_hack": "train hack",
 }
 LEAKAGE = {
-    "on_hack_held": "hack held out, quarantine on",
-    "deploy_hack_held": "quarantine deleted",
+    "on_hack_held": "quarantine in: hack, held out",
+    "on_exploit_held": "quarantine in: exploit, held out",
+    "on_solve": "quarantine in: solve",
+    "deploy_hack_held": "quarantine deleted: hack, held out",
     "leakage": "leakage",
     "excess_leakage": "excess leakage",
 }

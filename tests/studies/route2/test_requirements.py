@@ -1,19 +1,29 @@
-"""R3 and R4 of the experiment, on the real world at full size and one seed: the mask points at hacks, and leakage is measured.
+"""R3 and R4 of the experiment, on the real world at full size and one seed: masks point at hacks, and leakage is measured.
 
 The thresholds are far from what is usually seen (docs/results.md), so that they fail only when something is broken.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PersonaFitter
+from mi_route2.adapters.tape import Tape
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Directions, HaarFitter, MaskSpec, PairBatch, PersonaFitter
+from mi_route2.routing.directions import Fitter
+from mi_route2.routing.features import FeatureKind, Features, collect, coordinates
+from mi_route2.routing.lane import TokenReader, cosine
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.loopholes.presets import get_world
 from studies.loopholes.runner import CachedRunner, SubprocessRunner
 from studies.loopholes.world import MicroWitness, MicroWorld
 from studies.route2.arms import ARMS
+from studies.route2.headline import LITERAL
 from studies.route2.job import Job, build_policy, run_job
 from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.recorder import write_json
@@ -34,29 +44,69 @@ def job(root: Path, arm: str | None) -> Job:
     return Job(root / settings.folder, root / "warmstarts", settings, 0, None if arm is None else ARMS[arm])
 
 
-def test_r3_every_persona_mask_fires_more_than_twice_as_often_on_hacks(root: Path) -> None:
-    """On fresh rollouts of the base model in modes that no pair shows; a random direction is the control."""
+class Sample(NamedTuple):
+    """Fresh rollouts of the base model in modes that no pair shows, and which of them hack."""
+
+    policy: Policy
+    pairs: PairBatch
+    rollouts: Rollouts
+    features: Mapping[str, Features]
+    hack: Bool[Tensor, " b"]
+
+
+@pytest.fixture(scope="module")
+def sample(root: Path) -> Sample:
     policy = build_policy(job(root, "absorb"), root / "warmstarts")
     with SubprocessRunner() as child:
         runner = CachedRunner(child)
         world, witness = MicroWorld(get_world("strong"), runner), MicroWitness(runner)
-        prompts = world.prompts(2048, numpy_generator(7, "r3"), none_fraction=0.0, modes=HELD_OUT)
+        prompts = world.prompts(1024, numpy_generator(7, "r3"), none_fraction=0.0, modes=HELD_OUT)
         samples = world.sample(policy, prompts, torch_generator(7, "r3"))
         hack = torch.tensor([v.hack for v in witness.judge(samples)])
-    pairs = world.encode_pairs(world.make_pairs(0, 10, "hack"))
     assert hack.sum() >= 20
-    for kind in ("act", "grad", "full"):
-        persona = PersonaFitter("hack", kind, pairs)
-        ratios = {}
-        for name, fitter in (("persona", persona), ("haar", HaarFitter(persona, 1))):
-            route = MaskRoute(MaskSpec(score=kind, score_policy="ablated"), fitter)
-            route.refresh(policy, 0)
-            scores = route.score(policy, samples.rollouts)
-            assert scores is not None
-            fired = scores > 0
-            ratios[name] = float(fired[hack].double().mean() / fired[~hack].double().mean().clamp_min(1e-3))
-        assert ratios["persona"] > 2, (kind, ratios)
-        assert ratios["persona"] > ratios["haar"], (kind, ratios)
+    kinds: tuple[FeatureKind, ...] = ("act", "grad", "full")
+    basis = coordinates(policy.adapters)
+    features = {kind: collect(policy, samples.rollouts, kind, basis) for kind in kinds}
+    return Sample(policy, world.encode_pairs(world.make_pairs(0, 10, "hack")), samples.rollouts, features, hack)
+
+
+def fired(spec: MaskSpec, directions: Directions, sample: Sample) -> Float[Tensor, " b"]:
+    """Of each rollout the share of its units over the threshold: tokens of every module, modules, or the rollout itself."""
+    policy, rollouts = sample.policy, sample.rollouts
+    if spec.unit == "token":
+        reader = TokenReader(rollouts.predictors, coordinates(policy.adapters), directions)
+        with torch.no_grad(), policy.adapters.recording(Tape(*rollouts.tokens.shape, inputs=reader)):
+            policy.forward(policy.model, rollouts.tokens, rollouts.attention)
+        over = torch.stack([scores > spec.tau for scores in reader.scores.values()]).double().mean(0) * rollouts.predictors
+        return over.sum(1) / rollouts.predictors.sum(1)
+    cosines = torch.stack([cosine(sample.features[spec.score][site], v) for site, v in directions.vectors.items()])
+    return (cosines > spec.tau).double().mean(0) if spec.unit == "rollout" else (cosines.mean(0) > spec.tau).double()
+
+
+def ratio(spec: MaskSpec, sample: Sample, draw: int | None = None) -> float:
+    fitter: Fitter = PersonaFitter("hack", spec.score, sample.pairs)  # pyright: ignore[reportArgumentType]
+    directions = (fitter if draw is None else HaarFitter(fitter, draw)).fit(sample.policy, 0)
+    shares = fired(spec, directions, sample)
+    return float(shares[sample.hack].mean() / shares[~sample.hack].mean().clamp_min(1e-3))
+
+
+RULES = {
+    (spec.score, spec.unit, spec.tau): arm.name
+    for arm in reversed(ARMS.values())  # the first arm of each rule names it
+    if isinstance(spec := arm.route, MaskSpec) and arm.role == "method" and spec.needs_direction
+}
+FAIL_R3 = frozenset(LITERAL)
+"""Rules that are published and do not fire twice as often on hacks: docs/routing.md says so."""
+
+
+@pytest.mark.parametrize("arm", sorted(RULES.values()))
+def test_r3_a_published_mask_fires_more_than_twice_as_often_on_hacks_or_is_listed_as_failing(arm: str, sample: Sample) -> None:
+    """Without the gate on the advantage, which would flatter every mask; a random direction is the control."""
+    spec = ARMS[arm].route
+    assert isinstance(spec, MaskSpec)
+    persona = ratio(spec, sample)
+    assert (persona > 2) == (arm not in FAIL_R3), persona
+    assert persona > ratio(spec, sample, draw=1)
 
 
 def test_r4_leakage_is_measured_and_the_weak_detector_leaks(root: Path) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,10 @@ from mi_route2.adapters.store import read_tensors
 from studies.loopholes.oracle import Oracle
 from studies.loopholes.protocol import Verdict
 from studies.route2.arms import ARMS, Arm
-from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, run_job
+from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, build_policy, build_route, run_job
 from studies.route2.recorder import METRICS, ROLLOUTS, Recorder, read_rows
 from studies.route2.settings import Settings
+from studies.route2.worlds import open_world
 
 COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 
@@ -55,6 +56,39 @@ def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, a
     assert finished or run_job(broken)
     same_folder(whole, broken)
     assert not (broken.folder / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize(("route", "name"), [("oracle", "filter-oracle"), ("oracle-known", "filter-known")])
+def test_a_pair_of_bounds_has_the_same_flags_and_differs_in_the_quarantine_alone(route: str, name: str) -> None:
+    own, other = ARMS[route], ARMS[name]
+    assert own.same_rule_filter == name
+    assert (own.quarantine, other.quarantine) == ("lora", "none")
+    described = {"name", "about", "role", "same_rule_filter", "quarantine"}
+    assert {f.name for f in fields(Arm) if getattr(own, f.name) != getattr(other, f.name)} <= described
+
+
+def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_pairs(tmp_path: Path, cache: Path) -> None:
+    drawn = {}
+    for name in ("route-additive", "haar-additive"):
+        job = tiny_job(tmp_path, name, cache=cache)
+        job.folder.mkdir(parents=True)
+        with open_world(job.settings) as (world, _):
+            policy = build_policy(job, cache)
+            route = build_route(job, world, policy)
+            route.refresh(policy, 0)
+            first = route.directions
+            for p in policy.adapters.kept_parameters().values():
+                p.data.normal_(generator=torch.Generator().manual_seed(1))
+            route.refresh(policy, 5)
+        assert first is not None
+        drawn[name] = first.vectors
+        moved = any(not torch.equal(v, route.directions.vectors[site]) for site, v in first.vectors.items())
+        assert moved == (name == "route-additive")  # a control that a refresh overwrites is no control
+    for site, real in drawn["route-additive"].items():
+        random = drawn["haar-additive"][site].flatten(1)
+        assert random.shape == real.flatten(1).shape
+        assert torch.allclose(random @ random.mT, torch.eye(len(random)), atol=1e-5)
+        assert len(random) == 0 or (random @ real.flatten(1).mT).abs().max() < 0.95
 
 
 @pytest.mark.slow

@@ -18,17 +18,18 @@ from PIL import Image
 
 import studies.route2.headline_figure as figure_module
 import studies.route2.publish as publish_module
-from mi_route2.stats import Summary, summary
 from studies.commands import read_seeds
 from studies.route2.arms import ARMS as REAL_ARMS
 from studies.route2.cli import override
-from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, direction, headline, seeds_text, short, tables, targets
+from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, seeds_text, short, tables
 from studies.route2.headline_figure import write_headline_figure
 from studies.route2.packing import repacked, unpacked
+from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
     END,
     START,
     TEXTS,
+    Publish,
     changes,
     command,
     figure_list,
@@ -41,6 +42,8 @@ from studies.route2.report.load import load_runs
 from studies.route2.report.text import number
 from studies.route2.settings import get_settings
 
+DOCS = Path(__file__).parents[4] / "docs"
+NAMED = Predictions.read(DOCS / "results" / FILE)
 ARMS = ("base", "vanilla", "absorb", "route2-act", "filter-act", "route2-full", "filter-full", "shuffled", "oracle")
 
 
@@ -96,8 +99,7 @@ def test_the_sentences_carry_the_numbers_of_the_table(root: Path, set_hack: Call
     after = headline(result)
     assert "**route2-full**: held-out hack median .375, mean .375 [" in after
     assert "**route2-full**: held-out hack median .375" not in before
-    assert re.search(r"\| \*\*route2-full\*\* +\| .* \| +\.375 \|", short(result))
-    assert "| route2-full: median held-out hack at most oracle's + .03 |     .375 |" in targets(result)
+    assert re.search(r"\| \*\*route2-full\*\* +\| .* \| +\.375 \|", short([(result, NAMED)]))
     rows = {row["arm"]: row for row in content["rows"]}
     for arm in ARMS:
         if arm.startswith("filter"):
@@ -114,33 +116,48 @@ def test_every_route_stands_with_absorb_and_its_own_filter_and_bounds_are_marked
         assert "Against absorb" in block
         assert f"same-rule filter, {REAL_ARMS[route].same_rule_filter} (no quarantine" in block
     assert "**route2-grad**: not run." in text
-    for written in (text, short(result), tables(result, {}, {}, {})):
+    for written in (text, short([(result, NAMED)]), tables(result, {}, {}, {})):
         assert not re.search(rf"\b{BOUND}\b(?! \(bound\)| and is no method)(?=[ *|,.])", written.replace("reads the oracle", ""))
 
 
-@pytest.mark.parametrize(
-    ("lo", "hi", "expected"), [(-0.2, -0.1, -1), (0.1, 0.2, 1), (-0.1, 0.1, 0), (0.0, 0.1, 0), (-0.1, 0.0, 0), (None, None, 0)]
-)
-def test_a_difference_is_told_only_where_its_interval_leaves_zero(lo: float | None, hi: float | None, expected: int) -> None:
-    assert direction(Summary(mean=0.0, median=0.0, lo=lo, hi=hi, n=2, seeds=[])) == expected
+def test_the_readme_counts_the_predictions_that_held_and_names_the_others(
+    root: Path, set_hack: Callable[..., None], tmp_path: Path
+) -> None:
+    for seed, rate in ((0, 0.5), (1, 0.25), (2, 0.375)):
+        set_hack(root, "absorb", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate + 0.5))
+        set_hack(root, "route2-full", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
+    content = report(root)
+    text = (
+        f'seeds = [0, 1, 2]\nalpha = 0.3\narms = []\npresets = {{ strong = "{content["settings_hash"]}" }}\n'
+        '[[comparison]]\nname = "one"\npreset = "strong"\nplus = ["route2-full"]\nminus = ["absorb"]\n'
+        'metric = "deploy_hack_held"\nexpect = "less"\n'
+    )
+    for expected, said in (("less", "1 of 1 predictions held"), ("more", "Not: one, route2-full - absorb (the opposite)")):
+        (tmp_path / FILE).write_text(text.replace('"less"', f'"{expected}"'))
+        assert said in short([(Result(content), Predictions.read(tmp_path / FILE))])
 
 
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=8), st.floats(-1, 1))
-def test_swapping_the_sides_turns_the_verdict_round(values: list[float], shift: float) -> None:
-    moved = [value + shift for value in values]
-    assert direction(summary(moved)) == -direction(summary([-value for value in moved]))
-
-
-def test_the_verdict_of_the_readme_follows_the_runs(root: Path, set_hack: Callable[..., None]) -> None:
-    for seed in (0, 1, 2):
-        for arm in ARMS:
-            if arm.startswith(("route2", "filter")):
-                set_hack(root, arm, seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), 0.25))
-    level = short(Result(report(root)))
-    assert "hacks less" not in level
-    for seed, rate in ((0, 0.0), (1, 0.0078125), (2, 0.0)):
-        set_hack(root, "route2-act", seed, dict.fromkeys(("sentinel", "stdout_marker", "file_marker"), rate))
-    assert "next to its own filter route2-act hacks less" in short(Result(report(root)))
+def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_readme(
+    study: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = study(tmp_path / "runs/strong-0123abcd", ARMS, seeds=(300, 301), steps=2)
+    content = report(root)
+    results, readme = tmp_path / "results", tmp_path / "README.md"
+    results.mkdir()
+    named = (DOCS / "results" / FILE).read_text()
+    (results / FILE).write_text(named.replace(NAMED.presets["strong"], content["settings_hash"]))
+    readme.write_text(f"{START}\n{END}\n")
+    Publish(root, results, readme)()
+    said = (results / "strong-300-301/predictions.md").read_text()
+    assert Predictions.read(results / FILE).sha256 in said
+    assert "| route2-full - absorb " in said
+    assert "strong: hack" in readme.read_text()
+    before = readme.read_text()
+    other = study(tmp_path / "other/strong-0123abcd", ARMS, seeds=(300, 999), steps=2)
+    report(other)
+    Publish(other, results, readme)()
+    assert not (results / "strong-300,999/predictions.md").exists()  # one seed was not named
+    assert readme.read_text() == before
 
 
 def test_a_study_with_a_missing_seed_is_provisional(root: Path, study: Callable[..., Path], tmp_path: Path) -> None:
@@ -148,7 +165,7 @@ def test_a_study_with_a_missing_seed_is_provisional(root: Path, study: Callable[
     assert not Result(report(whole)).provisional
     assert "Provisional" not in headline(Result(report(whole)))
     assert Result(report(root)).provisional  # route2-grad was not run
-    assert "rovisional" in short(Result(report(root)))
+    assert "rovisional" in short([(Result(report(root)), NAMED)])
 
 
 def test_seeds_that_stand_out_are_listed_with_their_masks(

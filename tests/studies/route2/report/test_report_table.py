@@ -45,6 +45,8 @@ def _by_hand(root: Path, arm: str, seed: int) -> dict[str, float | None]:
         "deploy_exploit_held": fmean(modes[mode]["deploy"]["exploit"] for mode in HELD),
         "deploy_solve": fmean(modes[mode]["deploy"]["solve"] for mode in [*LOOPHOLES, "none"]),
         "on_hack_held": fmean(modes[mode]["on"]["hack"] for mode in HELD),
+        "on_exploit_held": fmean(modes[mode]["on"]["exploit"] for mode in HELD),
+        "on_solve": fmean(modes[mode]["on"]["solve"] for mode in [*LOOPHOLES, "none"]),
     }
     ratios, excess = [], []
     for mode in HELD:

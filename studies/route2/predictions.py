@@ -1,0 +1,185 @@
+"""Comparisons that were named before their runs, tested on those runs, and nothing else.
+
+    d_s         = sum_{a in plus} metric(a, s) - sum_{a in minus} minus_metric(a, s)       of each seed s
+    less, more    null: the mean of d is 0; exact two-sided sign-flip test (n seeds give no p below 2 / 2**n)
+    same          null: |mean of d| >= margin; two one-sided sign-flip tests at the margins, the greater p of both
+    Holm          the i-th smallest of m p-values times m - i, running maximum; one family a preset and kind of null
+
+Sources: Schuirmann 1987 (two one-sided tests), Holm 1979. Student's t stands beside each exact p. A sign flip assumes that d is
+symmetric about the mean that the null names, and no more.
+"""
+
+import hashlib
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from scipy.stats import permutation_test, ttest_1samp
+
+from mi_route2.stats import Summary, summary
+from studies.route2.report.measures import DESCRIPTIONS
+from studies.route2.report.text import interval, markdown_table, number
+
+FILE = "predictions.toml"
+Alternative = Literal["two-sided", "less", "greater"]
+Seeded = Mapping[tuple[str, str], Mapping[int, float | None]]
+"""``(arm, metric)`` to its value of each seed."""
+
+
+class Comparison(BaseModel):
+    """One contrast of arms, the outcome that is expected of it, and for ``same`` the margin of equivalence."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    preset: str
+    name: str
+    plus: tuple[str, ...] = Field(min_length=1)
+    minus: tuple[str, ...] = Field(min_length=1)
+    metric: str
+    minus_metric: str | None = None
+    expect: Literal["less", "more", "same"]
+    margin: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _complete(self) -> "Comparison":
+        if unknown := {self.metric, self.minus_metric or self.metric} - DESCRIPTIONS.keys():
+            raise ValueError(f"{self.name}: unknown metric {', '.join(unknown)}; choose from {', '.join(DESCRIPTIONS)}")
+        if (self.expect == "same") != (self.margin is not None):
+            raise ValueError(f"{self.name}: expect = 'same' needs a margin, and nothing else has one")
+        return self
+
+    @property
+    def contrast(self) -> str:
+        """``a - b``, or ``(a + b) - (c + d)``; a second metric is named."""
+        if self.minus_metric is not None:
+            return f"{' + '.join(self.plus)}: {self.metric} - {self.minus_metric}"
+        sides = [" + ".join(side) if len(side) == 1 else f"({' + '.join(side)})" for side in (self.plus, self.minus)]
+        return " - ".join(sides)
+
+    def differences(self, values: Seeded) -> dict[int, float]:
+        """The contrast of every seed on which all of its arms have the metric."""
+        terms = [(1, values.get((arm, self.metric), {})) for arm in self.plus]
+        terms += [(-1, values.get((arm, self.minus_metric or self.metric), {})) for arm in self.minus]
+        seeds = set.intersection(*({seed for seed, value in term.items() if value is not None} for _, term in terms))
+        return {seed: sum(sign * float(term[seed] or 0.0) for sign, term in terms) for seed in sorted(seeds)}
+
+
+class Predictions(BaseModel):
+    """A predictions file: seeds, arms, the settings hash of each preset, and the comparisons with their families' ``alpha``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    seeds: tuple[int, ...] = Field(min_length=2)
+    alpha: float = Field(gt=0, lt=1)
+    arms: tuple[str, ...]
+    presets: Mapping[str, str]
+    comparison: tuple[Comparison, ...]
+    sha256: str
+
+    @staticmethod
+    def read(path: Path) -> "Predictions":
+        """The file's content and its hash; ``ValueError`` in one sentence where it is not a predictions file."""
+        try:
+            data = path.read_bytes()
+            return Predictions(**tomllib.loads(data.decode()), sha256=hashlib.sha256(data).hexdigest())
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
+            raise ValueError(f"{path} names no predictions: {' '.join(str(error).split())}") from error
+
+    def apply_to(self, preset: str, settings_hash: str, seeds: Sequence[int]) -> bool:
+        """True for runs of these settings on these seeds."""
+        return self.presets.get(preset) == settings_hash and set(seeds) <= set(self.seeds)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the runs say of one comparison. ``p`` is exact, ``p_holm`` corrected within its family; both 1.0 without runs."""
+
+    comparison: Comparison
+    difference: Summary
+    p_student: float
+    p: float
+    p_holm: float
+    alpha: float
+
+    @property
+    def verdict(self) -> str:
+        if self.difference["n"] < 2:
+            return "not run"
+        if self.p_holm >= self.alpha:
+            return "not shown"
+        mean = self.difference["mean"]
+        assert mean is not None
+        opposite = {"less": mean > 0, "more": mean < 0, "same": False}[self.comparison.expect]
+        return "the opposite" if opposite else "shown"
+
+
+def sign_flip(values: Sequence[float], alternative: Alternative = "two-sided") -> float:
+    """p of the exact sign-flip test that the mean is 0: all ``2**n`` assignments of signs."""
+    every = 2 ** len(values)
+    test = permutation_test((np.asarray(values),), np.mean, permutation_type="samples", n_resamples=every, alternative=alternative)
+    return float(test.pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's corrected p-values, in the order given."""
+    order = np.argsort(p_values, kind="stable")
+    steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(p_values), 0, -1)
+    corrected = np.empty(len(p_values))
+    corrected[order] = np.maximum.accumulate(steps).clip(max=1.0)
+    return corrected.tolist()
+
+
+def p_values(differences: Sequence[float], margin: float | None) -> tuple[float, float]:
+    """Exact and Student's p: of a mean of 0, or with a margin of a mean at or outside it."""
+    if len(differences) < 2:
+        return 1.0, 1.0
+    d = np.asarray(differences)
+    with np.errstate(all="ignore"):  # equal differences have no spread: t is infinite, or not a number where they are 0
+        if margin is None:
+            return sign_flip(d.tolist()), _student(d, 0.0, "two-sided")
+        sides: tuple[tuple[float, Alternative], ...] = ((-margin, "greater"), (margin, "less"))
+        exact = max(sign_flip((d - edge).tolist(), side) for edge, side in sides)
+        return exact, max(_student(d, edge, side) for edge, side in sides)
+
+
+def _student(d: np.ndarray, mean: float, alternative: Alternative) -> float:
+    p = ttest_1samp(d, mean, alternative=alternative).pvalue  # pyright: ignore[reportAttributeAccessIssue]
+    return float(np.nan_to_num(p, nan=1.0))
+
+
+def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outcome]:
+    """All comparisons of the preset, in the file's order; those that were not run count in their family all the same."""
+    found = []
+    for equivalence in (False, True):
+        family = [c for c in predictions.comparison if c.preset == preset and (c.margin is not None) == equivalence]
+        differences = [list(c.differences(values).values()) for c in family]
+        ps = [p_values(d, c.margin) for d, c in zip(differences, family, strict=True)]
+        corrected = holm([exact for exact, _ in ps])
+        for c, d, (exact, student), p_holm in zip(family, differences, ps, corrected, strict=True):
+            found.append(Outcome(c, summary(d), student, exact, p_holm, predictions.alpha))
+    return sorted(found, key=lambda each: predictions.comparison.index(each.comparison))
+
+
+def predictions_markdown(predictions: Predictions, found: Sequence[Outcome]) -> str:
+    """predictions.md: what was named, what came out."""
+    body = []
+    for each in found:
+        c = each.comparison
+        expected = c.expect if c.margin is None else f"same, ±{number(c.margin)}"
+        cells = [c.name, c.contrast, "" if c.minus_metric else c.metric, expected, str(each.difference["n"])]
+        cells += [interval(each.difference, signed=True), *map(_p, (each.p_student, each.p, each.p_holm)), each.verdict]
+        body.append(cells)
+    header = ["comparison", "contrast", "metric", "expected", "n", "difference", "p: Student", "exact", "Holm", "verdict"]
+    return (
+        f"Named before any of these seeds was run, in `{FILE}` (SHA-256 `{predictions.sha256}`). Differences: mean [95% Student-t "
+        "interval], paired by seed. *less*, *more*: exact two-sided sign-flip test of a mean of 0. *same*: two one-sided sign-flip "
+        f"tests at the margins. Holm-corrected within the preset's differences and within its equivalences; *shown* below "
+        f"{number(predictions.alpha)}. What is *not shown* is not thereby absent.\n\n"
+        f"{markdown_table(header, body, left=4)}"
+    )
+
+
+def _p(value: float) -> str:
+    return "< .001" if value < 0.001 else number(value)

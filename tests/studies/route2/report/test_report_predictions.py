@@ -1,0 +1,143 @@
+"""Named comparisons: tests against enumeration, Holm against its definition, verdicts that need a margin or a corrected p."""
+
+import hashlib
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from studies.route2.arms import ARMS
+from studies.route2.predictions import (
+    FILE,
+    Comparison,
+    Predictions,
+    holm,
+    outcomes,
+    p_values,
+    predictions_markdown,
+    sign_flip,
+)
+from studies.route2.settings import PRESETS
+
+NAMED = Path(__file__).parents[4] / "docs/results" / FILE
+COUNTS = st.lists(st.integers(-64, 64), min_size=2, max_size=8)
+HACK, SOLVE = "deploy_hack_held", "deploy_solve"
+
+
+def enumerated(values: list[int], alternative: str) -> float:
+    """The share of all assignments of signs whose sum is at least as extreme."""
+    sums = [sum(s * v for s, v in zip(signs, values)) for signs in itertools.product((-1, 1), repeat=len(values))]
+    least, most = (np.mean([s <= sum(values) for s in sums]), np.mean([s >= sum(values) for s in sums]))
+    return {"less": least, "greater": most, "two-sided": min(1.0, 2 * min(least, most))}[alternative]
+
+
+@settings(max_examples=30)
+@given(COUNTS, st.sampled_from(["two-sided", "less", "greater"]))
+def test_the_sign_flip_is_exact(values: list[int], alternative: str) -> None:
+    assert sign_flip([v / 128 for v in values], alternative) == pytest.approx(enumerated(values, alternative))  # pyright: ignore
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_what_the_step_down_procedure_rejects(ps: list[float]) -> None:
+    """Smallest first, each against alpha over what is left; the first that fails ends it."""
+    corrected = holm(ps)
+    for alpha in (0.01, 0.05, 0.2):
+        order = sorted(range(len(ps)), key=lambda i: ps[i])
+        rejected = set()
+        for left, i in zip(range(len(ps), 0, -1), order, strict=True):
+            if ps[i] * left > alpha:
+                break
+            rejected.add(i)
+        assert {i for i, p in enumerate(corrected) if p <= alpha} == rejected
+
+
+@settings(max_examples=30)
+@given(COUNTS)
+def test_equivalence_is_a_difference_from_both_margins(values: list[int]) -> None:
+    exact, _ = p_values([v / 128 for v in values], margin=0.25)
+    sides = enumerated([v + 32 for v in values], "greater"), enumerated([v - 32 for v in values], "less")
+    assert exact == pytest.approx(max(sides))
+
+
+def named(*comparisons: Comparison) -> Predictions:
+    return Predictions(seeds=tuple(range(8)), alpha=0.05, arms=("a", "b"), presets={}, comparison=comparisons, sha256="0" * 64)
+
+
+def one(expect: str, margin: float | None = None, metric: str = HACK) -> Comparison:
+    return Comparison(preset="p", name="n", plus=("a",), minus=("b",), metric=metric, expect=expect, margin=margin)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("expect", "margin", "shift", "verdict"),
+    [
+        ("less", None, -0.3, "shown"),
+        ("less", None, 0.3, "the opposite"),
+        ("more", None, 0.3, "shown"),
+        ("more", None, 0.0, "not shown"),
+        ("same", 0.1, 0.0, "shown"),
+        ("same", 0.1, 0.3, "not shown"),
+        ("same", 0.001, 0.0, "not shown"),  # an interval around 0 that is wider than the margin says nothing
+    ],
+)
+def test_a_verdict_needs_a_corrected_p_and_no_difference_needs_its_margin(
+    expect: str, margin: float | None, shift: float, verdict: str
+) -> None:
+    noise = [0.01, -0.02, 0.03, -0.01, 0.02, -0.03, 0.015, -0.015]
+    values = {("a", HACK): {s: 0.5 + shift + e for s, e in enumerate(noise)}, ("b", HACK): dict.fromkeys(range(8), 0.5)}
+    assert [each.verdict for each in outcomes(named(one(expect, margin)), "p", values)] == [verdict]
+    assert [each.verdict for each in outcomes(named(one(expect, margin)), "p", {})] == ["not run"]
+
+
+def test_a_family_is_as_large_as_it_was_named_whatever_was_run() -> None:
+    """Seven differences of eight seeds cannot reach .05: leaving six out afterwards does not help the seventh."""
+    values = {("a", HACK): dict.fromkeys(range(8), 0.0), ("b", HACK): {s: 0.5 + s / 100 for s in range(8)}}
+    others = [one("less", metric=SOLVE).model_copy(update={"name": str(i)}) for i in range(6)]
+    seven = outcomes(named(one("less"), *others), "p", values)
+    assert seven[0].p == pytest.approx(2 / 256)
+    assert [each.verdict for each in seven] == ["not shown", *["not run"] * 6]
+    assert outcomes(named(one("less"), one("same", 0.1)), "p", values)[0].verdict == "shown"  # another null is another family
+
+
+def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -> None:
+    both = Comparison(preset="p", name="n", plus=("a", "d"), minus=("b", "c"), metric=HACK, expect="same", margin=0.1)
+    values = {(arm, HACK): {0: i / 8, 1: i / 4, 2: None if arm == "d" else 0.5} for i, arm in enumerate("abcd")}
+    assert both.differences(values) == {0: 0.0, 1: 0.0}
+    deleted = Comparison(preset="p", name="n", plus=("a",), minus=("a",), metric=HACK, minus_metric="on_hack_held", expect="more")
+    assert deleted.differences({("a", HACK): {3: 0.75}, ("a", "on_hack_held"): {3: 0.25, 4: 1.0}}) == {3: 0.5}
+
+
+def test_the_committed_file_names_real_arms_settings_and_families_that_eight_seeds_can_decide() -> None:
+    predictions = Predictions.read(NAMED)
+    assert predictions.sha256 == hashlib.sha256(NAMED.read_bytes()).hexdigest()
+    assert predictions.sha256 == "180c6fff54955cb6913f95e9466faa425078a06e010d2d9d4701242aafb1f7c3"  # it was run as it was named
+    assert set(predictions.arms) <= ARMS.keys()
+    assert {preset: PRESETS[preset].digest for preset in predictions.presets} == predictions.presets
+    for preset in predictions.presets:
+        own = [c for c in predictions.comparison if c.preset == preset]
+        assert {arm for c in own for arm in (*c.plus, *c.minus)} <= set(predictions.arms)
+        for family, least in (([c for c in own if c.margin is None], 2 / 256), ([c for c in own if c.margin], 1 / 256)):
+            assert len(family) * least < predictions.alpha
+    assert predictions.sha256 in predictions_markdown(predictions, outcomes(predictions, "strong", {}))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("seeds = ", "seed = ", "seeds"),
+        ('metric = "deploy_solve"', 'metric = "solve_rate"', "unknown metric solve_rate; choose from train_hack"),
+        ("margin = 0.05", "", "needs a margin"),
+        ('expect = "less"', 'expect = "fewer"', "less"),
+        ("alpha = 0.05", "alpha = ", "names no predictions"),
+    ],
+)
+def test_a_broken_file_is_refused_in_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:
+    text = NAMED.read_text()
+    assert old in text
+    (tmp_path / FILE).write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=re.escape(said)) as caught:
+        Predictions.read(tmp_path / FILE)
+    assert "\n" not in str(caught.value)
