@@ -52,13 +52,13 @@ class OptimSettings:
     betas            of AdamW
     """
 
-    matrix_rate: float = 0.02
-    embed_rate: float = 0.01
+    matrix_rate: float = 0.04
+    embed_rate: float = 0.03
     control_rate: float = 0.01
     decay: float = 0.12
     embed_decay: float = 0.0
     control_decay: float = 0.0
-    momentum: float = 0.98
+    momentum: float = 0.95
     momentum_start: float = 0.85
     momentum_warmup: int = 100
     warmup: int = 10

@@ -1,4 +1,4 @@
-"""Muon is its equation, and torch's up to bfloat16; every parameter is stepped by one optimiser; a resumed run is the uninterrupted one."""
+"""Muon is its equation, and torch's up to bfloat16; one optimiser steps a parameter; a resumed run is the uninterrupted one."""
 
 import math
 
