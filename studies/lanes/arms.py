@@ -1,12 +1,16 @@
 """What is trained: every arm is one field away from another.
 
-    sequential -> gptj                                             the control: one stream, both sublayers at once
-               -> shipped (two lanes, learned) -> frozen           the same, routing scalars stay as they start
-                                               -> asymmetric -> frozen
-                                               -> simultaneous, gauge, z2          other wirings of the lanes
-                                               -> wide (a loop) -> embeddings, head bias, early;  narrow
-                                               -> low decay, low momentum          other optimisers
+    gptj (the record's baseline) -> sequential                     the control: the MLP reads what attention wrote
+                                 -> short                          a quarter of the steps
+         -> shipped (two lanes, learned) -> frozen                 the same, routing scalars stay as they start
+                                         -> asymmetric -> frozen
+                                         -> short
+                                         -> simultaneous, gauge, z2          other wirings of the lanes
+                                         -> wide (a loop) -> embeddings, head bias, early, wider;  narrow -> embeddings
+                                         -> early fork                       two lanes from the middle on
+                                         -> low decay, momentum .98, .99     other optimizers
 
+A study trains what the record's claims need; a full one also the arms that are questions of ours (`full`).
 Arms of one seed share the order of the data, and the weights that they start from wherever shapes agree: matrices are drawn in one
 order from one generator, and no arm has a matrix that another lacks.
 """
@@ -16,13 +20,13 @@ from dataclasses import field, replace
 from types import MappingProxyType
 from typing import Literal
 
-from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Probability, validated
+from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, validated
 from studies.lanes.config import LanesConfig
 from studies.lanes.optim import OptimSettings
 from studies.lanes.schedule import Loop
 
-Looped = Literal["none", "wide", "narrow"]
-LATE = 0.35  # the share of the steps from which on the record's loop runs
+Looped = Literal["none", "wide", "narrow", "wider"]
+USUAL, EARLY = 0.5, 0.35  # the shares of the steps from which on the record's loop runs, and ran in an experiment that it dropped
 
 
 @validated
@@ -33,7 +37,9 @@ class Arm:
     wiring, start, learned: see `LanesConfig`.
     looped: which of the loops of `Size` runs. embeddings, head_bias: what a pass of it adds.
     enable_at: the share of the steps before which the loop does not run yet.
-    decay, momentum: the optimiser's, where they are not the study's.
+    steps: the share of the study's steps that it is trained for. early_fork: whether lanes fork where the decoder begins.
+    decay, momentum: the optimizer's, where they are not the study's.
+    full: whether only a full study trains it.
     """
 
     name: Name
@@ -44,19 +50,22 @@ class Arm:
     looped: Looped = "none"
     embeddings: bool = False
     head_bias: bool = False
-    enable_at: Probability = LATE
+    enable_at: Probability = USUAL
+    steps: Positive = 1.0
+    early_fork: bool = False
     decay: NonNegative | None = None
     momentum: Probability | None = None
+    full: bool = False
 
     def config(self, size: "Size") -> LanesConfig:
         """The model of this arm at a size."""
-        loop = {"none": None, "wide": size.wide, "narrow": size.narrow}[self.looped]
+        loop = {"none": None, "wide": size.wide, "narrow": size.narrow, "wider": size.wider}[self.looped]
         return LanesConfig(
             layers=size.layers,
             d_model=size.d_model,
             heads=size.heads,
             mlp=size.mlp,
-            lane_start=size.lane_start,
+            lane_start=size.layers // 2 if self.early_fork else size.lane_start,
             wiring=self.wiring,
             start=self.start,
             learned=self.learned,
@@ -66,7 +75,7 @@ class Arm:
         )
 
     def optim(self, usual: OptimSettings) -> OptimSettings:
-        """The optimiser of this arm."""
+        """The optimizer of this arm."""
         own = {name: value for name in ("decay", "momentum") if (value := getattr(self, name)) is not None}
         return replace(usual, **own)
 
@@ -93,6 +102,11 @@ class Size:
                 f"a wide and a narrow loop are compared at one depth, and these have {depths[1]} and {depths[2]} steps"
             )
 
+    @property
+    def wider(self) -> Loop:
+        """The wide loop over one more block, in front of it: behind it there may be the fork."""
+        return replace(self.wide, start=self.wide.start - 1)
+
     def _of(self, loop: Loop | None) -> LanesConfig:
         return LanesConfig(
             layers=self.layers, d_model=self.d_model, heads=self.heads, mlp=self.mlp, lane_start=self.lane_start, loop=loop
@@ -117,34 +131,47 @@ class Size:
         )
 
 
-SEQUENTIAL = Arm("sequential", "one stream, the MLP reads what attention wrote")
-SHIPPED = replace(SEQUENTIAL, name="shipped", about="two lanes as shipped, routing learned from 1", wiring="shipped")
+BASELINE = Arm("gptj", "the record's baseline: one stream, both sublayers read and write at once behind the fork", wiring="gptj")
+SHIPPED = replace(BASELINE, name="shipped", about="two lanes as shipped, routing learned from 1", wiring="shipped")
 ASYMMETRIC = replace(SHIPPED, name="asymmetric", about="shipped, routing learned from (1.3, .7)", start="asymmetric")
-WIDE = replace(SHIPPED, name="wide", about="shipped, with a wide loop that runs from .35 of the steps on", looped="wide")
+WIDE = replace(SHIPPED, name="wide", about="shipped, with a wide loop that runs from half of the steps on", looped="wide")
+NARROW = replace(WIDE, name="narrow", about="as deep as wide, with a loop over fewer blocks", looped="narrow")
+SHORT = 0.25
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         arm.name: arm
         for arm in (
-            SEQUENTIAL,
-            replace(SEQUENTIAL, name="gptj", about="one stream, both sublayers read and write at once", wiring="gptj"),
+            BASELINE,
+            Arm("sequential", "one stream, the MLP reads what attention wrote", full=True),
             SHIPPED,
+            replace(BASELINE, name="gptj-short", about="gptj, trained for a quarter of the steps", steps=SHORT),
+            replace(SHIPPED, name="shipped-short", about="shipped, trained for a quarter of the steps", steps=SHORT),
             replace(SHIPPED, name="frozen", about="shipped, routing frozen at 1", learned=False),
             ASYMMETRIC,
-            replace(ASYMMETRIC, name="asymmetric-frozen", about="shipped, routing frozen at (1.3, .7)", learned=False),
-            replace(SHIPPED, name="simultaneous", about="shipped, both sublayers write at once", wiring="simultaneous"),
-            replace(SHIPPED, name="gauge", about="two lanes, read and read out by their mean", wiring="gauge"),
-            replace(SHIPPED, name="z2", about="two lanes, read and read out by the mean of their norms", wiring="z2"),
-            replace(WIDE, name="narrow", about="as deep as wide, with a loop over fewer blocks", looped="narrow"),
+            replace(ASYMMETRIC, name="asymmetric-frozen", about="shipped, routing frozen at (1.3, .7)", learned=False, full=True),
+            replace(SHIPPED, name="simultaneous", about="shipped, both sublayers write at once", wiring="simultaneous", full=True),
+            replace(SHIPPED, name="gauge", about="two lanes, read and read out by their mean", wiring="gauge", full=True),
+            replace(SHIPPED, name="z2", about="two lanes, read and read out by the mean of their norms", wiring="z2", full=True),
+            replace(SHIPPED, name="early-fork", about="shipped, lanes from the middle on", early_fork=True),
+            NARROW,
+            replace(NARROW, name="narrow-embeddings", about="narrow, with an embedding of each pass", embeddings=True),
             WIDE,
             replace(WIDE, name="wide-embeddings", about="wide, with an embedding of each pass", embeddings=True),
-            replace(WIDE, name="wide-head-bias", about="wide, with a bias of each pass at two heads", head_bias=True),
-            replace(WIDE, name="wide-early", about="wide, the loop running from the first step on", enable_at=0.0),
+            replace(WIDE, name="wide-head-bias", about="wide, with a bias of each pass on the keys of one head", head_bias=True),
+            replace(WIDE, name="wide-early", about="wide, the loop running from .35 of the steps on", enable_at=EARLY),
+            replace(WIDE, name="wider", about="wide, with one more block in the loop", looped="wider"),
             replace(SHIPPED, name="low-decay", about="shipped, weight decay .05 for .12", decay=0.05),
-            replace(SHIPPED, name="low-momentum", about="shipped, momentum .95 for .98", momentum=0.95),
+            replace(SHIPPED, name="momentum-98", about="shipped, momentum .98 for .95", momentum=0.98),
+            replace(SHIPPED, name="momentum-99", about="shipped, momentum .99 for .95", momentum=0.99),
         )
     }
 )
+
+
+def arms_of(full: bool) -> tuple[str, ...]:
+    """The arms of a study."""
+    return tuple(name for name, arm in ARMS.items() if full or not arm.full)
 
 
 def get_arms(names: Sequence[str]) -> list[Arm]:

@@ -49,12 +49,12 @@ class Attention(nn.Module):
         self.q_gain = nn.Parameter(torch.full((config.heads,), config.q_gain))
 
     def forward(
-        self, x: Float[Tensor, "b s d"], turns: tuple[Tensor, Tensor], bias: Float[Tensor, "2 heads d_head"] | None = None
+        self, x: Float[Tensor, "b s d"], turns: tuple[Tensor, Tensor], bias: Float[Tensor, "heads 1 d_head"] | None = None
     ) -> Float[Tensor, "b s d"]:
-        """Attention's output. `bias`, if any, is added to the keys and values of every position, before keys are normed."""
+        """Attention's output. `bias`, if any, is added to the keys of every position, before they are normed."""
         q, k, v = (self._by_head(linear(x)) for linear in (self.q, self.k, self.v))
         if bias is not None:
-            k, v = k + bias[0, :, None], v + bias[1, :, None]
+            k = k + bias
         q = rotate(rms(q), *turns) * self.q_gain[:, None, None]
         z = functional.scaled_dot_product_attention(q, rotate(rms(k), *turns), v, is_causal=True)
         return self.o(z.transpose(1, 2).flatten(2))

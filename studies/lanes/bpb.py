@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from studies.lanes.config import BOS
 
+PRIOR = 64.0
+"""Bytes that the single-byte table counts for in the table of pairs; between 16 and 256 the result hardly depends on it."""
 Mix = Callable[[Float[Tensor, "p v"], Int[Tensor, " p"]], Float[Tensor, "p v"]]
 """(log-probabilities in float64, the last position that each may read) -> log-probabilities. It may read tokens up to that position
 only: row i is the distribution of token `positions[i] + 1`. Positions come in rising order, each once."""
@@ -125,6 +127,22 @@ def bpb(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
     if not counted:
         raise ValueError("no byte of the stream is predicted: give at least two tokens, of which one behind the first is a byte")
     return bits(nll, tokens) / counted
+
+
+def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, float]:
+    """Bits per byte of counts of `train`, on the bytes of `tokens`: of single bytes, and of a byte given the one before it.
+
+        p(b) = (n(b) + 1) / (n + 256)               p(b | a) = (n(a, b) + PRIOR p(b)) / (n(a) + PRIOR)
+
+    Starts of documents are read and not predicted, as everywhere.
+    """
+    size = BOS + 1
+    pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).reshape(size, size).double()[:, :BOS]
+    single = (pairs.sum(0) + 1) / (pairs.sum() + BOS)
+    given = (pairs + PRIOR * single) / (pairs.sum(1, keepdim=True) + PRIOR)
+    counted = byte_targets(tokens)[1:]
+    before, after = tokens[:-1][counted], tokens[1:][counted]
+    return {"unigram": float(-single[after].log2().mean()), "bigram": float(-given[before, after].log2().mean())}
 
 
 @contextmanager

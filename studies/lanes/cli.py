@@ -1,13 +1,15 @@
 """``python -m studies.lanes COMMAND``: rebuild the mechanisms of a language-model record and test its claims about them.
 
-``run`` makes everything from nothing: sixteen arms of a small byte-level model, float64 instruments, tables and figures. Start with
-``run --quick``, which shows in about a minute that all parts work and resolves nothing. The same command started again goes on
-where it stopped, and leaves the same bytes. ``run --large`` is the same study at an accelerator's size; ``scale`` times two lanes
-against one stream there.
+``run`` makes everything from nothing: those arms of a small byte-level model that the record's claims need, float64 instruments,
+tables and figures. ``run --full`` trains the other arms too, and all of them for longer. Start with ``run --quick``, which shows in
+about a minute that all parts work and resolves nothing. The same command started again goes on where it stopped, and leaves the
+same bytes. ``run --large`` is the full study at an accelerator's size; ``scale`` times two lanes against one stream there.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import tyro
@@ -17,10 +19,14 @@ from studies.lanes.arms import ARMS
 from studies.lanes.publish import publish
 from studies.lanes.report import TABLE, write_report
 from studies.lanes.scale import Scale, device_of
-from studies.lanes.settings import Settings, large, open_text, quick
+from studies.lanes.settings import Settings, full, large, open_text, quick
 from studies.lanes.study import run_study
 
-SEEDS, QUICK_SEEDS = "3", "2"
+SEEDS = "10-12"
+PROFILES: Mapping[str, tuple[Callable[[str], Settings], str]] = MappingProxyType(
+    {"quick": (quick, "2"), "full": (full, "10-15"), "large": (large, SEEDS)}
+)
+"""Profile -> its settings, and the seeds that it runs. Rates and sizes were tuned on seeds from 100 on."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +51,11 @@ class Run:
     """Train what is missing, measure it, write the table of claims and the figures. Safe to interrupt and start again."""
 
     quick: Annotated[bool, tyro.conf.arg(help="everything once over, small: two seeds in about a minute")] = False
+    full: Annotated[bool, tyro.conf.arg(help="all arms, five times the training, six seeds: hours")] = False
     large: Annotated[bool, tyro.conf.arg(help="12 blocks of 512 features, bf16, compiled, on an accelerator")] = False
     seeds: Annotated[
-        str | None, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9); 3, or 2 if quick")
+        str | None,
+        tyro.conf.arg(help="how many (3 means 0, 1, 2), a range or a list (4,9); 10-12, or 2 if quick, 10-15 if full"),
     ] = None
     out: Annotated[Path, tyro.conf.arg(help="where study folders are kept")] = Path("runs")
     text: Annotated[Path | None, tyro.conf.arg(help="a folder of UTF-8 text; without it, the running Python's own library")] = None
@@ -55,11 +63,12 @@ class Run:
     dev: Dev = Dev()
 
     def __call__(self) -> None:
-        if self.quick and self.large:
-            raise ValueError("a study is quick or large: give one of --quick and --large, or neither")
-        seeds = read_seeds(self.seeds or (QUICK_SEEDS if self.quick else SEEDS))
-        digest = open_text(self.text).sha256
-        settings = self.dev.apply(quick(digest) if self.quick else large(digest) if self.large else Settings(digest))
+        chosen = [name for name in PROFILES if getattr(self, name)]
+        if len(chosen) > 1:
+            raise ValueError(f"a study is quick, full or large: give one of {' and '.join(f'--{name}' for name in chosen)}")
+        make, usual = PROFILES[chosen[0]] if chosen else (Settings, SEEDS)
+        seeds = read_seeds(self.seeds or usual)
+        settings = self.dev.apply(make(open_text(self.text).sha256))
         device = settings.training.device
         if device != "cpu":
             device_of(None if device == "cuda" else device)  # or it says that there is none, before anything is written

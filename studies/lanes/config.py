@@ -19,7 +19,7 @@ class LanesConfig:
     wiring: one of `wirings.WIRINGS`. lane_start: the first block behind the fork; of no effect on the wiring `sequential`.
     start: one of `wirings.STARTS`. learned: whether the routing scalars are trained, or stay as they start.
     loop: blocks that run more than once, None for none. loop_embeddings: an embedding of each pass, added where it begins.
-    head_bias: a bias of each pass on the keys of one head and the values of another, in the block where a pass begins.
+    head_bias: a bias of each pass on the keys of one head, in the block where a pass begins.
     skips: those of the U-Net. skips_in_fork: whether they are mixed in behind the fork too.
     zero_init: whether the output projections start at 0, as the record's do.
     """

@@ -11,6 +11,8 @@ from typing import Any
 from mi_route2.stats import Value, mean, paired_difference
 from studies.lanes.found import Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
+from studies.lanes.measures import TTT_ARMS
+from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
 """How far from an identity float64 may be."""
@@ -18,30 +20,15 @@ HINTS = ("offered", "right")
 BEFORE = 12.85
 """The clip that the record's was raised from."""
 Measure = Callable[[Found], Estimate]
-TTT_ARMS = ("sequential", "shipped", "wide", "wide-early")
 
 
 def _bpb(content: Any) -> float:
     return content["bpb"]
 
 
-def tuned(found: Found, arm: str, scope: str) -> float:
-    """The rate that gains most on the tuning texts, in the mean over seeds; one at which a seed diverged is out."""
-    by_rate: dict[float, list[float | None]] = {}
-    for seed in found.seeds:
-        for row in found.contents[arm, seed, "ttt"]["tuning"]:
-            if row["scope"] == scope:
-                by_rate.setdefault(row["rate"], []).append(row["gain"])
-    means = {rate: _mean(gains) for rate, gains in by_rate.items()}
-    return max(means, key=lambda rate: -math.inf if (gain := means[rate]) is None else gain)
-
-
 def gains(found: Found, arm: str, run: str) -> dict[int, Value]:
-    """What a run gains on the test text, by seed: `all` or `controls` at its tuned rate, `shared` is controls at that of all."""
-    scope = "all" if run == "all" else "controls"
-    rate = tuned(found, arm, "all" if run == "shared" else scope)
-    read = lambda content: next(r["gain"] for r in content["test"] if (r["scope"], r["rate"]) == (scope, rate))  # noqa: E731
-    return found.by_seed(arm, "ttt", read)
+    """What a run gains on the test text, by seed: of `all`, `controls` or `shared`; None where it diverged."""
+    return found.by_seed(arm, "ttt", lambda c: None if c["bpb"][run] is None else c["bpb"]["plain"] - c["bpb"][run])
 
 
 def bpb(arm: str, reference: str, note: str = "") -> Measure:
@@ -72,7 +59,7 @@ def _gaps(found: Found, arm: str) -> dict[int, float]:
 
 
 def extraction(arm: str, reference: str) -> Measure:
-    """Difference in what test-time training of all parameters gains, each arm at its own tuned rate."""
+    """Difference in what test-time training of all parameters gains, each arm at its own tuned rates."""
 
     def measure(found: Found) -> Estimate:
         own, other = gains(found, arm, "all"), gains(found, reference, "all")
@@ -81,6 +68,24 @@ def extraction(arm: str, reference: str) -> Measure:
         return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
 
     return measure
+
+
+def as_submitted(arm: str, reference: str) -> Measure:
+    """Difference in bits per byte of two arms as the record ends: quantised, trained at test time, with hints."""
+    return lambda found: found.difference(arm, reference, "ttt", lambda c: c["hinted"]["all"], "BPB", "with hints and training")
+
+
+def raw(arm: str, reference: str) -> Measure:
+    """The same difference before hints and training, on the same text."""
+    return lambda found: found.difference(arm, reference, "ttt", lambda c: c["bpb"]["plain"], "BPB", "quantised")
+
+
+def combined(found: Found) -> Estimate:
+    """Bits per byte of `shipped` with hints and test-time training, minus those with neither."""
+    less = lambda c: None if c["hinted"]["all"] is None else c["hinted"]["all"] - c["bpb"]["plain"]  # noqa: E731
+    alone = mean(list(found.by_seed("shipped", "ttt", lambda c: c["hinted"]["plain"] - c["bpb"]["plain"]).values()))
+    values = list(found.by_seed("shipped", "ttt", less).values())
+    return Estimate.of(values, "BPB", f"of which {_text(alone)} by hints alone")
 
 
 def _text(gain: float | None) -> str:
@@ -98,7 +103,7 @@ def controls(run: str) -> Measure:
         pairs = {seed: [(a[seed], b[seed]) for a, b in zip(own, full, strict=True)] for seed in own[0]}
         each = [_mean([None if a is None or b is None else a - b / 2 for a, b in row]) for row in pairs.values()]
         means = [_mean([values[i] for row in pairs.values() for values in row]) for i in (0, 1)]
-        share = next(row["share"] for row in found.contents["shipped", found.seeds[0], "ttt"]["test"] if row["scope"] == "controls")
+        share = found.contents["shipped", found.seeds[0], "ttt"]["share"]
         note = f"gains {_text(means[0])} and {_text(means[1])}, by {share:.1%} of the parameters; {edges(found)}"
         return Estimate.of(each, "BPB", note)
 
@@ -107,13 +112,8 @@ def controls(run: str) -> Measure:
 
 def edges(found: Found) -> str:
     """How many of the tuned rates were the smallest or the largest that was tried."""
-    count = 0
-    for arm in TTT_ARMS:
-        for scope in ("all", "controls"):
-            rows = found.contents[arm, found.seeds[0], "ttt"]["tuning"]
-            tried = [row["rate"] for row in rows if row["scope"] == scope]
-            count += tuned(found, arm, scope) in (min(tried), max(tried))
-    return f"{count} of {2 * len(TTT_ARMS)} tuned rates at an edge of the sweep"
+    at = [edge for arm in TTT_ARMS for seed in found.seeds for edge in found.contents[arm, seed, "ttt"]["edges"].values()]
+    return f"{sum(at)} of {len(at)} tuned rates at an edge of the sweep"
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
@@ -125,7 +125,7 @@ def _mean(values: Sequence[float | int | None]) -> float | None:
 def before_quantisation(found: Found) -> Estimate:
     """What of the two lanes' gain is there before quantisation, above half of the gain after it."""
     trained, after = (
-        [found.by_seed(arm, part, read) for arm in ("sequential", "shipped")] for part, read in (("bpb", _bpb), ("quantised", _bpb))
+        [found.by_seed(arm, part, read) for arm in ("gptj", "shipped")] for part, read in (("bpb", _bpb), ("quantised", _bpb))
     )
     each = [
         (float(trained[0][s] or 0) - float(trained[1][s] or 0)) - (float(after[0][s] or 0) - float(after[1][s] or 0)) / 2
@@ -190,12 +190,54 @@ def stays(wiring: str, start: str) -> Measure:
     return measure
 
 
-def live_scalars(found: Found) -> Estimate:
-    values = found.wiring("shipped", lambda row: float(row["live"]))
-    total = found.wiring("shipped", lambda row: float(row["scalars"]))[0]
-    return Estimate.identity(
-        max(values), min(values) == total, len(values), f"of {total:.0f}", "scalars whose gradient is not exactly 0"
-    )
+def gauge_share(wiring: str) -> Measure:
+    """The share of the routing scalars that are gauge: directions in which the loss has no slope.
+
+    Of those that any block uses, and of all; roughly half is from two fifths to three fifths, of either.
+    """
+
+    def measure(found: Found) -> Estimate:
+        used, sloped, every = (found.wiring(wiring, lambda row, key=key: float(row[key])) for key in ("used", "sloped", "scalars"))
+        holds = any(all(0.4 <= 1 - live / total <= 0.6 for live in sloped) for total in (used[0], every[0]))
+        least, most = used[0] - max(sloped), max(sloped)
+        note = f"{least:.0f} of the {used[0]:.0f} that a block uses; all {every[0]:.0f} have {most:.0f} directions with a slope"
+        return Estimate.identity(least / used[0], holds, len(sloped), "of those in use", note)
+
+    return measure
+
+
+def routed(arm: str, key: str, unit: str) -> Measure:
+    """What training left of the routing: see `measures.routing`."""
+
+    def measure(found: Found) -> Estimate:
+        by = [mean(list(found.by_seed(arm, "routing", lambda c, s=s: c["by_sublayer"][s]).values())) for s in SUBLAYERS]
+        note = f"attention {by[0]:.2f}, MLP {by[1]:.2f}" if key == "pattern" else ""
+        return Estimate.of(list(found.by_seed(arm, "routing", lambda c: c[key]).values()), unit, note)
+
+    return measure
+
+
+def against_table(arm: str, table: str) -> Measure:
+    """Bits per byte of an arm, minus those of a counted table on the same text."""
+
+    def measure(found: Found) -> Estimate:
+        own, other = found.by_seed(arm, "bpb", _bpb), {seed: c[table] for seed, c in found.by_draw("tables").items()}
+        _, s = paired_difference(own, other)
+        note = f"{mean(list(own.values())) or 0:.3f} and {mean(list(other.values())) or 0:.3f}"
+        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
+
+    return measure
+
+
+def narrows(found: Found) -> Estimate:
+    """The two lanes' difference in bits per byte at the study's steps, minus that at a quarter of them: above 0 if it narrows."""
+    differences = []
+    for suffix in ("", "-short"):
+        own, other = (found.by_seed(arm + suffix, "bpb", _bpb) for arm in ("shipped", "gptj"))
+        differences.append(paired_difference(own, other)[1])
+    each = [None if a is None or b is None else a - b for a, b in zip(*(d["seeds"] for d in differences), strict=True)]
+    note = f"{differences[0]['mean']:+.4f}, and {differences[1]['mean']:+.4f} at a quarter of the steps"
+    return Estimate.of(each, "BPB", note)
 
 
 def gptj_gap(found: Found) -> Estimate:
@@ -229,10 +271,10 @@ def direct_share(arm: str, reference: str | None = None) -> Measure:
 
 
 def direct_share_trained(found: Found) -> Estimate:
-    """The same difference on the trained models, of two lanes from one stream."""
+    """The same difference on the trained models, of two lanes from the record's baseline."""
     first = found.settings.size.lane_start
     share = lambda c: _mean([row["direct"] for row in c["rows"] if row["layer"] == first])  # noqa: E731
-    return found.difference("shipped", "sequential", "paths", share, "|direct|/|total|", "trained")
+    return found.difference("shipped", "gptj", "paths", share, "|direct|/|total|", "trained")
 
 
 def amplified(k: int) -> Measure:

@@ -14,15 +14,18 @@ from matplotlib.figure import Figure
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from mi_route2.stats import interval, mean, paired_difference
 from studies.lanes.arms import ARMS
-from studies.lanes.estimates import BEFORE, TTT_ARMS, gains
+from studies.lanes.estimates import BEFORE, gains
 from studies.lanes.found import Found, tensors
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
+from studies.lanes.measures import TTT_ARMS
 from studies.lanes.symmetry import TWO_LANES
 from studies.lanes.text import BOS
 
 WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
 PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GREY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
-ARM_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TTT_ARMS, (GREY, VERMILLION, BLUE, GREEN), strict=True)))
+ARM_COLOURS: Mapping[str, str] = MappingProxyType(
+    dict(zip(TTT_ARMS, (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY), strict=True))
+)
 BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
@@ -115,11 +118,11 @@ def _growths(found: Found, seed: int) -> list[dict[str, Any]]:
 
 
 def arms_figure(folder: Path, found: Found) -> Figure:
-    """Every arm's bits per byte, minus the sequential arm's of the same seed: the mean with its interval, and every seed."""
+    """Every arm's bits per byte, minus the baseline's of the same seed: the mean with its interval, and every seed."""
     figure = new_figure(PAGE_WIDTH, 3.6)
     axes = figure.subplots()
-    reference = found.by_seed("sequential", "bpb", _bpb)
-    names = [name for name in ARMS if name != "sequential" and any(key[0] == name for key in found.contents)]
+    reference = found.by_seed("gptj", "bpb", _bpb)
+    names = [name for name in ARMS if name != "gptj" and ARMS[name].steps == 1 and any(key[0] == name for key in found.contents)]
     for place, name in enumerate(names):
         _, s = paired_difference(found.by_seed(name, "bpb", _bpb), reference)
         colour = BLUE if ARMS[name].looped == "none" else GREEN
@@ -131,7 +134,7 @@ def arms_figure(folder: Path, found: Found) -> Figure:
     axes.axvline(0, color=BLACK, linewidth=0.6)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlabel("bits per byte, minus sequential (better to the left); bars: 95% Student-t; strokes: seeds; green: with a loop")
+    axes.set_xlabel("bits per byte, minus gptj (better to the left); bars: 95% Student-t; strokes: seeds; green: with a loop")
     return figure
 
 
@@ -155,14 +158,14 @@ def ttt_figure(folder: Path, found: Found) -> Figure:
         panel.set_xlabel("rate")
         panel.set_title(f"tuning text, {scope}")
     axes[0].set_ylabel("gain, bits per byte")
-    runs = (("all", "all"), ("controls", "controls"), ("shared", "controls, rate of all"))
+    runs = (("all", "all"), ("controls", "controls"), ("shared", "controls,\nrate of all"))
     for i, (arm, colour) in enumerate(ARM_COLOURS.items()):
         for place, (run, _) in enumerate(runs):
             values = list(gains(found, arm, run).values())
-            x = place + (i - 1.5) * 0.2
-            axes[2].bar(x, mean(values) or 0.0, 0.2, color=colour)
+            x = place + (i - (len(ARM_COLOURS) - 1) / 2) * 0.12
+            axes[2].bar(x, mean(values) or 0.0, 0.12, color=colour)
             _whisker(axes[2], x, values)
-    axes[2].set_xticks(range(len(runs)), [label.replace(", ", ",\n") for _, label in runs])
+    axes[2].set_xticks(range(len(runs)), [label for _, label in runs])
     axes[2].axhline(0, color=BLACK, linewidth=0.5)
     axes[2].set_title("test text")
     _legend(figure, axes[0])

@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from studies.lanes.bpb import table_bpb
 from studies.lanes.config import LanesConfig
-from studies.lanes.measures import Part, training_tokens
+from studies.lanes.measures import Part, excerpt, training_tokens
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import coefficients, decompose, ratios
 from studies.lanes.quarantine_symmetry import trace_quarantines
 from studies.lanes.settings import Settings
-from studies.lanes.symmetry import TWO_LANES, compared, dead, exchange_gap, gauge_gap, partials, scalars, trace_wirings
+from studies.lanes.symmetry import TWO_LANES, compared, dead, exchange_gap, gauge_gap, partials, scalars, slopes, trace_wirings
 from studies.lanes.text import Corpus, batches
 from studies.route2.randomness import torch_generator
 
@@ -31,6 +32,13 @@ PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Name -> the wiring and the start of the routing whose gradient paths are taken apart."""
+
+
+def tables(settings: Settings, corpus: Corpus, seed: int) -> Part:
+    """Bits per byte of counted tables on the seed's test text: what a model has to beat to have learnt more than counting does."""
+    evaluation = settings.evaluation
+    tokens = excerpt(corpus, "test", evaluation.test, evaluation.piece, seed)
+    return table_bpb(training_tokens(settings, corpus), tokens), {}
 
 
 def rows(settings: Settings, corpus: Corpus, seed: int, count: int, length: int, purpose: str) -> Int64[Tensor, "n s"]:
@@ -49,13 +57,14 @@ def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
     """A row for each wiring of two lanes: how its two lanes differ in gradient, and what exchange and gauge change."""
     own = settings.instruments
     tokens = rows(settings, corpus, seed, own.batch, own.length, "symmetry")
+    texts = rows(settings, corpus, seed, own.texts, own.text, "slopes")
     return {
-        "wirings": [_wiring(own.config(wiring), tokens, seed) for wiring in TWO_LANES],
+        "wirings": [_wiring(own.config(wiring), tokens, texts, seed) for wiring in TWO_LANES],
         "gptj": _gptj(settings, tokens, seed),
     }, {}
 
 
-def _wiring(config: LanesConfig, tokens: Tensor, seed: int) -> dict[str, Any]:
+def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> dict[str, Any]:
     model, layers = draw(config, seed), compared(config)
     found = [row for row in partials(model, tokens) if row.layer in layers]
     by_kind = {kind: [row.difference for row in found if row.sublayer == kind] for kind in ("attn", "mlp")}
@@ -70,6 +79,7 @@ def _wiring(config: LanesConfig, tokens: Tensor, seed: int) -> dict[str, Any]:
         "gauge": abs(gauge_gap(model, tokens)),
         "scalars": len(names),
         "live": sum(name not in gone for name in names),
+        **slopes(model, texts),
     }
 
 
@@ -118,7 +128,7 @@ def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
 
 
 INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Part]] = MappingProxyType(
-    {"symmetry": symmetry, "paths": paths, "traces": traces}
+    {"symmetry": symmetry, "paths": paths, "traces": traces, "tables": tables}
 )
 DRAWN = ("symmetry", "paths")
 """Those that are drawn `Instruments.draws` times; the others once a seed."""

@@ -15,16 +15,18 @@ from torch import Tensor
 
 from studies.lanes.arms import Arm
 from studies.lanes.bpb import bpb, plan_windows, score
-from studies.lanes.gptq import collect_hessians, dequantized, quantize
+from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.growth import growth
 from studies.lanes.mixing import Mixing, mixed_nll
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import ratios_of
-from studies.lanes.settings import Settings
+from studies.lanes.settings import Evaluation, Settings
 from studies.lanes.size import rate_distortion
+from studies.lanes.symmetry import SUBLAYERS, compared
 from studies.lanes.tapin import Hints, find_hints
 from studies.lanes.text import BOS, Corpus, batches
-from studies.lanes.ttt import Sweep, sweep
+from studies.lanes.ttt import adapt, sweep
+from studies.lanes.wirings import get_start
 from studies.route2.randomness import torch_generator
 
 GROWTH_DRAWS = 3
@@ -88,12 +90,15 @@ def plain_bpb(subject: Subject) -> Part:
     return {"bpb": subject.bpb()}, {}
 
 
+def usual_weights(subject: Subject) -> QuantizedWeights:
+    """The model as the usual settings quantise it."""
+    usual = subject.settings.evaluation.gptq
+    return quantize(subject.model, collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches), usual)
+
+
 def quantised(subject: Subject) -> Part:
     """Bits per byte of the usual quantisation."""
-    usual = subject.settings.evaluation.gptq
-    hessians = collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches)
-    weights = quantize(subject.model, hessians, usual)
-    with dequantized(subject.model, weights):
+    with dequantized(subject.model, usual_weights(subject)):
         found = subject.bpb()
     return {"bpb": found}, {}
 
@@ -120,29 +125,61 @@ def calibrations(subject: Subject) -> Part:
 
 
 def score_first_training(subject: Subject) -> Part:
-    """What every scope gains at every rate, on a tuning text and on a test text. Which rate counts is chosen later, by the tuning
-    texts of all seeds; controls are tried at the rates of all parameters too."""
+    """What test-time training of the quantised model costs and gains on a test text, without hints and with them.
+
+    A scope's rate is the one that gains most on the seed's own tuning texts. bpb: of `plain` (nothing is trained), `all`,
+    `controls`, and `shared`, which is controls at the rate of all. hinted: the same with hints mixed in; None where a run diverged.
+    """
     evaluation = subject.settings.evaluation
-    rates = {"all": evaluation.rates_all, "controls": tuple(sorted({*evaluation.rates_all, *evaluation.rates_controls}))}
-    found = {}
-    for name, split, size in (("tuning", "tune", evaluation.tune), ("test", "test", evaluation.adapted)):
-        tokens = excerpt(subject.corpus, split, size, evaluation.adapted_piece, subject.seed)
-        found[name] = _rows(sweep(subject.model, tokens, evaluation.ttt, rates))
-    return found, {}
+    tuning, tokens = (
+        excerpt(subject.corpus, split, size, piece, subject.seed)
+        for split, size, piece in (
+            ("tune", evaluation.tune, evaluation.tune_piece),
+            ("test", evaluation.adapted, evaluation.adapted_piece),
+        )
+    )
+    note = Noted(tokens, evaluation, {"hinted": Mixing(cross=evaluation.cross[1])})
+    plain, hinted = {}, {}
+    with dequantized(subject.model, usual_weights(subject)):
+        tried = sweep(subject.model, tuning, evaluation.ttt, {"all": evaluation.rates_all, "controls": evaluation.rates_controls})
+        rates = {scope: tried.best(scope).rate for scope in ("all", "controls")}
+        for name, scope, rate in (
+            ("plain", "none", 0.0),
+            ("all", "all", rates["all"]),
+            ("controls", "controls", rates["controls"]),
+            ("shared", "controls", rates["all"]),
+        ):
+            run = adapt(subject.model, tokens, replace(evaluation.ttt, scope=scope, rate=rate), mix=note)
+            plain[name] = None if run.diverged else run.bpb
+            hinted[name] = None if run.diverged else bpb(note.nll["hinted"], tokens)
+    rows = [{"scope": r.scope, "rate": r.rate, "gain": r.gain if math.isfinite(r.gain) else None} for r in tried.rows]
+    share = next(row.share for row in tried.rows if row.scope == "controls")
+    edges = {scope: tried.at_edge(scope) for scope in rates}
+    return {"tuning": rows, "rates": rates, "edges": edges, "bpb": plain, "hinted": hinted, "share": share}, {}
 
 
-def _rows(tried: Sweep) -> list[dict[str, Any]]:
-    """gain: bits per byte below the plain evaluation; None where the run diverged."""
-    return [
-        {"scope": row.scope, "rate": row.rate, "gain": row.gain if math.isfinite(row.gain) else None, "share": row.share}
-        for row in tried.rows
-    ]
+class Noted:
+    """A `Mix` that leaves the distributions as they are, and notes what every token would cost with hints mixed in.
+
+    `nll`: by name of the mixture, of the last run over the stream.
+    """
+
+    def __init__(self, tokens: Int64[Tensor, " s"], evaluation: Evaluation, mixtures: Mapping[str, Mixing]):
+        self.tokens, self.mixtures = tokens, mixtures
+        starts = _starts(len(tokens), evaluation)
+        self.hints = find_hints(tokens, evaluation.window, stride=evaluation.stride, starts=starts)
+        self.nll = {name: torch.zeros(len(tokens), dtype=torch.float64) for name in mixtures}
+
+    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+        for name, mixing in self.mixtures.items():
+            own = mixed_nll(log_probs, self.tokens[positions + 1], self.hints.at(positions), mixing)
+            self.nll[name][positions + 1] = own
+        return log_probs
 
 
 def tap_in(subject: Subject) -> Part:
     """Bits per byte with hints mixed in, of all variants from one forward; and what hints saved, token by token."""
     evaluation, tokens = subject.settings.evaluation, subject.test
-    hints = find_hints(tokens, evaluation.window, stride=evaluation.stride, starts=_starts(len(tokens), evaluation))
     old, new = evaluation.cross
     variants = {
         "plain": Mixing(within=0.0, cross=0.0),
@@ -150,19 +187,14 @@ def tap_in(subject: Subject) -> Part:
         "old": Mixing(cross=old),
         "new": Mixing(cross=new),
     }
-    nll = {name: torch.zeros(len(tokens), dtype=torch.float64) for name in variants}
-
-    def note(log_probs: Tensor, positions: Tensor) -> Tensor:
-        for name, mixing in variants.items():
-            nll[name][positions + 1] = mixed_nll(log_probs, tokens[positions + 1], hints.at(positions), mixing)
-        return log_probs
-
+    note = Noted(tokens, evaluation, variants)
     score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride, mix=note)
+    nll, hints = note.nll, note.hints
     content = {"bpb": {name: bpb(own, tokens) for name, own in nll.items()}, "hints": _counts(hints, tokens)}
     return content, {"plain": nll["plain"], "new": nll["new"], "within": nll["within"], "tokens": tokens, "cross": hints.cross}
 
 
-def _starts(n: int, evaluation: Any) -> Int64[Tensor, " s"]:
+def _starts(n: int, evaluation: Evaluation) -> Int64[Tensor, " s"]:
     """The start of the window that scores each position; the last position predicts nothing."""
     windows = plan_windows(n - 1, evaluation.window, evaluation.stride)
     starts = torch.cat([torch.full((one.end - one.score_from,), one.start) for one in windows])
@@ -180,6 +212,23 @@ def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
         "cross": count(cross),
         "cross_right": count(right[cross]),
     }
+
+
+def routing(subject: Subject) -> Part:
+    """Where training left the weights with which attention and MLP are routed, in the layers whose lanes can be compared.
+
+    pattern: by how much each sublayer prefers the lane that the asymmetric start gives it, as a share of that start's preference.
+    apart: the mean distance of a sublayer's two weights, as a share of how far a weight is from 1 in the mean.
+    """
+    post = subject.model.post.detach().double()[list(compared(subject.model.config))]
+    given = get_start("asymmetric")
+    start = torch.tensor((given.attn, given.mlp), dtype=torch.float64)
+    preferred, apart, moved = (start[:, 0] - start[:, 1]), post[..., 0] - post[..., 1], (post - 1).abs().mean()
+    return {
+        "pattern": float((apart / preferred).mean()),
+        "by_sublayer": dict(zip(SUBLAYERS, (apart / preferred).mean(0).tolist(), strict=True)),
+        "apart": float(apart.abs().mean() / moved),
+    }, {}
 
 
 def gradient_paths(subject: Subject) -> Part:
@@ -210,6 +259,7 @@ MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
         "calibrations": calibrations,
         "ttt": score_first_training,
         "tapin": tap_in,
+        "routing": routing,
         "paths": gradient_paths,
         "growth": error_growth,
     }
@@ -217,17 +267,21 @@ MEASURES: Mapping[str, Callable[[Subject], Part]] = MappingProxyType(
 
 _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "sequential": ("quantised", "ttt", "paths"),
-        "shipped": ("quantised", "calibrations", "ttt", "tapin", "paths"),
-        "asymmetric": ("quantised",),
+        "gptj": ("quantised", "ttt", "paths"),
+        "shipped": ("quantised", "calibrations", "ttt", "tapin", "routing", "paths"),
+        "asymmetric": ("routing",),
+        "early-fork": ("ttt",),
         "narrow": ("quantised",),
+        "narrow-embeddings": ("quantised",),
         "wide": ("quantised", "ttt", "growth"),
         "wide-embeddings": ("quantised",),
-        "wide-head-bias": ("quantised",),
         "wide-early": ("ttt",),
-        "low-decay": ("quantised",),
+        "wider": ("ttt",),
+        "low-decay": ("quantised", "ttt"),
+        "momentum-99": ("quantised",),
     }
 )
+TTT_ARMS = tuple(name for name, parts in _ALSO.items() if "ttt" in parts)
 
 
 def measured(arm: str) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from studies.lanes.wirings import Weights
 
 Lanes = list[Tensor]
 EMBED_STD = 0.02
-BIASED_HEADS = (2, 1)  # the heads whose keys, and whose values, the record found changed
+BIASED_HEAD = 2  # the head whose keys the record found changed
 
 
 class StepHooks(nn.Module):
@@ -141,13 +141,13 @@ class LanesModel(HookedRootModule):
     def _mlp(self, hooks: StepHooks, block: Block, read: Tensor) -> Tensor:
         return hooks("mlp_out", block.mlp_scale * block.mlp(hooks("mlp_read", read)))
 
-    def _bias(self, step: Step) -> Float[Tensor, "2 heads d_head"] | None:
-        """The bias of this pass on the keys of one head and the values of another."""
+    def _bias(self, step: Step) -> Float[Tensor, "heads 1 d_head"] | None:
+        """The bias of this pass on the keys of one head."""
         if not self.config.head_bias or step.entry is None:
             return None
         own = self.head_bias[step.entry]
-        heads = torch.tensor([head % self.config.heads for head in BIASED_HEADS], device=own.device)
-        return functional.one_hot(heads, self.config.heads).to(own.dtype)[:, :, None] * own[:, None, :]
+        head = torch.tensor(BIASED_HEAD % self.config.heads, device=own.device)
+        return functional.one_hot(head, self.config.heads).to(own.dtype)[:, None, None] * own
 
     def _write(self, layer: int, lanes: Lanes, a: Tensor, m: Tensor) -> Lanes:
         """Weight both sublayers into the lanes. One lane has no routing scalars: it adds them."""
@@ -182,7 +182,7 @@ class LanesModel(HookedRootModule):
         if config.loop is not None and config.loop_embeddings:
             self.loop_embed = nn.Parameter(torch.zeros(config.loop.passes, d))
         if config.loop is not None and config.head_bias:
-            self.head_bias = nn.Parameter(torch.zeros(config.loop.passes, 2, config.d_head))
+            self.head_bias = nn.Parameter(torch.zeros(config.loop.passes, config.d_head))
 
     def _draw(self, generator: torch.Generator) -> None:
         """Normal matrices of variance 1 / d_in; the output projections 0 where the config says so."""

@@ -13,6 +13,7 @@ import re
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 
 from mi_route2.validation import read_object
 from studies.lanes.found import load
@@ -21,13 +22,14 @@ from studies.lanes.settings import FILE, Settings
 from studies.route2.packing import compact, repacked
 from studies.route2.publish import replace_folder
 
+COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})
 NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"
 
 
 def publish(root: Path, to: Path) -> Path:
     """Publish the study folder ``root`` under ``to``; the folder made. ``ValueError`` where it is not whole, or was a trial."""
     profile = Settings.read(root).profile
-    if profile != "default":
+    if profile not in COMMANDS:
         raise ValueError(f"{root} is a trial of the profile {profile!r}; publish a run without --quick and --dev")
     found = load(root)
     paths, place = write_report(root), to / NAME
@@ -50,7 +52,7 @@ def publish(root: Path, to: Path) -> Path:
             "python": platform.python_version(),
             "versions": {name: version(name) for name in ("mi-route2", "torch")},
             "seeds": list(found.seeds),
-            "command": f"python -m studies.lanes run --seeds {','.join(map(str, found.seeds))}",
+            "command": f"{COMMANDS[profile]} --seeds {','.join(map(str, found.seeds))}",
             "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
         }
         (part / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

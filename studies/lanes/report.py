@@ -1,12 +1,12 @@
 """Tables and figures of a finished folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mi_route2.plots import save_figure, style, write_whole
-from mi_route2.stats import paired_difference, summary
+from mi_route2.stats import Value, mean, paired_difference
 from studies.lanes.arms import ARMS
 from studies.lanes.claims import VERDICTS, Row, judge
 from studies.lanes.claims_table import CLAIMS
@@ -37,8 +37,9 @@ def head(found: Found) -> str:
     """What all tables are of."""
     size, training = found.settings.size, found.settings.training
     return (
-        f"{size.layers} blocks of {size.d_model} features, {training.steps} steps of {training.batch} x {training.length} bytes; "
-        f"seeds {', '.join(map(str, found.seeds))}, float64 instruments drawn {found.settings.instruments.draws} times. "
+        f"{size.layers} blocks of {size.d_model} features, {training.steps} steps of {training.batch} x {training.length} bytes, "
+        f"Muon's momentum {training.optim.momentum:g}; "
+        f"seeds {', '.join(map(str, found.seeds))}; float64 instruments drawn {found.settings.instruments.draws} times. "
         "Brackets: 95% Student-t; differences are paired by seed, which draws weights, data and test text."
     )
 
@@ -46,7 +47,7 @@ def head(found: Found) -> str:
 def claims_text(found: Found, rows: Sequence[Row]) -> str:
     """claims.md."""
     parts = ["# Lanes: the record's claims", head(found), counts_text(rows)]
-    header = ["claim", "record", "verdict", "measured", "n", "n needed"]
+    header = ["claim", "record", "verdict", "measured", "floor", "n", "n needed"]
     for group in dict.fromkeys(row.claim.group for row in rows):
         body = [
             [
@@ -54,16 +55,17 @@ def claims_text(found: Found, rows: Sequence[Row]) -> str:
                 row.claim.record or "(ours)",
                 row.verdict,
                 measured_text(row),
+                "" if row.floor is None else number(row.floor),
                 row.estimate.n,
-                "" if row.needed is None else f"{row.needed}",
+                "" if row.needed is None else f"{row.needed}" + " (underpowered)" * row.underpowered,
             ]
             for row in rows
             if row.claim.group == group
         ]
         parts += [f"## {group[0].upper()}{group[1:]}", markdown_table(header, body, left=4)]
     parts.append(
-        "*n needed*: seeds at which an effect of the claimed size would be told from none in four studies of five, with the "
-        "spread that was seen here. A null says that this study resolves nothing, not that the record is wrong."
+        "*floor*: the effect that this many seeds (of instruments, draws) would find in four studies of five, with the spread that "
+        "was seen. *n needed*: how many put the floor at the claimed size; a row with fewer is underpowered, and its verdict weak."
     )
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
@@ -108,14 +110,20 @@ def number(value: float | None) -> str:
 
 
 def arms_text(found: Found) -> str:
-    """arms.md: every arm's bits per byte, and its difference from the sequential one."""
-    reference = found.by_seed("sequential", "bpb", lambda c: c["bpb"])
+    """arms.md: bits per byte of counted tables and of every arm, and their differences from the record's baseline."""
+    reference = found.by_seed("gptj", "bpb", lambda c: c["bpb"])
     body: list[list[Any]] = []
+    for name, about in (("unigram", "a table of single bytes"), ("bigram", "a table of pairs of bytes")):
+        counted = {seed: c[name] for seed, c in found.by_draw("tables").items()}
+        body.append(against(f"({name})", about + ", counted on all of the training text", counted, reference))
     for name in [name for name in ARMS if any(key[0] == name for key in found.contents)]:
-        own = found.by_seed(name, "bpb", lambda c: c["bpb"])
-        _, difference = paired_difference(own, reference)
-        s = summary(list(own.values()))
-        against = Estimate(difference["mean"], difference["lo"], difference["hi"], difference["n"], "BPB")
-        body.append([name, ARMS[name].about, number(s["mean"]), "" if name == "sequential" else estimate_text(against)])
-    header = ["arm", "what it is", "BPB", "minus sequential"]
+        body.append(against(name, ARMS[name].about, found.by_seed(name, "bpb", lambda c: c["bpb"]), reference))
+    header = ["arm", "what it is", "BPB", "minus gptj"]
     return f"# Lanes: every arm\n\n{head(found)}\n\n{markdown_table(header, body, left=2)}"
+
+
+def against(name: str, about: str, own: Mapping[int, Value], reference: Mapping[int, Value]) -> list[str]:
+    """A row of arms.md."""
+    _, s = paired_difference(own, reference)
+    difference = estimate_text(Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB"))
+    return [name, about, number(mean(list(own.values()))), "" if own == reference else difference]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import platform
-from dataclasses import asdict, field
+from dataclasses import asdict, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ class Evaluation:
 
     window, stride      of the sliding evaluation, and of everything that scores
     test, piece         tokens that bits per byte are reported on: excerpts of a piece each, from places that the seed draws
-    tune, adapted       tokens that rates of test-time training are chosen on, and that are then read with them
+    tune, tune_piece    tokens that rates of test-time training are chosen on: excerpts of other documents, more than five of them
+    adapted             tokens that are then read with these rates
     adapted_piece       tokens of an excerpt of theirs: longer, for there is more to be learnt from a text that goes on
     ttt                 test-time training, but for scope and rate
-    rates_all, rates_controls       what is swept; controls are tried at those of all parameters too
+    rates_all, rates_controls       what is swept
     gptq                quantisation, but for what is compared
     many                calibration batches of the larger calibration; gptq.batches of the smaller one
     clip_lambda         the record's older Hessian clip, against 0
@@ -50,23 +51,24 @@ class Evaluation:
     stride: AtLeastOne = 64
     test: AtLeastOne = 12288
     piece: AtLeastOne = 2048
-    tune: AtLeastOne = 6144
-    adapted: AtLeastOne = 12288
-    adapted_piece: AtLeastOne = 3072
-    ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=1024, epochs=1))
-    rates_all: tuple[NonNegative, ...] = (0.1, 0.3, 1.0)
-    rates_controls: tuple[NonNegative, ...] = (3.0, 10.0)
+    tune: AtLeastOne = 3072
+    tune_piece: AtLeastOne = 512
+    adapted: AtLeastOne = 6144
+    adapted_piece: AtLeastOne = 1536
+    ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=512, epochs=1, train_batch=4))
+    rates_all: tuple[NonNegative, ...] = (0.03, 0.1, 0.3, 1.0)
+    rates_controls: tuple[NonNegative, ...] = (0.3, 1.0, 3.0, 10.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
     many: AtLeastOne = 64
     clip_lambda: NonNegative = 0.175
-    clips: tuple[Positive, ...] = (3.0, 6.0, 12.85, 13.1, 20.0, 30.0)
+    clips: tuple[Positive, ...] = (3.0, 6.0, 12.85, 13.1, 20.0)
     cross: tuple[NonNegative, NonNegative] = (0.06, 0.12)
     compressor: Compressor = field(default_factory=lambda: "brotli" if find_spec("brotli") else "lzma")
 
     def __post_init__(self) -> None:
         if (self.ttt.window, self.ttt.stride) != (self.window, self.stride):
             raise ValueError("test-time training scores the windows that the plain evaluation scores: give both the same")
-        for name, piece in (("test", self.piece), ("tune", self.adapted_piece), ("adapted", self.adapted_piece)):
+        for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
             if getattr(self, name) % piece:
                 raise ValueError(f"{name} {getattr(self, name)} must be whole pieces of {piece} tokens")
         if self.gptq.k not in self.clips:
@@ -82,6 +84,7 @@ class Instruments:
     draws           models of each wiring, each of its own weights and text; they are cheap, so there are more than seeds
     layers, d_model, heads, mlp, lane_start         of these models; layers and fork are the record's
     batch, length   windows and predictions that they are measured on
+    texts, text     windows and predictions of each that routing scalars are searched for directions without a slope with
     symmetry, quarantine        the trainings that are watched, once a seed
     """
 
@@ -93,6 +96,8 @@ class Instruments:
     lane_start: AtLeastOne = 8
     batch: AtLeastOne = 4
     length: AtLeastOne = 32
+    texts: AtLeastOne = 24
+    text: AtLeastOne = 8
     symmetry: SymmetrySettings = field(default_factory=lambda: SymmetrySettings(d_model=16, heads=2, length=48, steps=60, every=3))
     quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
 
@@ -112,7 +117,7 @@ class Instruments:
 
 @validated
 class Settings:
-    """One study. text: the hash of the corpus. train_bytes: how much of it is trained on."""
+    """One study. text: the hash of the corpus. train_bytes: how much of it is trained on. full: whether it has every arm."""
 
     text: str
     size: Size = field(default_factory=Size)
@@ -121,6 +126,7 @@ class Settings:
     instruments: Instruments = field(default_factory=Instruments)
     train_bytes: AtLeastOne = 4_000_000
     profile: Name = "default"
+    full: bool = False
     runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,10 +156,8 @@ def quick(text: str) -> Settings:
     """Everything once over in a minute: it shows that all parts run, and resolves nothing."""
     evaluation = Evaluation(
         test=6144,
-        tune=2048,
-        adapted=2048,
-        adapted_piece=2048,
-        ttt=TTTSettings(chunk=1024, epochs=1),
+        tune=3072,
+        adapted=1536,
         rates_all=(0.1, 0.3),
         rates_controls=(1.0,),
         gptq=GPTQSettings(batches=4),
@@ -170,14 +174,20 @@ def quick(text: str) -> Settings:
     return Settings(text, size, training, evaluation, instruments, train_bytes=1_000_000, profile="quick")
 
 
+def full(text: str) -> Settings:
+    """Every arm, trained for five times as long: the questions of ours beside the record's claims."""
+    usual = Settings(text)
+    training = replace(usual.training, steps=5 * usual.training.steps)
+    return replace(usual, training=training, profile="full", full=True)
+
+
 def large(text: str, device: str = "cuda") -> Settings:
     """The same study at 12 blocks of 512 features, in bf16 and compiled, for an accelerator: 38 million parameters, hours."""
     training = Training(steps=2000, batch=64, length=1024, device=device, precision="bf16", compile=True)
     ttt = TTTSettings(window=1024, stride=256, chunk=32_768, epochs=3)
-    evaluation = Evaluation(
-        window=1024, stride=256, test=131_072, piece=32_768, tune=65_536, adapted=131_072, adapted_piece=65_536, ttt=ttt
-    )
-    return Settings(text, Size.of_layers(12, 512, 8), training, evaluation, train_bytes=50_000_000, profile="large")
+    sizes = {"test": 131_072, "piece": 32_768, "tune": 65_536, "tune_piece": 8192, "adapted": 131_072, "adapted_piece": 65_536}
+    evaluation = Evaluation(window=1024, stride=256, ttt=ttt, **sizes)
+    return Settings(text, Size.of_layers(12, 512, 8), training, evaluation, train_bytes=50_000_000, profile="large", full=True)
 
 
 def open_text(folder: Path | None, expected: str | None = None) -> Corpus:

@@ -11,7 +11,7 @@ leaves the bytes that an uninterrupted one does. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from studies.lanes.arms import ARMS, Arm
+from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Part, Subject, measured, training_tokens
 from studies.lanes.model import LanesModel
@@ -64,7 +64,7 @@ class Job:
         """What it takes, roughly, beside other jobs."""
         if self.arm is None:
             return 1.0 if self.name == "traces" else 0.1
-        return (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.parts)
+        return self.arm.steps * (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.parts)
 
     def path(self, part: str) -> Path:
         if self.arm is None:
@@ -174,7 +174,7 @@ def run_study(
     out: Path,
     *,
     text: Path | None = None,
-    arms: Iterable[str] = ARMS,
+    arms: Sequence[str] | None = None,
     workers: int = 2,
     quiet: bool = False,
 ) -> Path:
@@ -184,5 +184,5 @@ def run_study(
     folder = out / settings.folder
     with exclusive(folder):
         settings.write(folder)
-        run_jobs(jobs_of(settings, folder, text, seeds, list(arms)), workers, quiet=quiet)
+        run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, quiet=quiet)
     return folder

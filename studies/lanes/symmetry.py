@@ -162,6 +162,25 @@ def dead(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
+    """Of the routing scalars behind the fork, how many there are and in how many directions the loss has a slope on some text.
+
+    The rank of the gradients of many texts, a row each, at these weights: the other directions are gauges, at least to first order.
+    Raises ValueError for fewer texts than scalars, and for a wiring of one lane.
+    """
+    _demand_lanes(model)
+    used = (model.config.layers - model.config.lane_start) * 3 * len(SUBLAYERS)
+    if len(texts) < used:
+        raise ValueError(f"{len(texts)} texts cannot show {used} directions: give more")
+    found = torch.stack(
+        [
+            torch.cat([g[model.config.lane_start :].flatten() for g in _gradients(model, text[None], _ROUTING).values()])
+            for text in texts
+        ]
+    )
+    return {"used": used, "sloped": int(torch.linalg.matrix_rank(found, rtol=1e-10))}
+
+
 def exchange_gap(model: LanesModel, tokens: Int[Tensor, "b s"]) -> float:
     """By how much the loss changes, in nats, when the lanes exchange their weights: 0 for any wiring where they are equal.
 

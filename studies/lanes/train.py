@@ -4,7 +4,7 @@
 
 A looped model has what the plain one has, and more: skips of further steps, embeddings of passes. What is new starts as it does in
 a fresh model, and has no moments yet. That is what one set of parameters under two schedules would do, since a parameter that is
-not used has no gradient, or one of 0. Source: parameter-golf, pull request 1420, which enables the loop at .35.
+not used has no gradient, or one of 0. Source: parameter-golf, pull requests 1420 and 1518.
 """
 
 import math
@@ -40,7 +40,7 @@ class Training:
     precision, compile          of forward and backward; weights and optimiser stay float32
     """
 
-    steps: AtLeastOne = 120
+    steps: AtLeastOne = 150
     batch: AtLeastOne = 4
     length: AtLeastOne = 128
     optim: OptimSettings = field(default_factory=OptimSettings)
@@ -49,8 +49,12 @@ class Training:
     compile: bool = False
 
     def optim_of(self, arm: Arm) -> OptimSettings:
-        """The arm's optimiser, its momentum warmed over a fifth of these steps."""
-        return arm.optim(replace(self.optim, momentum_warmup=self.steps // WARMED))
+        """The arm's optimizer, its momentum warmed over a fifth of its steps."""
+        return arm.optim(replace(self.optim, momentum_warmup=self.steps_of(arm) // WARMED))
+
+    def steps_of(self, arm: Arm) -> int:
+        """How many steps the arm is trained for: at least one."""
+        return max(1, round(arm.steps * self.steps))
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +104,18 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
         ValueError: the stream is shorter than a window, or the loss is no longer finite.
     """
     config, optim = arm.config(size), training.optim_of(arm)
-    switch = switch_step(arm, training.steps)
+    steps = training.steps_of(arm)
+    switch = switch_step(arm, steps)
     device = training.device
     model = build(plain(config) if switch else config, seed).to(device)
     optimiser = build_optimizer(model.named_parameters(), optim)
     loss_on, losses = loss_of(device, training.precision, training.compile), []
     generator = torch_generator(seed, "lanes batches")
-    drawn = batches(tokens, size=training.batch, length=training.length, steps=training.steps, generator=generator)
-    for i, batch in enumerate(tqdm(drawn, arm.name, training.steps, delay=3, leave=False, disable=None)):
+    drawn = batches(tokens, size=training.batch, length=training.length, steps=steps, generator=generator)
+    for i, batch in enumerate(tqdm(drawn, arm.name, steps, delay=3, leave=False, disable=None)):
         if i == switch > 0:
             model, optimiser = looped(model, optimiser, build(config, seed).to(device))
-        optimiser.set(i, training.steps)
+        optimiser.set(i, steps)
         optimiser.zero_grad()
         loss = loss_on(model, batch.to(device))
         loss.backward()

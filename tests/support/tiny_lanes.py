@@ -27,13 +27,14 @@ def write_texts(folder: Path, documents: int = 60) -> Path:
 
 
 def tiny_settings(text: Path, profile: str = "default") -> Settings:
-    """Sizes at which sixteen arms and all that is measured on them take seconds."""
+    """Sizes at which all arms and all that is measured on them take seconds."""
     evaluation = Evaluation(
         window=24,
         stride=12,
         test=192,
         piece=96,
         tune=96,
+        tune_piece=48,
         adapted=96,
         adapted_piece=96,
         ttt=TTTSettings(window=24, stride=12, chunk=48, epochs=1),

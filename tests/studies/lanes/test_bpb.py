@@ -1,5 +1,6 @@
 """Sliding bits per byte: each prediction once, from the tokens before it, and BOS for nothing."""
 
+import itertools
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_reader import tiny_reader, tiny_stream
 
-from studies.lanes.bpb import bits, bpb, byte_targets, in_eval, plan_windows, score
+from studies.lanes.bpb import PRIOR, bits, bpb, byte_targets, in_eval, plan_windows, score, table_bpb
 from studies.lanes.config import BOS
 
 SIZES = st.integers(1, 40).flatmap(lambda window: st.tuples(st.just(window), st.integers(1, window)))
@@ -137,3 +138,17 @@ def test_modes_and_gradients_are_left_as_found() -> None:
         raise RuntimeError("stop")
     assert [module.training for module in model.modules()] == before
     assert all(own.grad is None and own.requires_grad for own in model.parameters())
+
+
+def test_counted_tables_are_the_counts_written_out() -> None:
+    train, text = [BOS, 1, 2, 1, 2, 3, BOS, 2, 1, 1], [BOS, 1, 2, 9, BOS, 2, 1]
+    pairs = [(a, b) for a, b in itertools.pairwise(train) if b != BOS]
+    single = lambda b: (sum(own == b for _, own in pairs) + 1) / (len(pairs) + 256)  # noqa: E731
+    expected = {"unigram": 0.0, "bigram": 0.0}
+    scored = [(a, b) for a, b in itertools.pairwise(text) if b != BOS]
+    for a, b in scored:
+        n = sum(own == a for own, _ in pairs)
+        given = (pairs.count((a, b)) + PRIOR * single(b)) / (n + PRIOR)
+        expected["unigram"] -= math.log2(single(b)) / len(scored)
+        expected["bigram"] -= math.log2(given) / len(scored)
+    assert table_bpb(torch.tensor(train), torch.tensor(text)) == pytest.approx(expected)

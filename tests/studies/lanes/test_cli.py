@@ -36,8 +36,12 @@ def test_the_report_is_that_of_the_artifacts(
     assert call(monkeypatch, "report", str(study)) == 0
     printed = capsys.readouterr().out
     content = json.loads((study / "claims.json").read_text())
-    assert [row["id"] for row in content["claims"]] == [claim.id for claim in CLAIMS]
-    assert all(claim.words in printed for claim in CLAIMS)
+    made = [claim for claim in CLAIMS if not claim.full]
+    assert [row["id"] for row in content["claims"]] == [claim.id for claim in made]
+    assert all(claim.words in printed for claim in made)
+    arms = (study / "arms.md").read_text()
+    assert [name for name in ARMS if f"| {name} " in arms] == [name for name in ARMS if not ARMS[name].full]
+    assert all(f"| ({name}) " in arms for name in ("unigram", "bigram"))
 
 
 def test_what_cannot_be_is_refused_in_one_sentence(
@@ -79,8 +83,9 @@ def test_publishing_copies_a_whole_study_and_refuses_a_trial(study: Path, tiny: 
     assert (place / "headline.md").read_text().startswith("6 blocks of 8 features")
 
 
-def test_quick_and_large_are_two_studies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give one of --quick and --large" in refusal(monkeypatch, capsys, "run", "--quick", "--large")
+@pytest.mark.parametrize("two", [("--quick", "--large"), ("--quick", "--full"), ("--full", "--large")])
+def test_a_study_has_one_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], two: tuple[str, str]) -> None:
+    assert f"give one of {' and '.join(two)}" in refusal(monkeypatch, capsys, "run", *two)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator here")

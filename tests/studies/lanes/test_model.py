@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from studies.lanes.config import BOS, VOCABULARY, LanesConfig
-from studies.lanes.model import BIASED_HEADS, LanesModel, is_matrix
+from studies.lanes.model import BIASED_HEAD, LanesModel, is_matrix
 from studies.lanes.schedule import Loop, order_of, plan, split
 from studies.lanes.wirings import STARTS, WIRINGS
 
@@ -76,9 +76,8 @@ class WrittenOut:
             (x @ self.p[f"blocks.{i}.attn.{name}.weight"].T).reshape(len(x), length, heads, -1).transpose(1, 2) for name in "qkv"
         )
         if entry is not None and self.c.head_bias:
-            k, v = k.clone(), v.clone()
-            k[:, BIASED_HEADS[0] % heads] += self.p["head_bias"][entry, 0]
-            v[:, BIASED_HEADS[1] % heads] += self.p["head_bias"][entry, 1]
+            k = k.clone()
+            k[:, BIASED_HEAD % heads] += self.p["head_bias"][entry]
         half = q.shape[-1] // 2
         angles = torch.arange(length).double()[:, None] * 10_000.0 ** (-torch.arange(half).double() / half)
         turn = torch.polar(torch.ones_like(angles), angles)
@@ -286,6 +285,12 @@ def test_matrices_and_controls() -> None:
     controls = {name for name, _ in model.named_parameters() if not is_matrix(model, name)}
     own = {f"blocks.{i}.{n}" for i in range(6) for n in ("attn.q_gain", "attn_scale", "mlp_scale", "mix")}
     assert controls == own | {"post", "resid", "skip_weight", "skip_gate", "loop_embed", "head_bias"}
+
+
+def test_the_bias_of_passes_has_the_records_192_parameters_at_its_size() -> None:
+    """Three passes, one head of 64: 11 blocks of 512 features and 8 heads."""
+    config = LanesConfig(layers=11, d_model=512, heads=8, mlp=1, lane_start=8, loop=Loop(3, 5, 2), head_bias=True)
+    assert make(config).head_bias.numel() == 192
 
 
 def test_a_config_comes_back_from_its_dictionary() -> None:

@@ -16,8 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_lanes import FEW, with_steps, write_texts
 
+from studies.lanes.arms import ARMS
+from studies.lanes.bpb import bpb, score
 from studies.lanes.found import load
-from studies.lanes.measures import excerpt
+from studies.lanes.gptq import dequantized
+from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
+from studies.lanes.mixing import Mixing, mix
 from studies.lanes.parts import read_part, write_part
 from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
@@ -172,6 +176,45 @@ def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> No
     assert all(torch.equal(value, found[1][f"weights.{name}"]) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="is not there: run the study first"):
         trained(replace(job, seed=7))
+
+
+@pytest.fixture(scope="module")
+def subject(study: Path, tiny: Settings, texts: Path) -> Subject:
+    return Subject(tiny, open_text(texts), ARMS["shipped"], 0, trained(Job(tiny, study, None, "shipped", 0)))
+
+
+def test_what_hints_would_cost_is_noted_beside_scores_that_stay_as_they_are(subject: Subject) -> None:
+    """Held against a scoring that mixes the hints in for good."""
+    evaluation, tokens, mixing = subject.settings.evaluation, subject.test, Mixing(cross=0.3)
+    note = Noted(tokens, evaluation, {"hinted": mixing})
+    given = {"window": evaluation.window, "stride": evaluation.stride}
+    assert torch.equal(score(subject.model, tokens, mix=note, **given), score(subject.model, tokens, **given))
+    hinted = score(subject.model, tokens, mix=lambda rows, at: mix(rows, note.hints.at(at), mixing), **given)
+    assert bool(note.hints.offered.any())
+    torch.testing.assert_close(note.nll["hinted"], hinted)
+
+
+def test_training_at_test_time_is_of_the_quantised_model_at_rates_of_its_own_tuning_texts(study: Path, subject: Subject) -> None:
+    found = json.loads((study / "arms" / "shipped" / "seed-0" / "ttt.json").read_text())["content"]
+    evaluation = subject.settings.evaluation
+    tokens = excerpt(subject.corpus, "test", evaluation.adapted, evaluation.adapted_piece, 0)
+    with dequantized(subject.model, usual_weights(subject)):
+        plain = bpb(score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride), tokens)
+    assert found["bpb"]["plain"] == pytest.approx(plain, rel=1e-9)
+    for scope, rate in found["rates"].items():
+        gains = {row["rate"]: row["gain"] for row in found["tuning"] if row["scope"] == scope}
+        assert gains[rate] == max(gain for gain in gains.values() if gain is not None)
+    usual = Settings("0" * 64).evaluation
+    assert usual.tune // usual.tune_piece > 5
+
+
+def test_routing_is_read_off_the_layers_whose_lanes_both_reach_the_end(subject: Subject) -> None:
+    content, _ = routing(subject)
+    post = subject.model.post.detach()[4]  # of the two layers behind the fork, the last one's lane 0 is thrown away
+    attn, mlp = float(post[0, 0] - post[0, 1]) / 0.6, float(post[1, 1] - post[1, 0]) / 0.6
+    assert content["by_sublayer"] == pytest.approx({"attn": attn, "mlp": mlp}, rel=1e-4)
+    assert content["pattern"] == pytest.approx((attn + mlp) / 2, rel=1e-4)
+    assert content["apart"] == pytest.approx(float((post[:, 0] - post[:, 1]).abs().mean() / (post - 1).abs().mean()), rel=1e-4)
 
 
 def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:

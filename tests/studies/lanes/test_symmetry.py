@@ -34,6 +34,7 @@ from studies.lanes.symmetry import (
     relative,
     rows_at,
     scalars,
+    slopes,
     trace_wirings,
     train_symmetry,
 )
@@ -297,3 +298,18 @@ def test_without_a_quarantine_there_is_nothing_to_compare() -> None:
         quarantine_partials(model, adapters, draw(2, 7))
     with pytest.raises(ValueError, match="give at least 1"):
         train_quarantine(ARMS[0], QUARANTINES, draw(0), torch.Generator())
+
+
+@pytest.mark.parametrize("wiring", TWO_LANES)
+def test_slopes_are_the_rank_of_the_gradients_of_many_texts(wiring: str) -> None:
+    """Where the lanes are exchangeable, no text tells a sublayer's two weights apart: a direction without a slope for each."""
+    model, texts = make(replace(SMALL, wiring=wiring)), draw(16, 7)
+    by_text = [by_torch_func(model, text[None]) for text in texts]
+    gradients = torch.stack([torch.cat((g["post"][2:].flatten(), g["resid"][2:].flatten())) for g in by_text])
+    singular = torch.linalg.svdvals(gradients)
+    found = slopes(model, texts)
+    assert found == {"used": 12, "sloped": int((singular > 1e-10 * singular[0]).sum())}
+    if wiring in ("gauge", "z2"):
+        assert found["used"] - found["sloped"] >= 4
+    with pytest.raises(ValueError, match="11 texts cannot show 12 directions"):
+        slopes(model, texts[:11])

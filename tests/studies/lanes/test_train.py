@@ -56,10 +56,18 @@ def test_before_its_loop_runs_a_looped_arm_is_the_plain_one_bit_for_bit(name: st
     assert not torch.equal(looped[switch:], shipped[switch:])
 
 
-def test_an_early_loop_runs_from_the_first_step_on() -> None:
-    """In the second step blocks are no longer the identity, and a loop is told from none."""
-    assert switch_step(ARMS["wide-early"], TRAINING.steps) == 0
-    assert not torch.equal(trained("wide-early").losses[:3], trained("shipped").losses[:3])
+def test_the_records_loop_runs_from_half_of_the_steps_on_and_the_early_one_from_a_share_of_35_hundredths() -> None:
+    assert [switch_step(ARMS[name], 100) for name in ("wide", "narrow", "wider", "wide-early", "shipped")] == [50, 50, 50, 35, 0]
+
+
+def test_arms_that_were_tried_and_dropped_are_one_change_each() -> None:
+    """One more block in the loop, lanes from the first block of the decoder on, a quarter of the steps."""
+    wide, wider = (ARMS[name].config(SIZE) for name in ("wide", "wider"))
+    assert wide.loop is not None
+    assert wider.loop == replace(wide.loop, start=wide.loop.start - 1)
+    assert ARMS["early-fork"].config(SIZE) == replace(ARMS["shipped"].config(SIZE), lane_start=3)
+    assert [len(trained(name).losses) for name in ("shipped", "shipped-short")] == [TRAINING.steps, TRAINING.steps // 4]
+    assert torch.equal(trained("shipped-short").losses, trained("shipped").losses[: TRAINING.steps // 4])
 
 
 def one_set_of_parameters(arm: Arm, training: Training, seed: int) -> tuple[dict[str, Tensor], list[float]]:
@@ -106,7 +114,7 @@ def test_frozen_routing_stays_as_it_starts_and_learned_routing_does_not() -> Non
 def test_decay_and_momentum_are_all_that_their_arms_change() -> None:
     usual = TRAINING.optim_of(ARMS["shipped"])
     assert TRAINING.optim_of(ARMS["low-decay"]) == replace(usual, decay=0.05)
-    assert TRAINING.optim_of(ARMS["low-momentum"]) == replace(usual, momentum=0.95)
+    assert TRAINING.optim_of(ARMS["momentum-99"]) == replace(usual, momentum=0.99)
 
 
 @pytest.mark.parametrize("layers", [6, 7, 11, 12, 24])
@@ -121,7 +129,7 @@ def test_refusals_are_one_sentence() -> None:
         Size.of_layers(5, 8, 2)
     with pytest.raises(ValueError, match="at one depth"):
         replace(SIZE, narrow=SIZE.wide.__class__(2, 3, 1))
-    with pytest.raises(KeyError, match="no arm is named 'broad'; there are sequential"):
+    with pytest.raises(KeyError, match="no arm is named 'broad'; there are gptj"):
         get_arms(["broad"])
     with pytest.raises(ValueError, match="at least 1"):
         Training(steps=0)
