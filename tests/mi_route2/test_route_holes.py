@@ -379,10 +379,6 @@ def test_flags_by_token_have_no_unflagged_advantage_and_a_score_has_its_own_flag
         MaskRoute(MaskSpec(), FixedFitter(random_directions(policy, "grad")), flags=by_token)
 
 
-def wrong(**changes: Tensor) -> tuple[dict[str, Tensor], dict[str, object]]:
-    return changes, {}
-
-
 ENTRIES: dict[str, tuple[dict[str, Tensor], dict[str, object], str]] = {
     "NaN advantage": (
         {"advantages": torch.tensor([0, 1, math.nan, 0, 0, 0.0])},
