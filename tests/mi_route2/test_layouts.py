@@ -211,20 +211,6 @@ def test_autocast_is_a_rounding(case: Case, inside: bool) -> None:
         assert (p.grad - plain.kept[name]).norm() < 0.1 * plain.kept[name].norm()
 
 
-def test_two_backwards_on_one_tape_are_an_error_where_gradients_are_held() -> None:
-    """The second would silently replace the first in the kept adapter while the quarantine adds them up."""
-    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
-    part = mask_route(policy, MaskSpec()).begin(policy, batch, context(MaskSpec(), N)).parts[0]
-
-    def twice() -> None:
-        with policy.adapters.recording(part.tape):
-            for _ in range(2):
-                plain_loss(policy, part.batch, part.advantages).backward()
-
-    with pytest.raises(RuntimeError, match="reported twice"):
-        twice()
-
-
 @pytest.mark.parametrize("kind", ["grad", "two advantages", "open", "erase"])
 def test_a_part_that_was_not_run_is_an_error(kind: str) -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
