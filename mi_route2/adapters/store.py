@@ -104,7 +104,10 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
         raise ValueError(f"{path} has a header that is no JSON object; delete it and write it again")
     checksum = header.pop(CHECKSUM, None)
     if checksum is None and not unchecked:
-        raise ValueError(f"{path} has no checksum, so that no change of it would be seen: write it again, or pass unchecked=True")
+        raise ValueError(
+            f"{path} has no checksum, so that no change of it would be seen: write it again, or pass unchecked=True to "
+            "load_adapters, Directions.load or load_probe"
+        )
     if checksum is not None and checksum != digest(tensors, header):
         raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
     return tensors, header

@@ -807,9 +807,7 @@ def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> 
     with pytest.raises(ValueError, match=r"index\.sqlite beside it is missing"):
         opened(0, tmp_path / "mine")
     (tmp_path / "mine" / "index.sqlite").touch()
-    with pytest.raises(
-        ValueError, match=r"index\.sqlite beside it is empty: put the index back, or give the store an empty"
-    ):
+    with pytest.raises(ValueError, match=r"index\.sqlite beside it is empty: put the index back, or give the store an empty"):
         opened(0, tmp_path / "mine")
     sqlite3.connect(tmp_path / "mine" / "index.sqlite").executescript("CREATE TABLE a (b); DROP TABLE a;").close()
     with pytest.raises(ValueError, match=r"index\.sqlite is damaged \(it holds no tables\)"):

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from mi_route2.adapters.store import write_tensors
 from mi_route2.interventions.sweeps import Alignment, Cell, Grid, Target
 from mi_route2.interventions.sweeps.grading import Grader
 from mi_route2.interventions.sweeps.question import Skip
@@ -153,12 +153,12 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="write it again"):
             Grid.load(path)
-    save_file({"values": torch.zeros(1)}, path, metadata={"mi-route2": json.dumps({"format": "other"})})
+    write_tensors(path, {"values": torch.zeros(1)}, {"format": "other"})
     with pytest.raises(ValueError, match="format 'other'"):
         Grid.load(path)
     for said in ("{}", "[]", "nothing"):
         header = {"format": "mi-route2 patch sweep 1", "grid": said}
-        save_file({"values": torch.zeros(1)}, path, metadata={"mi-route2": json.dumps(header)})
+        write_tensors(path, {"values": torch.zeros(1)}, header)
         with pytest.raises(ValueError, match="no whole grid"):
             Grid.load(path)
 
