@@ -463,8 +463,8 @@ def change_a_weight(folder: Path) -> None:
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no config": (lambda f: (f / CONFIG).unlink(), FileNotFoundError, "has no route2_config.json"),
     "no tensors": (lambda f: (f / TENSORS).unlink(), FileNotFoundError, "has no route2_adapters.safetensors"),
-    "half a config": (lambda f: (f / CONFIG).write_text("{"), ValueError, "is damaged (this is no JSON"),
-    "binary config": (lambda f: (f / CONFIG).write_bytes(b"\xff"), ValueError, "is damaged (this is no UTF-8"),
+    "half a config": (lambda f: (f / CONFIG).write_text("{"), ValueError, "is damaged .this is no JSON"),
+    "binary config": (lambda f: (f / CONFIG).write_bytes(b"\xff"), ValueError, "is damaged .this is no UTF-8"),
     "no object": (lambda f: (f / CONFIG).write_text("[]"), ValueError, "unknown format None"),
     "format": (edit(format="mi-route2 adapters 9"), ValueError, "unknown format 'mi-route2 adapters 9'"),
     "missing entry": (edit(base_hash=None), ValueError, "differs in base_hash"),

@@ -296,7 +296,7 @@ def test_the_bias_of_passes_has_the_records_192_parameters_at_its_size() -> None
 def test_a_config_comes_back_from_its_dictionary() -> None:
     assert LanesConfig.from_dict(LOOPED.as_dict()) == LOOPED
     assert LanesConfig.from_dict(TINY.as_dict()) == TINY
-    with pytest.raises(ValueError, match="unknown setting .depth.: choose from layers"):
+    with pytest.raises(ValueError, match=r"unknown setting .depth.: choose from layers"):
         LanesConfig.from_dict({"depth": 3})
 
 

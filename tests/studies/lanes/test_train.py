@@ -147,5 +147,5 @@ def test_bf16_rounds_the_forward_and_leaves_weights_and_optimiser_as_they_are(na
 
 
 def test_an_unknown_precision_is_refused_with_the_ones_that_there_are() -> None:
-    with pytest.raises(ValueError, match="precision must be one of float32, bf16, not .fp8."):
+    with pytest.raises(ValueError, match=r"precision must be one of float32, bf16, not .fp8."):
         replace(TRAINING, precision="fp8")
