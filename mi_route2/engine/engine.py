@@ -40,6 +40,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.readings import Reading
 from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.specs import VectorLike
 from mi_route2.interventions.steering import SteeringState
 
 
@@ -82,7 +83,7 @@ class Engine:
         steering_rows: int = 64,
         store: RunStore | None = None,
         tokenizer: Any = None,
-        vectors: Mapping[str, Tensor] | None = None,
+        vectors: Mapping[str, VectorLike] | None = None,
         controllers: Controllers | None = None,
         exact: bool = False,
     ):

@@ -455,6 +455,8 @@ accepted("capture: any iterable", lambda: host().capture((Site(i, "z") for i in 
 accepted("attach: an eval model", lambda: attach(llama(), "blocks.*", spec=SPEC, generator=seeded()).detach())
 accepted("sweep: a whole alpha", lambda: ask(alpha=1))
 accepted("sweep: a tensor", lambda: ask(clean=torch.tensor([[3, 7, 1, 5]])))
+accepted("sweep: a prompt of numpy", lambda: ask(clean=np.array([3, 7, 1, 5])))
+accepted("engine: vectors as lists", lambda: Engine(host(), vectors={"calm": [1.0] * WIDTH}))
 accepted("auroc: numpy labels", lambda: auroc(np.array([0.1, 0.9]), np.array([False, True])))
 accepted("dataset: numpy labels", lambda: Dataset({"a": hidden()}, attention(), np.array([True, False] * 2), ["x"] * B))
 accepted("dataset: numpy bools", lambda: Dataset({"a": hidden()}, attention(), [np.True_, np.False_] * 2, ["x"] * B))

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from mi_route2.interventions.sweeps.alignment import tokens_of
 
-Given = str | Tensor | Sequence[int]
+Given = str | Tensor | np.ndarray | Sequence[int]
 
 
 @dataclass(frozen=True)

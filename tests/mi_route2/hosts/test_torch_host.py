@@ -408,7 +408,7 @@ def test_sites_that_the_model_lacks_are_refused_before_anything_runs(name: str, 
 
 
 def test_adapter_points_of_a_bare_model_are_refused() -> None:
-    with pytest.raises(KeyError, match=r"no adapter at 'blocks\.0\.attn\.q': the nearest are none at all"):
+    with pytest.raises(KeyError, match=r"no adapter at 'blocks\.0\.attn\.q': attach them first, with host\.attach"):
         TorchHost(make_family("Llama")).capture([Site(0, "kept_a", "attn.q")], TOKENS)
 
 
