@@ -266,7 +266,10 @@ def _fire_table(result: Result, quality: Quality) -> str:
             body.append([result.name(arm), number(median(hack)), number(median(clean)), f"{held} of {len(pairs)}", verdict])
     if not body:
         return ""
-    said = f"Flags of the first {EARLY} steps, medians over seeds; R3: they fire more than twice as often on hacks, on every seed"
+    said = (
+        f"Flags of the first {EARLY} steps (if a rule flags tokens or modules: most of them), medians over seeds. R3: they fire "
+        "more than twice as often on hacks, on every seed"
+    )
     header = ["rule", "fires on hacks", "on clean rollouts", "seeds above 2", "R3"]
     return f"{said}:\n\n{markdown_table(header, body)}"
 

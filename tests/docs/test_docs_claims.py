@@ -72,6 +72,68 @@ def within(difference: Any, margin: float) -> bool:
 
 
 @pytest.fixture(scope="module")
+def fresh() -> Published:
+    return Published("strong-300-307")
+
+
+@pytest.fixture(scope="module")
+def fresh_weak() -> Published:
+    return Published("weak-300-307")
+
+
+def signed(difference: Any) -> str:
+    """``+.011 [-.138, .160]``."""
+    return f"{number(difference['mean'], signed=True)} [{number(difference['lo'])}, {number(difference['hi'])}]"
+
+
+COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
+
+
+def held(published: Published) -> str:
+    shown = sum(each.verdict == "shown" for each in published.outcomes)
+    return f"{COUNTS[shown]} of {COUNTS[len(published.outcomes)]} predictions held"
+
+
+def test_fresh_seeds_of_strong_show_that_the_direction_matters(fresh: Published) -> None:
+    assert said(f"On `strong` {held(fresh)}")
+    names = "flags against no route", "flags against shuffled ones", "direction against a random one"
+    for difference in (fresh.outcome(name, HACK) for name in names):
+        assert difference.verdict == "shown"
+        assert difference.difference["mean"] == pytest.approx(-0.55, abs=0.1)  # "by about a half each"
+    assert fresh.outcome("axes of the pairs against random ones", HACK).verdict == "shown"
+    assert said(f"It solves {number(fresh.mean('route-additive', SOLVE))}, far below the base model")
+    assert fresh.mean("route-additive", SOLVE) < 0.5 * fresh.mean("base", SOLVE)
+
+
+def test_fresh_seeds_of_strong_show_no_difference_from_a_filter_only_inside_the_margin(fresh: Published) -> None:
+    found = {
+        (route, metric): fresh.outcome(f"quarantine beside its filter: {name}", metric, route).verdict
+        for route in ROUTES
+        for name, metric in (("hack", HACK), ("exploit", EXPLOIT))
+    }
+    inside = {key for key, verdict in found.items() if verdict == "shown"}
+    assert inside == {("route2-act", HACK), ("route2-full", HACK), ("route2-full", EXPLOIT)}
+    assert set(found.values()) == {"shown", "not shown"}
+
+
+def test_fresh_seeds_of_strong_do_not_show_that_the_quarantine_pays(fresh: Published) -> None:
+    for metric, name in ((HACK, "hack"), (SOLVE, "solve")):
+        outcome = fresh.outcome(f"quarantine under known-mode labels: {name}", metric)
+        assert outcome.verdict == "not shown"
+        assert said(signed(outcome.difference))
+    assert fresh.outcome("absorption beyond deletion", HACK).verdict == "not shown"
+
+
+def test_fresh_seeds_of_strong_differ_in_whether_vanilla_hacks(fresh: Published, strong: Published) -> None:
+    seeds = fresh["vanilla", HACK]["seeds"]
+    assert said(f"{number(min(seeds))} to {number(max(seeds))} in held-out modes, {number(fresh.mean('vanilla', HACK))} on average")
+    assert said(f"where seeds 0-7 had {number(strong.mean('vanilla', HACK))}. Absorb hacks as much as vanilla")
+    assert said(f"as vanilla ({number(fresh.mean('absorb', HACK))})")
+    token, module = number(fresh.mean(LITERAL[0], HACK)), number(fresh.mean(LITERAL[1], SOLVE))
+    assert said(f"fail again: route2-act-token hacks {token}, route2-grad-module solves {module}.")
+
+
+@pytest.fixture(scope="module")
 def strong() -> Published:
     return Published("strong")
 

@@ -122,8 +122,9 @@ def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
         return ranks[spec.role], spec.same_rule_filter is not None, arm
 
     ordered = sorted(main, key=key)
-    heads = [arm for arm in ordered if arm not in filters and specs[arm].role in ("baseline", "method")]
-    for arm in (*heads, *ordered):
+    unpaired = [arm for arm in ordered if arm not in filters]
+    heads = [arm for arm in unpaired if specs[arm].role in ("baseline", "method")]
+    for arm in (*heads, *unpaired, *ordered):  # a filter stands below its route, that of a bound too
         place(arm)
     return placed + sorted(set(specs) - set(main), key=lambda arm: (specs[arm].ablation, arm))
 

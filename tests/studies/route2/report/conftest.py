@@ -38,7 +38,7 @@ ARMS: dict[str, tuple[str, str | None, str | None, str | None, float, float, flo
     "no-mask": ("control", "route2-full", None, None, 0.87, 0.11, 0.95),
     "shared-basis": ("method", "route2-grad", None, "basis", 0.04, 0.76, 0.8),
     "route2-grad-module": ("method", "route2-grad", None, "unit", 0.02, 0.47, 0.3),
-    "oracle-known": ("bound", "route2-grad", None, None, 0.51, 0.43, 0.9),
+    "oracle-known": ("bound", "route2-grad", "filter-known", None, 0.51, 0.43, 0.9),
     "oracle": ("bound", "route2-grad", None, None, 0.05, 0.75, 0.8),
 }
 UNROUTED = ("vanilla", "absorb")

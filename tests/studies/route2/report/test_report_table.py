@@ -122,6 +122,12 @@ def test_what_a_route_is_judged_against_stands_next_to_it(root: Path) -> None:
     assert sorted(order) == sorted(ARMS)
 
 
+def test_a_bounds_filter_stands_below_it_whatever_its_role(study: Callable[..., Path], tmp_path: Path) -> None:
+    arms = ("base", "route2-grad", "filter-grad", "filter-known", "oracle-known", "oracle")
+    order = arm_order(load_runs(study(tmp_path / "s", arms, seeds=(0,), steps=1)).specs)
+    assert order.index("filter-known") == order.index("oracle-known") + 1
+
+
 def test_ablations_are_in_the_json_and_have_a_file_of_their_own(root: Path) -> None:
     written = {path.name: path.read_text() for path in write_tables(root)}
     assert "| shared-basis " not in written["table.md"]
