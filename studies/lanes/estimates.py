@@ -11,7 +11,6 @@ from typing import Any
 from mi_route2.stats import Value, mean, paired_difference
 from studies.lanes.found import Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
-from studies.lanes.measures import TTT_ARMS
 from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
@@ -99,7 +98,7 @@ def controls(run: str) -> Measure:
     """
 
     def measure(found: Found) -> Estimate:
-        own, full = ([gains(found, arm, name) for arm in TTT_ARMS] for name in (run, "all"))
+        own, full = ([gains(found, arm, name) for arm in found.measured("ttt")] for name in (run, "all"))
         pairs = {seed: [(a[seed], b[seed]) for a, b in zip(own, full, strict=True)] for seed in own[0]}
         each = [_mean([None if a is None or b is None else a - b / 2 for a, b in row]) for row in pairs.values()]
         means = [_mean([values[i] for row in pairs.values() for values in row]) for i in (0, 1)]
@@ -112,7 +111,8 @@ def controls(run: str) -> Measure:
 
 def edges(found: Found) -> str:
     """How many of the tuned rates were the smallest or the largest that was tried."""
-    at = [edge for arm in TTT_ARMS for seed in found.seeds for edge in found.contents[arm, seed, "ttt"]["edges"].values()]
+    tuned = [found.contents[arm, seed, "ttt"]["edges"] for arm in found.measured("ttt") for seed in found.seeds]
+    at = [edge for edges in tuned for edge in edges.values()]
     return f"{sum(at)} of {len(at)} tuned rates at an edge of the sweep"
 
 

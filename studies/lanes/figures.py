@@ -17,15 +17,12 @@ from studies.lanes.arms import ARMS
 from studies.lanes.estimates import BEFORE, gains
 from studies.lanes.found import Found, tensors
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
-from studies.lanes.measures import TTT_ARMS
 from studies.lanes.symmetry import TWO_LANES
 from studies.lanes.text import BOS
 
 WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
 PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GREY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
-ARM_COLOURS: Mapping[str, str] = MappingProxyType(
-    dict(zip(TTT_ARMS, (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY), strict=True))
-)
+ARM_COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY)
 BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
@@ -142,9 +139,10 @@ def ttt_figure(folder: Path, found: Found) -> Figure:
     """What test-time training gains by scope and rate on the tuning text, and on the test text at the rates that were chosen."""
     figure = new_figure(PAGE_WIDTH, 3.0)
     axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": (1, 1, 1.3)})
+    colours = dict(zip(found.measured("ttt"), ARM_COLOURS, strict=False))
     for panel, scope in zip(axes, ("all", "controls"), strict=False):
         rates: list[float] = []
-        for arm, colour in ARM_COLOURS.items():
+        for arm, colour in colours.items():
             rows = [row for s in found.seeds for row in found.contents[arm, s, "ttt"]["tuning"] if row["scope"] == scope]
             rates = sorted({row["rate"] for row in rows})
             means = [mean([row["gain"] for row in rows if row["rate"] == rate]) for rate in rates]
@@ -159,10 +157,10 @@ def ttt_figure(folder: Path, found: Found) -> Figure:
         panel.set_title(f"tuning text, {scope}")
     axes[0].set_ylabel("gain, bits per byte")
     runs = (("all", "all"), ("controls", "controls"), ("shared", "controls,\nrate of all"))
-    for i, (arm, colour) in enumerate(ARM_COLOURS.items()):
+    for i, (arm, colour) in enumerate(colours.items()):
         for place, (run, _) in enumerate(runs):
             values = list(gains(found, arm, run).values())
-            x = place + (i - (len(ARM_COLOURS) - 1) / 2) * 0.12
+            x = place + (i - (len(colours) - 1) / 2) * 0.12
             axes[2].bar(x, mean(values) or 0.0, 0.12, color=colour)
             _whisker(axes[2], x, values)
     axes[2].set_xticks(range(len(runs)), [label for _, label in runs])

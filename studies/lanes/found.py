@@ -64,6 +64,10 @@ class Found:
             raise ValueError(f"the study has no part {part!r} of {arm!r}: run it again, which makes what is missing")
         return dict(sorted(found.items()))
 
+    def measured(self, part: str) -> list[str]:
+        """The arms of which the study has a part, in the order of the table."""
+        return [arm for arm in ARMS if any((arm, part) == (name, own) for name, _, own in self.contents)]
+
     def drawn(self, instrument: str) -> list[Content]:
         """All draws of an instrument, in order."""
         return list(self.by_draw(instrument).values())

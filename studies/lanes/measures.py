@@ -281,7 +281,6 @@ _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "momentum-99": ("quantised",),
     }
 )
-TTT_ARMS = tuple(name for name, parts in _ALSO.items() if "ttt" in parts)
 
 
 def measured(arm: str) -> tuple[str, ...]:

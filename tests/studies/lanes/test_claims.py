@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
+from studies.lanes.arms import ARMS
 from studies.lanes.claims import VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
 from studies.lanes.claims_table import CLAIMS
 from studies.lanes.estimates import bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.found import Estimate, Found, load
-from studies.lanes.measures import TTT_ARMS
+from studies.lanes.measures import measured
 
 numbers = st.floats(-1e3, 1e3)
 spread = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
@@ -154,6 +155,9 @@ def test_artifacts_come_to_their_verdicts(
     rows = judge(synthetic(settings, differences, partial), claims)
     assert tuple(row.verdict for row in rows) == expected
     assert rows[0].estimate.value == pytest.approx(sum(differences) / 3)
+
+
+TTT_ARMS = [arm for arm in ARMS if "ttt" in measured(arm)]
 
 
 def adapted(settings: Any) -> Found:
