@@ -1,4 +1,4 @@
-"""The house stands as drawn: imports run one way, modules say what they are, nothing is pickled, the wheel holds what is scripted."""
+"""Imports run one way, modules say what they are, nothing is pickled, the wheel holds what is scripted."""
 
 import ast
 import importlib.util
