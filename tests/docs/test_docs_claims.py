@@ -127,8 +127,8 @@ def test_fresh_seeds_of_strong_do_not_show_that_the_quarantine_pays(fresh: Publi
 def test_fresh_seeds_of_strong_differ_in_whether_vanilla_hacks(fresh: Published, strong: Published) -> None:
     seeds = fresh["vanilla", HACK]["seeds"]
     assert said(f"{number(min(seeds))} to {number(max(seeds))} in held-out modes, {number(fresh.mean('vanilla', HACK))} on average")
-    assert said(f"where seeds 0-7 had {number(strong.mean('vanilla', HACK))}. Absorb hacks as much as vanilla")
-    assert said(f"as vanilla ({number(fresh.mean('absorb', HACK))})")
+    assert said(f"where seeds 0-7 had {number(strong.mean('vanilla', HACK))}. The")
+    assert said(f"The mean of absorb is {number(fresh.mean('absorb', HACK))}.")
     token, module = number(fresh.mean(LITERAL[0], HACK)), number(fresh.mean(LITERAL[1], SOLVE))
     assert said(f"fail again: route2-act-token hacks {token}, route2-grad-module solves {module}.")
 
@@ -143,13 +143,13 @@ def test_fresh_seeds_of_weak(fresh_weak: Published) -> None:
     deleted = fresh_weak.outcome("deleting the quarantine", HACK)
     assert deleted.verdict == "shown"
     assert said(f"raises hacking**, by {signed(deleted.difference)[1:]}")
-    assert said(f"exploits as ever ({number(fresh_weak.mean('route2-act', ON[1]))})")
+    assert said(f"exploits in {number(fresh_weak.mean('route2-act', ON[1]))} of the answers")
     kept, whole = number(fresh_weak.mean("route2-act", SOLVE)), number(fresh_weak.mean("route2-act", ON[2]))
     assert said(f"solves more ({whole}, deleted {kept})")
     verdicts = [fresh_weak.outcome("quarantine beside its filter: hack", HACK, route).verdict for route in ROUTES]
     assert verdicts == ["not shown", "not shown", "shown"]
     more = fresh_weak.contrast("route2-act", "filter-act")
-    assert said(f"more than filter-act by {signed(more)[1:]}, which was not among the predictions")
+    assert said(f"route2-act hacks {signed(more)[1:]} more than filter-act, which was not among the predictions")
     less = fresh_weak.outcome("quarantine beside its filter: solve", SOLVE)
     assert less.verdict == "not shown"
     assert said(f"({signed(less.difference)}, exact p {number(less.p)}) does not survive the correction")
