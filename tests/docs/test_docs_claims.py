@@ -160,6 +160,16 @@ def test_fresh_seeds_of_weak(fresh_weak: Published) -> None:
     assert fresh_weak.outcome("absorption beyond deletion", HACK).verdict == "not shown"
 
 
+def test_fresh_seeds_of_weak_leave_a_lead(fresh_weak: Published) -> None:
+    assert all(
+        fresh_weak.mean(route, EXPLOIT) < fresh_weak.mean(name, EXPLOIT) for route, name in zip(ROUTES, FILTERS, strict=True)
+    )
+    less = fresh_weak.contrast("route2-grad", "filter-grad", EXPLOIT)
+    assert said(f"by {number(-less['mean'])} [{number(-less['hi'])}, {number(-less['lo'])}] on all eight seeds. It solves")
+    assert fresh_weak.below(less) == 8
+    assert said(f"It solves {number(-fresh_weak.contrast('route2-grad', 'filter-grad', SOLVE)['mean'])} less.")
+
+
 def test_the_arms_that_were_named_and_not_run_are_listed(fresh: Published, fresh_weak: Published) -> None:
     assert set(PREDICTIONS.arms) <= fresh.result.rows.keys()
     missing = [arm for arm in PREDICTIONS.arms if arm not in fresh_weak.result.rows]
