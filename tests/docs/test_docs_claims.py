@@ -127,10 +127,53 @@ def test_fresh_seeds_of_strong_do_not_show_that_the_quarantine_pays(fresh: Publi
 def test_fresh_seeds_of_strong_differ_in_whether_vanilla_hacks(fresh: Published, strong: Published) -> None:
     seeds = fresh["vanilla", HACK]["seeds"]
     assert said(f"{number(min(seeds))} to {number(max(seeds))} in held-out modes, {number(fresh.mean('vanilla', HACK))} on average")
-    assert said(f"where seeds 0-7 had {number(strong.mean('vanilla', HACK))}. Absorb hacks as much as vanilla")
-    assert said(f"as vanilla ({number(fresh.mean('absorb', HACK))})")
+    assert said(f"where seeds 0-7 had {number(strong.mean('vanilla', HACK))}. The")
+    assert said(f"The mean of absorb is {number(fresh.mean('absorb', HACK))}.")
     token, module = number(fresh.mean(LITERAL[0], HACK)), number(fresh.mean(LITERAL[1], SOLVE))
     assert said(f"fail again: route2-act-token hacks {token}, route2-grad-module solves {module}.")
+
+
+def test_fresh_seeds_of_weak(fresh_weak: Published) -> None:
+    assert said(f"On `weak` {held(fresh_weak)}")
+    assert fresh_weak.outcome("flags against no route", HACK).verdict == "shown"
+    assert fresh_weak.outcome("direction against a random one", HACK).verdict == "shown"
+    solve = fresh_weak.mean("route2-full", SOLVE)
+    assert said(f"It solves {number(solve)}, over three times")
+    assert solve > 3 * fresh_weak.mean("base", SOLVE)
+    deleted = fresh_weak.outcome("deleting the quarantine", HACK)
+    assert deleted.verdict == "shown"
+    assert said(f"raises hacking**, by {signed(deleted.difference)[1:]}")
+    assert said(f"exploits in {number(fresh_weak.mean('route2-act', ON[1]))} of the answers")
+    kept, whole = number(fresh_weak.mean("route2-act", SOLVE)), number(fresh_weak.mean("route2-act", ON[2]))
+    assert said(f"solves more ({whole}, deleted {kept})")
+    verdicts = [fresh_weak.outcome("quarantine beside its filter: hack", HACK, route).verdict for route in ROUTES]
+    assert verdicts == ["not shown", "not shown", "shown"]
+    more = fresh_weak.contrast("route2-act", "filter-act")
+    assert said(f"route2-act hacks {signed(more)[1:]} more than filter-act, which was not among the predictions")
+    less = fresh_weak.outcome("quarantine beside its filter: solve", SOLVE)
+    assert less.verdict == "not shown"
+    assert said(f"({signed(less.difference)}, exact p {number(less.p)}) does not survive the correction")
+    for metric, name in ((HACK, "hack"), (SOLVE, "solve")):
+        outcome = fresh_weak.outcome(f"quarantine under known-mode labels: {name}", metric)
+        assert outcome.verdict == "not shown"
+        assert said(f"({signed(outcome.difference)})")
+    assert fresh_weak.outcome("absorption beyond deletion", HACK).verdict == "not shown"
+
+
+def test_fresh_seeds_of_weak_leave_a_lead(fresh_weak: Published) -> None:
+    assert all(
+        fresh_weak.mean(route, EXPLOIT) < fresh_weak.mean(name, EXPLOIT) for route, name in zip(ROUTES, FILTERS, strict=True)
+    )
+    less = fresh_weak.contrast("route2-grad", "filter-grad", EXPLOIT)
+    assert said(f"by {number(-less['mean'])} [{number(-less['hi'])}, {number(-less['lo'])}] on all eight seeds. It solves")
+    assert fresh_weak.below(less) == 8
+    assert said(f"It solves {number(-fresh_weak.contrast('route2-grad', 'filter-grad', SOLVE)['mean'])} less.")
+
+
+def test_the_arms_that_were_named_and_not_run_are_listed(fresh: Published, fresh_weak: Published) -> None:
+    assert set(PREDICTIONS.arms) <= fresh.result.rows.keys()
+    missing = [arm for arm in PREDICTIONS.arms if arm not in fresh_weak.result.rows]
+    assert said(f"Named and not run on `weak`, for want of time: {', '.join(missing)}.") == bool(missing)
 
 
 @pytest.fixture(scope="module")
