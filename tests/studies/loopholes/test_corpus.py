@@ -140,7 +140,7 @@ def test_the_seed_decides_the_documents() -> None:
 
 def test_worlds_refuse_what_is_no_probability_and_no_operation() -> None:
     assert set(PRESETS) >= {"strong", "weak"}
-    with pytest.raises(ValueError, match=r"trace = 2\.0"):
+    with pytest.raises(ValueError, match=r"trace must be between 0 and 1, not 2\.0"):
         replace(get_world("strong"), trace=2.0)
     with pytest.raises(KeyError, match="hard_ops"):
         replace(get_world("strong"), hard_ops=("power",))

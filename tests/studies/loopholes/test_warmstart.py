@@ -173,5 +173,5 @@ def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monke
 def test_errors_name_the_remedy() -> None:
     with pytest.raises(ValueError, match="vocab=66"):
         warm_start(STRONG, replace(TINY, model=MicroConfig(vocab=10)), 0, None)
-    with pytest.raises(ValueError, match="steps = 0"):
+    with pytest.raises(ValueError, match="steps must be at least 1, not 0"):
         replace(TINY, steps=0)
