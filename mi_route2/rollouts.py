@@ -25,7 +25,7 @@ class Rollouts:
     """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``).
 
     Masks of 0 and 1, as tokenizers give them, become booleans. ``ValueError`` for other numbers, for a completion token on padding
-    and for a rollout without a completion or without a prompt.
+    and for a rollout without a prompt.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -39,10 +39,6 @@ class Rollouts:
             raise ValueError("a completion token lies on padding: completion must be a subset of attention")
         if bool(self.completion[:, 0].any()):
             raise ValueError("the first token has no predictor: a rollout needs at least one prompt token")
-        if not bool((real := self.completion.any(1)).all()):
-            raise ValueError(
-                f"rollout {int((~real).nonzero()[0])} has no completion token: there is nothing to learn from, leave it out"
-            )
 
     @property
     def predictors(self) -> Bool[Tensor, "b s"]:
@@ -75,6 +71,8 @@ class Rollouts:
         if len(prompts) != len(completions) or not len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each a rollout, at least one")
         rows = [(token_row("a prompt", p), token_row("a completion", c)) for p, c in zip(prompts, completions)]
+        if empty := [row for row, (_, c) in enumerate(rows) if not c]:
+            raise ValueError(f"rollout {empty[0]} has no completion token: there is nothing to learn from, leave it out")
         width = max(len(p) + len(c) for p, c in rows)
         tokens = torch.full((len(rows), width), pad)
         attention = torch.zeros(len(rows), width, dtype=torch.bool)

@@ -38,7 +38,7 @@ _LINEARS = (*LINEARS, "unembed")
 
 def no_adapter(site: str, known: Collection[str]) -> KeyError:
     """The error for an adapter's point where there is none: at another Linear, or before anything was attached."""
-    hint = f"the nearest are {nearest(site, list(known))}" if known else "attach them first with host.attach(...)"
+    hint = f"the nearest are {nearest(site, list(known))}" if known else "attach them first, with host.attach(...)"
     return KeyError(f"no adapter at {site!r}: {hint}")
 
 

@@ -153,7 +153,7 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
     ("changes", "error", "said"),
     [
         ({"sites": "resid_prf"}, KeyError, "nearest are resid_pre"),
-        ({"sites": "blocks.*.attn.q.kept_a"}, KeyError, "no site matches"),
+        ({"sites": "blocks.*.attn.q.kept_a"}, KeyError, "attach them first, with host.attach"),
         ({"sites": Site(7, "q")}, KeyError, r"layers are 0\.\.1"),
         ({"sites": []}, ValueError, "no sites"),
         ({"sites": Target(Site(0, "z"), 4)}, ValueError, r"heads 0\.\.3"),
