@@ -10,7 +10,7 @@
                                          -> early fork                       two lanes from the middle on
                                          -> low decay, momentum .98, .99     other optimizers
 
-A study trains what the record's claims need; a full one also the arms that are questions of ours (`full`).
+A study trains what most of the claims need; a full one also what the record tried and dropped, and questions of ours (`full`).
 Arms of one seed share the order of the data, and the weights that they start from wherever shapes agree: matrices are drawn in one
 order from one generator, and no arm has a matrix that another lacks.
 """
@@ -153,15 +153,15 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
             replace(SHIPPED, name="simultaneous", about="shipped, both sublayers write at once", wiring="simultaneous", full=True),
             replace(SHIPPED, name="gauge", about="two lanes, read and read out by their mean", wiring="gauge", full=True),
             replace(SHIPPED, name="z2", about="two lanes, read and read out by the mean of their norms", wiring="z2", full=True),
-            replace(SHIPPED, name="early-fork", about="shipped, lanes from the middle on", early_fork=True),
+            replace(SHIPPED, name="early-fork", about="shipped, lanes from the middle on", early_fork=True, full=True),
             NARROW,
             replace(NARROW, name="narrow-embeddings", about="narrow, with an embedding of each pass", embeddings=True),
             WIDE,
             replace(WIDE, name="wide-embeddings", about="wide, with an embedding of each pass", embeddings=True),
             replace(WIDE, name="wide-head-bias", about="wide, with a bias of each pass on the keys of one head", head_bias=True),
-            replace(WIDE, name="wide-early", about="wide, the loop running from .35 of the steps on", enable_at=EARLY),
-            replace(WIDE, name="wider", about="wide, with one more block in the loop", looped="wider"),
-            replace(SHIPPED, name="low-decay", about="shipped, weight decay .05 for .12", decay=0.05),
+            replace(WIDE, name="wide-early", about="wide, the loop running from .35 of the steps on", enable_at=EARLY, full=True),
+            replace(WIDE, name="wider", about="wide, with one more block in the loop", looped="wider", full=True),
+            replace(SHIPPED, name="low-decay", about="shipped, weight decay .05 for .12", decay=0.05, full=True),
             replace(SHIPPED, name="momentum-98", about="shipped, momentum .98 for .95", momentum=0.98),
             replace(SHIPPED, name="momentum-99", about="shipped, momentum .99 for .95", momentum=0.99),
         )

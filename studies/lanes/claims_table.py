@@ -218,7 +218,6 @@ CLAIMS: tuple[Claim, ...] = (
         "still prefers the pattern",
         "higher",
         routed("asymmetric", "pattern", "of its start"),
-        size=1.0,
     ),
     Claim(
         "pattern",
@@ -275,7 +274,13 @@ CLAIMS: tuple[Claim, ...] = (
         controls("shared"),
     ),
     Claim(
-        "early", TTT, "A loop that runs earlier cuts what test-time training gains", "3x", "lower", extraction("wide-early", "wide")
+        "early",
+        TTT,
+        "A loop that runs earlier cuts what test-time training gains",
+        "3x",
+        "lower",
+        extraction("wide-early", "wide"),
+        full=True,
     ),
     Claim(
         "combined",
@@ -377,6 +382,7 @@ CLAIMS: tuple[Claim, ...] = (
         "to .0095",
         "lower",
         gap("shipped", "low-decay"),
+        full=True,
     ),
     Claim(
         "momentum",
@@ -437,6 +443,7 @@ CLAIMS: tuple[Claim, ...] = (
         "higher",
         as_submitted("low-decay", "shipped"),
         size=0.00135,
+        full=True,
     ),
     Claim(
         "dropped-early",
@@ -446,6 +453,7 @@ CLAIMS: tuple[Claim, ...] = (
         "higher",
         as_submitted("wide-early", "wide"),
         size=0.00088,
+        full=True,
     ),
     Claim(
         "dropped-early-raw",
@@ -455,6 +463,7 @@ CLAIMS: tuple[Claim, ...] = (
         "lower",
         raw("wide-early", "wide"),
         size=0.00222,
+        full=True,
     ),
     Claim(
         "dropped-wider",
@@ -464,6 +473,7 @@ CLAIMS: tuple[Claim, ...] = (
         "higher",
         as_submitted("wider", "wide"),
         size=0.01734,
+        full=True,
     ),
     Claim(
         "dropped-fork",
@@ -473,5 +483,6 @@ CLAIMS: tuple[Claim, ...] = (
         "higher",
         as_submitted("early-fork", "shipped"),
         size=0.00416,
+        full=True,
     ),
 )
