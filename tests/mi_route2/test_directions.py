@@ -258,7 +258,7 @@ def test_fewer_pairs_than_axes_give_fewer_axes() -> None:
     assert all(len(v) == 2 for v in TopKFitter("grad", make_pairs(2), k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
     one = make_pairs(1)
     twice = PairBatch(one.hack.rows(torch.tensor([0, 0])), one.clean.rows(torch.tensor([0, 0])), "twice")
-    assert all(len(v) == 1 for v in TopKFitter("grad", twice, {}, k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
+    assert all(len(v) == 1 for v in TopKFitter("grad", twice, k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
 
 
 def test_haar_axes_for_erase_are_orthonormal() -> None:

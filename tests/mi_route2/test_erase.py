@@ -145,7 +145,7 @@ def test_misuse_is_an_error() -> None:
         fresh.begin(policy, batch, StepContext(torch.Generator()))
     with pytest.raises(ValueError, match="'act'"):
         EraseRoute(EraseSpec(), FixedFitter(random_directions(policy, "act"))).refresh(policy, 0)
-    with pytest.raises(RuntimeError, match="did not run"):
+    with pytest.raises(RuntimeError, match="did not report a gradient"):
         erase_route(policy).begin(policy, batch, StepContext(torch.Generator())).finish()
 
 

@@ -1,5 +1,6 @@
 """The toolkit on a real pretrained model: SmolLM2-135M, in float32 on whatever device the machine has."""
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -156,3 +157,12 @@ def test_the_indirect_object_moves_from_the_name_to_the_end_in_the_upper_blocks(
     assert (recovered[24:, subject].abs() < 0.1).all()
     others = [p for p in range(end) if p not in (subject, subject + 1)]
     assert (recovered[:, others].abs() < 0.1).all()
+
+
+def test_the_page_s_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[2] / "docs" / "real_model.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, str(page), "exec"), {})
+    assert "+6.1 clean, -5.5 corrupt" in capsys.readouterr().out
+    assert (tmp_path / "indirect_object.png").stat().st_size > 5000
