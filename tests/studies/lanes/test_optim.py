@@ -57,7 +57,7 @@ def written_out(shape: tuple[int, int], settings: OptimSettings, total: int, *, 
 @pytest.mark.parametrize("name", SHAPES)
 def test_muon_is_the_equation_written_out(name: str) -> None:
     shape, total = SHAPES[name], 12
-    settings = OptimSettings(matrix_rate=0.05, momentum_warmup=8, warmup=3, warmdown=0.5, decay=0.12)
+    settings = OptimSettings(momentum=0.98, matrix_rate=0.05, momentum_warmup=8, warmup=3, warmdown=0.5, decay=0.12)
     p = nn.Parameter(drawn(shape, 1))
     optimiser = build_optimizer([(name, p)], settings)
     expected, others = written_out(shape, settings, total), written_out(shape, settings, total, nesterov=False)
@@ -118,7 +118,7 @@ def test_decay_is_decoupled_and_free_of_the_shape(name: str) -> None:
 
 def test_controls_do_not_decay_and_are_adamws() -> None:
     p, q = nn.Parameter(drawn((4,), 1)), nn.Parameter(drawn((4,), 1))
-    own = build_optimizer([("blocks.0.attn_scale", p)], OptimSettings(control_rate=0.03))
+    own = build_optimizer([("blocks.0.attn_scale", p)], OptimSettings(momentum=0.98, control_rate=0.03))
     other = torch.optim.AdamW([q], lr=0.03, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(6):
         p.grad, q.grad = drawn((4,), step), drawn((4,), step)
@@ -155,7 +155,7 @@ def test_rates_rise_and_fall_linearly(total: int, warmup: int, warmdown: float, 
 
 
 def test_set_reaches_both_optimisers() -> None:
-    settings = OptimSettings(matrix_rate=0.4, embed_rate=0.2, control_rate=0.1, warmup=4, momentum_warmup=10)
+    settings = OptimSettings(momentum=0.98, matrix_rate=0.4, embed_rate=0.2, control_rate=0.1, warmup=4, momentum_warmup=10)
     optimiser = build_optimizer(tiny_model().named_parameters(), settings)
     optimiser.set(1, 100)
     expected = {"matrix": 0.2, "embedding": 0.1, "control": 0.05, "momentum": 0.85 + 0.13 / 10}
