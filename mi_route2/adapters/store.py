@@ -71,16 +71,21 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
         {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata={HEADER: json.dumps(header, sort_keys=True)}
     )
     try:
-        with partial.open("wb") as file:  # what safetensors leaves behind when a write of its own fails has other names
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(partial, data)  # what safetensors leaves behind when a write of its own fails has other names
         partial.replace(path)
     except OSError as error:
         raise _unwritten(path, error) from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _unwritten(path: Path, error: Exception) -> OSError:

@@ -61,7 +61,7 @@ def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: boo
 
 
 def _content(t: Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return xxhash.xxh3_128_digest(t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _keys(device: torch.device) -> Int[Tensor, "2 n"]:

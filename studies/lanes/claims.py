@@ -114,7 +114,7 @@ def floor(estimate: Estimate) -> float | None:
     spread = deviation(estimate)
     if spread is None:
         return None
-    shift = brentq(lambda x: power(estimate.n, x) - POWER, 0.0, 100.0)
+    shift: Any = brentq(lambda x: power(estimate.n, x) - POWER, 0.0, 100.0)
     return float(shift) * spread / math.sqrt(estimate.n)
 
 

@@ -119,9 +119,10 @@ class Muon(torch.optim.Optimizer):
         for shape, same in by_shape.items():
             updates = []
             for p in same:
+                assert p.grad is not None
                 buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 buffer.lerp_(p.grad, 1 - mu)
-                updates.append(p.grad.lerp(buffer, mu))
+                updates.append(torch.lerp(p.grad, buffer, mu))
             scale = rate * math.sqrt(max(1.0, shape[0] / shape[1]))
             for p, x in zip(same, orthogonal(torch.stack(updates), group["steps"]), strict=True):
                 p.mul_(1 - rate * group["decay"]).add_(x, alpha=-scale)

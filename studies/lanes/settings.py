@@ -185,7 +185,14 @@ def large(text: str, device: str = "cuda") -> Settings:
     """The same study at 12 blocks of 512 features, in bf16 and compiled, for an accelerator: 38 million parameters, hours."""
     training = Training(steps=2000, batch=64, length=1024, device=device, precision="bf16", compile=True)
     ttt = TTTSettings(window=1024, stride=256, chunk=32_768, epochs=3)
-    sizes = {"test": 131_072, "piece": 32_768, "tune": 65_536, "tune_piece": 8192, "adapted": 131_072, "adapted_piece": 65_536}
+    sizes: dict[str, Any] = {
+        "test": 131_072,
+        "piece": 32_768,
+        "tune": 65_536,
+        "tune_piece": 8192,
+        "adapted": 131_072,
+        "adapted_piece": 65_536,
+    }
     evaluation = Evaluation(window=1024, stride=256, ttt=ttt, **sizes)
     return Settings(text, Size.of_layers(12, 512, 8), training, evaluation, train_bytes=50_000_000, profile="large", full=True)
 

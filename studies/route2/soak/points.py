@@ -173,7 +173,7 @@ def _resuming(gates: Gates) -> None:
 
 
 def _files(gates: Gates) -> None:
-    append, write_json, save_file = recorder_module.append, job_module.write_json, store_module.save_file
+    append, write_json, write_synced = recorder_module.append, job_module.write_json, store_module.write_synced
 
     def appending(path: Path, data: bytes) -> int:
         with gates.writing(LOGS, path, len(data), path.stat().st_size if path.exists() else 0):
@@ -185,13 +185,12 @@ def _files(gates: Gates) -> None:
         with gates.writing(RESULTS, path, len(json.dumps(value, indent=2))):
             write_json(path, value)
 
-    def saving(tensors: Any, path: Path, **kwargs: Any) -> None:
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        with gates.writing(WRITE if CHECKPOINT in path.name else RESULTS, path, size):
-            save_file(tensors, path, **kwargs)
+    def saving(path: Path, data: bytes) -> None:
+        with gates.writing(WRITE if CHECKPOINT in path.name else RESULTS, path, len(data)):
+            write_synced(path, data)
 
     recorder_module.append = job_module.append = appending
-    job_module.write_json, store_module.save_file = writing_json, saving
+    job_module.write_json, store_module.write_synced = writing_json, saving
     _renames(gates)
 
 

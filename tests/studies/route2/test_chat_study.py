@@ -205,7 +205,10 @@ WRONG = {
     "no data there": (["--model", "MODEL", "--data", "nowhere.jsonl"], "there is no file"),
     "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is no problem: it lacks name, modes"),
     "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
-    "no truth": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=maybe"], "must be true or false"),
+    "no truth": (
+        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=maybe"],
+        "must be true or false",
+    ),
     "too long": (
         ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.max_new=100000"],
         "do not fit the model's context",
