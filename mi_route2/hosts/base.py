@@ -23,7 +23,7 @@ from mi_route2.adapters.weights import weights_hash
 from mi_route2.architectures import ARCHITECTURES, CAUSAL, HEADED, Architecture, architecture_of, config_of
 from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.rollouts import Policy, demand_tokens
-from mi_route2.sites import Site, Slot, demand_site
+from mi_route2.sites import Site, Slot, demand_site, slots
 
 Edit = Callable[[Tensor], Tensor | None]
 """Reads a site's value and returns ``None``, or returns what the model goes on with."""

@@ -129,8 +129,6 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
     detector verdicts."""
     if context.privileged is not None and not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
-    if context.micro is not None and context.micro < 1:
-        raise ValueError(f"micro is the number of rollouts in a micro-batch, at least 1 (None: all at once), not {context.micro}")
     b = len(batch.rollouts)
     columns = {name: getattr(batch, name) for name in ("rewards", "advantages", "groups", "teacher")}
     if context.privileged is not None:

@@ -106,7 +106,7 @@ def deviation(estimate: Estimate) -> float | None:
 
 def power(n: int, shift: float) -> float:
     """How often a two-sided t-test of n values finds an effect `shift` standard errors from 0, and on its own side."""
-    return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, shift))
+    return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, min(shift, 100.0)))  # far beyond that scipy gives NaN
 
 
 def floor(estimate: Estimate) -> float | None:

@@ -342,7 +342,7 @@ def test_a_quarantine_draws_its_a_with_variance_one_over_d_in() -> None:
         (lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(rank=17), generator=torch.Generator()), r"outside 1\.\.16"),
         (
             lambda: attach(make_model(), "blocks.*", spec=AdapterSpec(quarantine_rank=0), generator=torch.Generator()),
-            r"outside 1\.\.16",
+            "quarantine_rank must be at least 1, not 0",
         ),
         (lambda: attach(make_model(), "blocks.*.q", expect=3, generator=torch.Generator()), "selected 2 Linears, not 3"),
     ],

@@ -404,7 +404,7 @@ ENTRIES: dict[str, tuple[dict[str, Tensor], dict[str, object], str]] = {
     "too many rewards": ({"rewards": torch.zeros(N + 1)}, {}, r"rewards has shape \[7\]"),
     "too few groups": ({"groups": torch.zeros(2, dtype=torch.long)}, {}, r"groups has shape \[2\]"),
     "no teacher mark": ({"teacher": torch.zeros(0, dtype=torch.bool)}, {}, r"teacher has shape \[0\]"),
-    "micro of 0": ({}, {"micro": 0}, "micro is the number of rollouts in a micro-batch"),
+    "micro of 0": ({}, {"micro": 0}, "micro is a number of rollouts from 1 on"),
 }  # fmt: skip
 
 

@@ -133,7 +133,7 @@ def test_refusals_are_one_sentence() -> None:
         get_arms(["broad"])
     with pytest.raises(ValueError, match="at least 1"):
         Training(steps=0)
-    hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=float("inf")))
+    hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=1e308))
     with pytest.raises(ValueError, match="is not finite: lower the rates"):
         train(ARMS["sequential"], SIZE, hot, TOKENS, 0)
 
