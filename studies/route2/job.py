@@ -366,7 +366,11 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         "settings_hash": job.settings.digest,
         "arm_spec": job.spec,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
-        "platform": {"system": platform.system(), "machine": platform.machine()},
+        "platform": {
+            "system": platform.system(),
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise: the same seed is another run
+        },
         **job.unusual,
         "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},
     }

@@ -223,11 +223,14 @@ def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
 def provenance(runs: RunSet, part: Path) -> str:
     """provenance.json: where the folder's numbers come from, and the SHA-256 of each of its files."""
     manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
-    versions = sorted({json.dumps(manifest["versions"], sort_keys=True) for manifest in manifests})
+    versions, platforms = (
+        sorted({json.dumps(manifest[key], sort_keys=True) for manifest in manifests}) for key in ("versions", "platform")
+    )
     content = {
         "study": runs.root.name,
         "settings_hash": next(iter(runs.runs.values())).settings_hash,
         "versions": [json.loads(each) for each in versions],
+        "platforms": [json.loads(each) for each in platforms],
         "seeds": list(runs.seeds),
         "arms": sorted({arm for arm, _ in runs.runs}),
         "unfinished": list(runs.unfinished),
