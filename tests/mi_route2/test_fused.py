@@ -353,6 +353,7 @@ def alive() -> list[Tensor]:
     ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "spec"),
     [

@@ -92,6 +92,7 @@ def test_every_legal_combination_equals_the_written_out_policy(name: str, case: 
         assert not flagged.all()
 
 
+@pytest.mark.matrix
 @settings(max_examples=20)
 @given(
     case=st.sampled_from(CASES),

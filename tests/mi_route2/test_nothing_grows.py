@@ -10,6 +10,8 @@ from tiny_policy import SPECS, make_batch, make_policy, policy_loss
 from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext
 from mi_route2.routing.spec import LEGAL
 
+pytestmark = pytest.mark.process
+
 METHODS = [key for key in LEGAL if key[0] in ("act", "grad", "full")]
 
 

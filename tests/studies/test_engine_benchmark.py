@@ -11,6 +11,8 @@ from mi_route2.engine import Engine, Request, Sampling
 from studies.benchmarks.engine import ROWS, Options, Result, Sides, table
 from studies.benchmarks.paired import Ratio
 
+pytestmark = pytest.mark.study
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

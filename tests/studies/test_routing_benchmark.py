@@ -19,6 +19,8 @@ from studies.benchmarks.flops import MICRO, Size
 from studies.benchmarks.paired import Ratio
 from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, SVD, VMAP, Options, Result, Row
 
+pytestmark = pytest.mark.study
+
 ODD = Size(layers=2, d=36, heads=2, mlp=46, vocab=58, rollouts=4, tokens=11, prompt=3, kept_rank=5, quarantine_rank=3)
 """No two axes are alike, so that none can stand in for another."""
 

@@ -8,6 +8,8 @@ import torch
 
 from studies.benchmarks.steering import ADDITION, Bench, SteeringBenchmark
 
+pytestmark = pytest.mark.study
+
 
 def test_it_prints_every_side_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SteeringBenchmark(quick=True, out=tmp_path / "steering.json").run()

@@ -25,6 +25,8 @@ from studies.benchmarks.sweeps import (
     table,
 )
 
+pytestmark = pytest.mark.study
+
 DOCS = Path(__file__).parents[2] / "docs"
 ODD = Setting("odd", 3, 24, 40, heads=3, vocab=50, tokens=7)
 """No two axes are alike, so that none can stand in for another."""

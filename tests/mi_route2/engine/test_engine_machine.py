@@ -3,6 +3,7 @@ forward over its tokens, with at each position what was in force when that posit
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,6 +16,8 @@ from mi_route2.interventions.patches import Patch
 from mi_route2.interventions.specs import Steer, Steering
 from mi_route2.sites import Site
 from tests.support.families import VOCAB, make_family
+
+pytestmark = pytest.mark.machine
 
 HOST = open_host("torch", make_family("MicroGPT", torch.float64))
 SITE, PATCHED = Site(1, "resid_pre"), Site(0, "mlp_out")

@@ -564,6 +564,7 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("budget", [0, 300_000])
 def test_a_run_of_any_length_streams_to_the_disk(budget: int, tmp_path: Path, opened: Opened) -> None:
     """8 MB through a store that may hold 64 KiB, or 300 kB: neither by its own count nor by torch's does more stay in memory."""
@@ -609,6 +610,7 @@ def test_appending_row_by_row_copies_no_row_twice(opened: Opened) -> None:
     assert torch.equal(store.rows("a", MID, range(2000)), rows)
 
 
+@pytest.mark.process
 def test_nothing_grows_where_nothing_is_captured(store: RunStore) -> None:
     clock, empty = Clock(), drawn(0, 4)
 
@@ -958,6 +960,7 @@ def killed_at(nth: int | None, folder: Path) -> int:
     return seen
 
 
+@pytest.mark.process
 def test_after_a_kill_anywhere_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     """The process is killed between two lines of the store, at 40 places from its first to its last."""
     lines = killed_at(None, tmp_path / "whole")
@@ -1026,6 +1029,7 @@ def test_a_run_that_is_dropped_while_it_is_read(
             store.rows("a", MID, range(4))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("tier", list(TIERS))
 def test_threads_write_read_and_drop_at_once(tier: str, tmp_path: Path, opened: Opened) -> None:
     store = opened(**{**TIERS[tier](tmp_path), **({} if tier == "disk" else {"budget": 40_000})}, shard_bytes=500)

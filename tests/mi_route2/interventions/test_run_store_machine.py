@@ -14,6 +14,8 @@ from torch import Tensor
 from mi_route2.interventions.runs import RunStore, Writer
 from mi_route2.sites import Site
 
+pytestmark = pytest.mark.machine
+
 SITES = (Site(0, "resid_mid"), Site(0, "z"), Site(1, "kept_a", "mlp.down"))
 SHAPES = {SITES[0]: (5,), SITES[1]: (2, 3), SITES[2]: ()}
 DTYPES = {SITES[0]: torch.float32, SITES[1]: torch.bfloat16, SITES[2]: torch.float64}

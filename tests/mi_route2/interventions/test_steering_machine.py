@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,6 +30,8 @@ from mi_route2.interventions.rows import row_key
 from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering, Vector
 from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
+
+pytestmark = pytest.mark.machine
 
 FIRST, SECOND = Site(0, "resid_post"), Site(1, "resid_post")
 D, ROWS = 3, 4

@@ -43,6 +43,7 @@ def difference(logits: Tensor) -> Tensor:
     return logits[0, -1, ANSWER] - logits[0, -1, FOIL]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("family", DECODERS)
 def test_transformer_lens_patches_the_same(family: str) -> None:
     """Its own functions over every layer and position, and every head; ``run_with_hooks`` at the points that they lack."""

@@ -21,6 +21,8 @@ from studies.jail.attacks.report import BEGIN, END, markdown, steady, summary, w
 from studies.jail.attacks.suite import DRIVER, LIMITS, MODULES, describe, system_calls
 from studies.jail.attacks.table import descendants, processes, system_v
 
+pytestmark = pytest.mark.process
+
 KINDS = {
     "forgery": "equality exit output frames gc patched poisoned pickle numbers reply",
     "resources": "cpu signals limits fork threads memory disk output integers regex stack batch daemon zombies",

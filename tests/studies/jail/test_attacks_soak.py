@@ -19,6 +19,8 @@ from studies.jail.attacks.suite import DRIVER
 from studies.jail.attacks.table import descendants
 from studies.jail.soak import Soak, Tally, _new_outside, _orphans_come_home, _outside, _scratch, soak
 
+pytestmark = pytest.mark.process
+
 
 def or_skip(make: Callable):
     try:

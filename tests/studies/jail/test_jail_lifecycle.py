@@ -20,6 +20,8 @@ from studies.jail.checks import DRIVER
 from studies.jail.leavings import clear, descendants
 from studies.jail.pool import PREFIX, Worker
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 SLEEP = {"code": "import time\nopen('here', 'w').close()\ntime.sleep(60)"}
 QUICK = {"code": "result = 1"}

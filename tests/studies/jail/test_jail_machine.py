@@ -16,6 +16,8 @@ from studies.benchmarks.jail import Options
 from studies.jail import PROTECTIONS, Jail, JailUnavailableError, filters
 from studies.jail.checks import CHECKS, DRIVER
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 
 LACKING = '''

@@ -19,6 +19,8 @@ from studies.lanes.estimates import bpb, combined, controls, extraction, gains, 
 from studies.lanes.found import Estimate, Found, load
 from studies.lanes.measures import measured
 
+pytestmark = pytest.mark.study
+
 numbers = st.floats(-1e3, 1e3)
 spread = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=8)
 

@@ -15,6 +15,8 @@ from studies.lanes.publish import publish
 from studies.lanes.scale import Scale, timings
 from studies.lanes.settings import Settings, large
 
+pytestmark = pytest.mark.study
+
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["lanes", *arguments])

@@ -9,6 +9,8 @@ from mi_route2.plots import save_figure, style
 from studies.lanes.figures import FIGURES
 from studies.lanes.found import load
 
+pytestmark = pytest.mark.study
+
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_figure_shows_its_data_inside_of_its_page(name: str, study: Path, tmp_path: Path) -> None:

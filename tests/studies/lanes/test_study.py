@@ -27,6 +27,8 @@ from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
 from studies.lanes.text import BOS
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -91,7 +93,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_run_that_was_killed_leaves_no_worker_and_ends_in_the_same_bytes(
     study: Path, tiny: Settings, texts: Path, tmp_path: Path
 ) -> None:

@@ -32,6 +32,8 @@ from studies.route2.report import read_rollouts, write_report
 from studies.route2.settings import CHAT, ChatModel, Settings
 from studies.route2.worlds import base_key, base_model, chat_world, data_hash, open_problem, open_world, weights_hash
 
+pytestmark = pytest.mark.study
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "docs" / "examples"
 DATA = Path(os.environ.get("ROUTE2_DATA", ROOT.parent / "shared" / "data")) / "leetcode.jsonl"

@@ -202,6 +202,7 @@ def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.process
 def test_the_real_command_says_it_on_stderr_and_exits_with_2(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "studies.route2", "run", "--out", str(tmp_path / "runs"), "--override", "kept=lroa"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)

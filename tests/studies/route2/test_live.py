@@ -42,6 +42,8 @@ from studies.route2.recorder import METRICS
 from studies.route2.settings import CHAT, ChatModel
 from studies.route2.worlds import weights_hash
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 
 

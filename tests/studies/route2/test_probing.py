@@ -22,6 +22,8 @@ from studies.route2.job import EVAL, Job, build_pairs, run_job
 from studies.route2.probing import Probes, Reading, finished_policy, persona_directions, probe_job, read_layers
 from studies.route2.randomness import numpy_generator
 
+pytestmark = pytest.mark.study
+
 PER_MODE = 60
 Label = Callable[[Samples], list[bool]]
 

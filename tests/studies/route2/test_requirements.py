@@ -31,7 +31,7 @@ from studies.route2.report import load_runs, write_tables
 from studies.route2.report.measures import by_seed
 from studies.route2.settings import get_settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.study
 
 
 @pytest.fixture(scope="module")

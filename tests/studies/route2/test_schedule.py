@@ -27,6 +27,8 @@ from studies.route2.job import MANIFEST, Job, held, run_job
 from studies.route2.recorder import METRICS, TIMINGS
 from studies.route2.schedule import exclusive, run_jobs
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 ARMS = (None, "vanilla", "route2-full")
 STEPS = 42  # checkpoints after 20 and 40

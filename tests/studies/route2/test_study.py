@@ -45,7 +45,12 @@ def stop_after(n: int) -> tuple[Callable[[int], None], Callable[[], bool]]:
     return progress, lambda: count[0] >= n
 
 
-@pytest.mark.parametrize("arm", ["route2-grad", "route2-full", "erase", "shuffled", "grad-second-moment"])
+def first_of(first: str, *others: str) -> list[Any]:
+    """Return arms of which the fast suite runs the first."""
+    return [first, *(pytest.param(arm, marks=pytest.mark.study) for arm in others)]
+
+
+@pytest.mark.parametrize("arm", first_of("route2-full", "route2-grad", "erase", "shuffled", "grad-second-moment"))
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
     monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
@@ -91,7 +96,7 @@ def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_
         assert len(random) == 0 or (random @ real.flatten(1).mT).abs().max() < 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process, killed without warning wherever it is, ends with the uninterrupted run's bytes."""
     monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 1)
@@ -133,7 +138,7 @@ def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: py
     assert (without.folder / METRICS).read_bytes() == b""
 
 
-@pytest.mark.parametrize("arm", ["route2-act", "route2-grad", "route2-full", "filter-full", "erase", "route2-act-token"])
+@pytest.mark.parametrize("arm", first_of("route2-full", "route2-act", "route2-grad", "filter-full", "erase", "route2-act-token"))
 def test_a_lying_oracle_changes_no_weight_of_a_method(
     tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +166,7 @@ def test_a_lying_oracle_does_change_the_bound(tmp_path: Path, cache: Path, monke
     assert any(not torch.equal(a[name], b[name]) for name in a if name.startswith("kept."))
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("arm", list(ARMS))
 def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path, cache: Path, arm: str) -> None:
     job = tiny_job(tmp_path, arm, cache=cache, steps=2)
@@ -176,6 +182,7 @@ def test_every_arm_runs_and_its_deployed_file_holds_no_quarantine(tmp_path: Path
     assert set(report["modes"]) == {"run_tests", "sentinel", "stdout_marker", "file_marker", "none"}
 
 
+@pytest.mark.study
 @pytest.mark.parametrize("preset_change", [{"kept": "svd", "kept_rank": None}, {"micro": 5}, {"updates_per_batch": 2, "kl": 0.1}])
 def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, preset_change: dict[str, Any]) -> None:
     job = tiny_job(tmp_path, "route2-full", cache=cache, **preset_change)

@@ -19,6 +19,8 @@ from studies.route2.annotate import Annotator
 from studies.route2.job import ELSEWHERE, EVAL, FULL, Job, run_job
 from studies.route2.report import write_tables
 
+pytestmark = pytest.mark.study
+
 STEPS = 20
 ARMS = ("base", "vanilla", "route2-act", "route2-full")
 

@@ -51,6 +51,8 @@ from studies.route2.soak.starts import differences
 from studies.route2.soak.trials import FAULTS, SoakError, Stop
 from studies.route2.worlds import open_world, weights_hash
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 FROM_PREVIOUS = r"; going on from checkpoint.previous.safetensors, after 2 steps$"
 
@@ -554,7 +556,6 @@ def test_a_soak_goes_on_after_a_failure_and_stops_after_many() -> None:
     assert tally.failures == ["a run differs"] * ENOUGH
 
 
-@pytest.mark.slow
 def test_ten_kills_of_every_class_and_the_faults(tmp_path: Path) -> None:
     """The soak itself: jobs that SIGKILL ends in generation, before an update, inside of writes, and so on."""
     out = tmp_path / "soak.json"
@@ -620,7 +621,6 @@ SABOTAGE = {
 """What is broken, and how that is found."""
 
 
-@pytest.mark.slow
 def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, intact: Job) -> None:
     kills = [[LOGS], [BETWEEN], [WRITE], [RESULTS], ["damaged"]]
     sound, *told = trials(tmp_path / "scratch", cache, intact, 2, *((sabotage, kills) for sabotage in ("", *SABOTAGE)))
@@ -632,7 +632,6 @@ def test_the_soak_fails_where_a_resume_is_wrong(tmp_path: Path, cache: Path, int
 # a chat model
 
 
-@pytest.mark.slow
 def test_a_killed_run_on_a_chat_model_ends_alike(tmp_path: Path) -> None:
     make_tiny_model(Parity(), tmp_path / "tiny", steps=40, width=64, layers=2, batch=16, max_new=16, progress=False)
     chat = ChatModel(str(tmp_path / "tiny"), weights_hash(tmp_path / "tiny"), max_new=8, token_budget=1 << 20, device="cpu")

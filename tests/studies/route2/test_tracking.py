@@ -27,6 +27,8 @@ from studies.route2.schedule import _tracked, run_jobs
 from studies.route2.trackers import TRACKERS, offline_step, require
 from studies.route2.tracking import Tracking
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[3]
 STEPS = 24  # one block of 20 rows in the log, and one of 4
 

@@ -18,6 +18,8 @@ from studies.steering.fitting import Fitted
 from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
 from studies.steering.measuring import logprobs, shadow
 
+pytestmark = pytest.mark.study
+
 VOCABULARY = tuple(range(66))
 EARLY = Site(0, "resid_pre")
 CLOSE = 1e-5

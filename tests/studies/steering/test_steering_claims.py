@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.study
+
 PUBLISHED = Path(__file__).parents[3] / "docs" / "results" / "steering" / "results.json"
 MECHANISMS = ("forward", "early", "next token", "latch")
 

@@ -25,6 +25,8 @@ from studies.steering.publish import publish
 from studies.steering.results import load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 
+pytestmark = pytest.mark.study
+
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.suffix}

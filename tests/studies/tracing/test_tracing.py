@@ -29,6 +29,8 @@ from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 
+pytestmark = pytest.mark.study
+
 TRACED = (UNTRAINED, "vanilla", "route2-full")
 GIVEN = ["--prompts", "400", "--answers", "2", "--pairs", "4", "--draws", "1", "--rated", "4"]
 

@@ -299,6 +299,7 @@ LISTS = FORGED.format(value="b'[[]' + b',[]' * 1_350_000 + b']'")
 COLLIDING = FORGED.format(value="b'{\"set\":[' + b','.join(b'%d' % (k * (2**61 - 1)) for k in range(1, 165_000)) + b']}'")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("code", [LISTS, COLLIDING], ids=["lists", "integers of one hash"])
 def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Programs, code: str) -> None:
     """It was a hundred mebibytes of lists, kept until the last of a batch had come, or minutes of building a set."""

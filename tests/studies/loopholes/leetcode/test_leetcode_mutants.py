@@ -17,6 +17,8 @@ from studies.loopholes.leetcode.programs import Programs
 from studies.loopholes.leetcode.report import mutants as report
 from studies.loopholes.leetcode.values import Linked, Tree, decode
 
+pytestmark = pytest.mark.process
+
 CODE = '''
 class Solution:
     def f(self, xs: List[int], k: int = 2) -> int:

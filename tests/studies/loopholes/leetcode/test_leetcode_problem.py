@@ -18,6 +18,8 @@ from studies.loopholes.leetcode.programs import Programs
 from studies.loopholes.leetcode.prompts import SYSTEM, split_of
 from studies.loopholes.protocol import Judge, Problem, TextPrompt
 
+pytestmark = pytest.mark.study
+
 
 @pytest.fixture(scope="module")
 def file(row: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:

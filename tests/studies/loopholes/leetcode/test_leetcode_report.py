@@ -15,6 +15,8 @@ from studies.loopholes.leetcode.report import confusion, mutants, rollouts
 from studies.loopholes.leetcode.report.tables import percent, rate, write
 from studies.markdown import markdown_table
 
+pytestmark = pytest.mark.study
+
 ROOT = Path(__file__).parents[4]
 DOCS = ROOT / "docs"
 

@@ -17,6 +17,8 @@ from studies.route2.report.curves import COS_PANELS, curve_over_seeds, draw_pane
 from studies.route2.report.figures import all_arms_figures, pages
 from studies.route2.report.load import load_runs
 
+pytestmark = pytest.mark.study
+
 ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full", "haar-full", "oracle")
 
 

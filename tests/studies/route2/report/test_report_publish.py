@@ -42,6 +42,8 @@ from studies.route2.report.load import load_runs
 from studies.route2.report.text import number
 from studies.route2.settings import get_settings
 
+pytestmark = pytest.mark.study
+
 DOCS = Path(__file__).parents[4] / "docs"
 NAMED = Predictions.read(DOCS / "results" / FILE)
 ARMS = ("base", "vanilla", "absorb", "route2-act", "filter-act", "route2-full", "filter-full", "shuffled", "oracle")
