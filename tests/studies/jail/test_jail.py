@@ -195,6 +195,25 @@ def test_a_job_cannot_tell_its_place_in_line(driver: Path) -> None:
     assert replies[1:] == replies[:1] * 3
 
 
+COUNTS = """
+import builtins, gc, sys
+things = [*range(-5, 257), *vars(builtins).values(), *sys.modules.values()]
+result = [sys.getallocatedblocks(), len(gc.get_objects()), gc.get_count(), gc.get_stats(), gc.get_freeze_count(), gc.isenabled()]
+result += [sys.getrefcount(thing) for thing in things if thing is not None]
+"""
+
+
+def test_a_job_cannot_count_those_before_it(driver: Path) -> None:
+    """By what Python keeps count of. The first of a server has a block of memory less, and None is held by whatever is about."""
+    others = ["result = 1"] * 20 + [NOISE.format(pad="p"), "raise ValueError", "import os\nos.write(1, b'x' * 5_000_000)"]
+    codes = [COUNTS, COUNTS, *others, COUNTS, *others, COUNTS]
+    with Jail(driver, workers=1) as own:
+        replies = [outcome.reply for outcome, code in zip(own.run([{"code": c} for c in codes]), codes) if code == COUNTS]
+    first, *later = replies
+    assert later == later[:1] * 3
+    assert first[1:] == later[0][1:]
+
+
 def test_a_folder_s_last_change_is_the_job_s_own_beginning(driver: Path) -> None:
     """Nobody can set it, but it tells no more than the clock if it is later than everything that an earlier job did."""
     look = {"code": "import os, time\ns = os.fstat(os.open('.', os.O_RDONLY))\nresult = [s.st_ctime, s.st_atime, time.time()]"}
