@@ -327,7 +327,7 @@ TEXTS_OF_TWO = FORGED.format(value="b'[0' + b',\"ab\"' * 820_000 + b']'")
 
 
 def test_a_batch_of_forged_replies_takes_the_parent_little_memory() -> None:
-    """Reading one of these takes some 150 MiB. If they are kept until the batch has ended, as outcomes of `Jail.run` are, it is 560."""
+    """Reading one of these takes some 150 MiB. Eight that are kept until the batch has ended, like outcomes, take 560."""
     done = subprocess.run([sys.executable, "-c", PEAK, TEXTS_OF_TWO], capture_output=True, text=True, check=True)
     growth, statuses, size = map(int, done.stdout.split())
     assert statuses == 1
