@@ -13,14 +13,17 @@ finite, a name that is no field is refused. ``dataclasses.replace`` checks anew.
 ``__post_init__``, by ``ValueError`` or ``KeyError``.
 """
 
+import codecs
 import dataclasses
 import functools
 import json
+import math
+import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -42,6 +45,7 @@ Words = Annotated[
 ]
 
 SHOWN = 60  # characters of a refused value
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 _OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _UNKNOWN = ("unexpected_keyword_argument", "unexpected_positional_argument")
@@ -65,15 +69,26 @@ def validated(cls: type[T]) -> type[T]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ``ValueError`` in one sentence for what is no UTF-8, no JSON, or says a thing twice."""
+    """The value of a JSON text; ``ValueError`` in one sentence for what is no UTF-8, no JSON, or says a thing twice.
+
+    No JSON are also numbers beyond every float, NaN, and escapes of half a character, which no UTF-8 can hold.
+    """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode(), object_pairs_hook=_once, parse_constant=_no_number)
+        text = text if isinstance(text, str) else text.decode()
+        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
+        if _HALF.search(text):  # one half of a pair, or both
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeDecodeError as error:
         raise ValueError(f"this is no UTF-8 (byte {error.start + 1})") from error
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise ValueError(f"this JSON holds half a character (\\u{half:04x}): write the whole pair of escapes") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"this is no JSON ({error.msg}, line {error.lineno}, column {error.colno})") from error
+        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"character {error.colno}"
+        raise ValueError(f"this is no JSON ({error.msg}, {place})") from error
     except RecursionError as error:
-        raise ValueError("this is JSON in too many brackets") from error
+        raise ValueError("this is JSON in too many brackets: write it flatter") from error
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
@@ -85,14 +100,42 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"this JSON says {twice[0]!r} twice")
-    return dict(pairs)
+    value: dict[str, Any] = {}
+    for name, inner in pairs:
+        if name in value:
+            raise ValueError(f"this JSON says {_shown(name)} twice in one object: leave one of them out")
+        value[name] = inner
+    return value
 
 
-def _no_number(constant: str) -> None:
+def _no_number(constant: str) -> NoReturn:
     raise ValueError(f"this JSON holds {constant}, which is no number: undefined values are written null")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    return value if math.isfinite(value) else _no_number(digits[:SHOWN])
+
+
+def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | None = None) -> list[T]:
+    """``read(index, value)`` of every line of a file of JSON lines that is not blank, in order; ``index`` counts lines from 0.
+
+    A line ends with a line feed and nowhere else: texts may hold the other characters that Python takes for the end of a line.
+    Raises OSError if there is no such file, and ValueError naming file and line where ``read`` or ``parse_json`` does. With a list
+    ``left_out`` such lines are passed over and their sentences are put there.
+    """
+    rows: list[T] = []
+    with file.open("rb") as stream:
+        for index, line in enumerate(stream):
+            try:
+                text = line.removeprefix(codecs.BOM_UTF8) if index == 0 else line
+                if text.strip():
+                    rows.append(read(index, parse_json(text)))
+            except ValueError as error:
+                if left_out is None:
+                    raise ValueError(f"{file}, line {index + 1}: {error}") from error
+                left_out.append(f"{file}, line {index + 1}: {error}")
+    return rows
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ then on nothing that happens in this process is.
 
 import contextlib
 import ctypes
+import gc
 import json
 import math
 import os
@@ -238,6 +239,7 @@ def live(how: Confinement, task: Task, driver: Driver) -> NoReturn:
         execute, payload = driver.execute, bytes(task.payload)
         forget(sys._getframe(1))
         del how, task, driver
+        level()
         leave(work(execute, payload))
     finally:
         leave(1)
@@ -255,6 +257,15 @@ def forget(frame: FrameType | None) -> None:
         frame = frame.f_back
     if "threading" in sys.modules:
         vars(sys.modules["threading"].main_thread())["_native_id"] = 0
+
+
+def level() -> None:
+    """Brings the collector's and the allocator's counts to where every child begins.
+
+    A server lets go of a few objects a job that Python keeps to use again, and their number would tell a job its place.
+    """
+    gc.collect()
+    gc.enable()
 
 
 def volunteer_for_the_oom_killer() -> None:

@@ -122,6 +122,7 @@ def main(channel: int, held: int, parent: int) -> None:
         stream.reconfigure(encoding="utf-8", errors=errors)
     gc.collect()
     gc.freeze()
+    gc.disable()  # children do (`child.level`): a server's own collections, which they can count, would tell them their place
     serve(channel, held, parent, config, execute, private)
 
 

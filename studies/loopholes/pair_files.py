@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from studies.loopholes.json_lines import read_lines
+from mi_route2.validation import read_lines
 from studies.loopholes.protocol import Pair
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")

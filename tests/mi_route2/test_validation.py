@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
-from mi_route2.validation import AtLeastOne, Positive, parse_json, parse_words, read_record, validated
+from mi_route2.validation import AtLeastOne, Positive, parse_json, parse_words, read_lines, read_record, validated
 from studies.lanes.config import LanesConfig
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.optim import OptimSettings
@@ -111,10 +113,7 @@ def test_a_wrong_value_is_one_sentence(what: str) -> None:
 
 FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "not a number": (lambda raw: raw | {"kl": math.nan}, "holds NaN, which is no number"),
-    "too large a number": (
-        lambda raw: json.dumps(raw).replace('"kl": 0.0', '"kl": 1e999'),
-        "kl must be a finite number of at least 0",
-    ),
+    "too large a number": (lambda raw: json.dumps(raw).replace('"kl": 0.0', '"kl": 1e999'), "holds 1e999, which is no number"),
     "half a step": (lambda raw: raw | {"steps": 50.5}, "steps must be a whole number of at least 1, not 50.5"),
     "no betas": (lambda raw: raw | {"betas": []}, "betas.0 is missing"),
     "a word for words": (lambda raw: raw | {"adapt": "blocks"}, "adapt must be a tuple of one or more texts, not 'blocks'"),
@@ -136,8 +135,8 @@ FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no UTF-8": (lambda _: b"\xff{}", "this is no UTF-8 (byte 1)"),
     "brackets": (lambda _: "[" * 100_000, "this is JSON in too many brackets"),
     "brackets of objects": (lambda _: '{"a":' * 100_000, "this is JSON in too many brackets"),
-    "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON says 'kl' twice"),
-    "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "this is no JSON ("),
+    "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON says 'kl' twice in one object"),
+    "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "holds half a character (\\ud800)"),
 }
 
 
@@ -203,6 +202,83 @@ def test_words_of_a_command_line_change_records() -> None:
 def test_json_is_read_as_python_reads_it(value: Any) -> None:
     assert parse_json(json.dumps(value)) == value
     assert parse_json(json.dumps({"a": value}, ensure_ascii=True).encode()) == {"a": value}
+
+
+TEXTS = st.lists(
+    st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("\u2028\u2029\x85\x0b\x0c\x1c\r\n")), max_size=6
+)
+
+
+@given(TEXTS, st.booleans())
+def test_every_text_of_json_lines_comes_back_whole(texts: list[str], ascii_alone: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.jsonl")
+        file.write_bytes("\n".join(json.dumps(text, ensure_ascii=ascii_alone) for text in texts).encode())
+        assert read_lines(file, lambda index, row: (index, row)) == list(enumerate(texts))
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf1\r\n\n  \n"a"\n\n')
+    assert read_lines(tmp_path / "rows.jsonl", lambda index, row: (index, row)) == [(0, 1), (3, "a")]
+
+
+REFUSED = [
+    (b"{oops", "this is no JSON (Expecting property name enclosed in double quotes, character 2)"),
+    (b"\xe9", "this is no UTF-8 (byte 1)"),
+    (b"\xef\xbb\xbf1", "this is no JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), character 1)"),
+    (b"[" * 100_000, "this is JSON in too many brackets: write it flatter"),
+    (b'{"a": 1, "b": {"a": 2, "a": 2}}', "this JSON says 'a' twice in one object: leave one of them out"),
+    (b'["\\uD83D\\ude00", "\\ud83d x"]', r"this JSON holds half a character (\ud83d): write the whole pair of escapes"),
+    (b'{"\\udead": 1}', r"this JSON holds half a character (\udead): write the whole pair of escapes"),
+    (b"[NaN]", "this JSON holds NaN, which is no number: undefined values are written null"),
+    (b"-Infinity", "this JSON holds -Infinity, which is no number: undefined values are written null"),
+    (b"[-1e999]", "this JSON holds -1e999, which is no number: undefined values are written null"),
+    (b"9" * 5000, "Exceeds the limit (4300 digits)"),
+]
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED)
+def test_json_that_says_two_things_or_none_is_refused(tmp_path: Path, text: bytes, sentence: str) -> None:
+    """Alone, and as a line among others, which is then named or left out."""
+    with pytest.raises(ValueError) as alone:
+        parse_json(text)
+    assert str(alone.value).startswith(sentence)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"1\n" + text + b"\n2\n")
+    with pytest.raises(ValueError) as caught:
+        read_lines(file, lambda _, row: row)
+    assert str(caught.value) == f"{file}, line 2: {alone.value}"
+    left_out: list[str] = []
+    assert read_lines(file, lambda _, row: row, left_out) == [1, 2]
+    assert left_out == [str(caught.value)]
+
+
+def test_json_of_several_lines_is_refused_by_line_and_column() -> None:
+    with pytest.raises(ValueError, match=r"this is no JSON \(Expecting value, line 3, column 2\)"):
+        parse_json('{"a": 1,\n"b":\n }')
+
+
+def test_half_a_character_in_a_text_that_no_file_holds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"half a character \(\\ud800\)"):
+        parse_json('"\ud800"')
+
+
+def test_an_object_of_many_names_is_read_at_once() -> None:
+    names = {f"name {i}": i for i in range(30_000)}
+    start = time.process_time()
+    assert parse_json(json.dumps(names)) == names
+    assert time.process_time() - start < 2.0
+
+
+def test_a_row_that_its_reader_refuses_is_named(tmp_path: Path) -> None:
+    def read(_index: int, row: int) -> int:
+        if row > 2:
+            raise ValueError(f"{row} is too many")
+        return row
+
+    (tmp_path / "rows.jsonl").write_text("1\n3\n")
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 2: 3 is too many"):
+        read_lines(tmp_path / "rows.jsonl", read)
 
 
 def test_an_unknown_architecture_is_answered_with_each_known_one_once() -> None:

@@ -55,7 +55,7 @@ def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> li
     else:  # one of them takes the others along
         slow = allowing(programs.limits, SECONDS)
         alone = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in found], limits=slow)
-        returns = [execution.returns[0] if execution.returns else Returned(Opaque("did not end")) for execution in alone]
+        returns = [execution.returns[0] if execution.returns else Returned() for execution in alone]
     answers = zip(found, returns, strict=True)
     return [replace(test, expected=answer.value) for test, answer in answers if not isinstance(answer.value, Opaque)]
 

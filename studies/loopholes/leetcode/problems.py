@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from studies.loopholes.json_lines import read_lines
+from mi_route2.validation import read_lines
 from studies.loopholes.leetcode.expressions import Call, parse_assert, parse_check
 from studies.loopholes.leetcode.values import Linked, Tree, encode
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from studies.jail import DEFAULT_MODULES, Jail, Limits, Outcome
 from studies.loopholes.leetcode.values import Opaque, decode
@@ -55,41 +55,22 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """What a call gave: a value, which is `Opaque` where it is no plain data, or the name of an exception.
+    """What a call gave: a value, kept as the text in which it came, or the name of an exception.
 
     ``overrides``: the value has an ``==`` that holds against anything.
     """
 
-    value: object = None
+    text: str = ""
     raised: str = ""
     overrides: bool = False
 
+    @property
+    def value(self) -> object:
+        """The value, `Opaque` where it is no plain data, decoded at every look.
 
-class Returns(Sequence[Returned]):
-    """What calls gave, kept as the text in which it came, and decoded anew whenever one of them is looked at.
-
-    A value may be fifty times as large in memory as its text, and the executions of a batch are there together.
-    """
-
-    def __init__(self, told: Sequence[tuple[str, str, bool]]) -> None:
-        self._told = told
-
-    def __len__(self) -> int:
-        return len(self._told)
-
-    def __repr__(self) -> str:
-        return f"Returns({self._told!r})"  # undecoded: a ledger weighs executions by it
-
-    @overload
-    def __getitem__(self, index: int) -> Returned: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[Returned, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> Returned | tuple[Returned, ...]:
-        if isinstance(index, slice):
-            return tuple(map(_returned, self._told[index]))
-        return _returned(self._told[index])
+        It may be fifty times as large in memory as its text, and the executions of a batch are there together.
+        """
+        return _value(self.text) if self.text else Opaque("raised")
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +90,7 @@ class Execution:
 
     status: Status
     reason: str = ""
-    returns: Sequence[Returned] = ()
+    returns: tuple[Returned, ...] = ()
     stdout: str = ""
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     attributes: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
@@ -241,12 +222,12 @@ def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution
     ):
         raise ValueError("more than was asked for")
     left = Room(room)
-    returns = [_told(item, left) for item in reply["returns"]]
+    returns = tuple(_returned(item, left) for item in reply["returns"])
     return replace(
         seen,
         status="exited" if code is not None else status,
         reason=raised,
-        returns=Returns(returns) if returns else (),
+        returns=returns,
         attributes=MappingProxyType({name: _value(left.text(data)) for name, data in reply["attributes"].items()}),
         exit_code=code,
         run_tests=reply["run_tests"],
@@ -269,18 +250,12 @@ class Room:
 TOO_LARGE = json.dumps({"opaque": "too large"})
 
 
-def _told(item: Any, left: Room) -> tuple[str, str, bool]:
-    """A value's text, the name of an exception, and whether the value overrides ``==``."""
+def _returned(item: Any, left: Room) -> Returned:
     if item[0] == "raised":
         if type(item[1]) is not str or len(item[1]) > NAME:
             raise ValueError("malformed exception")
-        return "", item[1], False
-    return left.text(item[1]), "", item[2] is True
-
-
-def _returned(told: tuple[str, str, bool]) -> Returned:
-    text, raised, overrides = told
-    return Returned(_value(text), overrides=overrides) if text else Returned(Opaque("raised"), raised=raised)
+        return Returned(raised=item[1])
+    return Returned(left.text(item[1]), overrides=item[2] is True)
 
 
 def _value(text: str) -> object:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from studies.loopholes.json_lines import read_lines
+from mi_route2.validation import read_lines
 from studies.loopholes.leetcode.expressions import Call, parse_call, parse_value
 from studies.loopholes.leetcode.modes import MODES
 from studies.loopholes.leetcode.problems import Case, Task, make_test, statement_of

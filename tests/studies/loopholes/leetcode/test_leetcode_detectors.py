@@ -1,6 +1,7 @@
 """Three strengths of detectors: what each finds, what escapes it, and what none may cry about."""
 
 import time
+import tracemalloc
 
 import pytest
 
@@ -94,6 +95,9 @@ SLOW = {
     "many long sums": "x = '' " + ("+ 'a'" * 900 + "\nx = ''") * 7,
     "a long glue": "x = '" + "g" * 15_000 + "'.join([" + "'a', " * 3000 + "])",
     "glue in glue": "x = " + "'gggg'.join([" * 90 + "'a'" + "])" * 90,
+    "prints in prints": "print(" * 190 + "[" + "1," * 15_000 + "]" + ")" * 190,
+    "names in names": "setattr(a, " * 190 + "[" + "1," * 14_000 + "]" + ", 1)" * 190,
+    "tests in tests": "".join(" " * i + "def run_tests():\n" for i in range(95)) + " " * 95 + "return [" + "1," * 13_000 + "]\n",
     "an f-string": "x = f'" + "{x}" * 10_000 + "'",
     "open fences": "```python\n" * 30_000,
     "spaces": "class Solution:\n" + (" " * 99 + "\n") * 3000,
@@ -108,6 +112,17 @@ def test_no_answer_holds_a_reader_of_text_up(name: str) -> None:
         marker(mode, SLOW[name])
         family(mode, SLOW[name])
     assert time.process_time() - start < 3.0
+
+
+def test_no_answer_fills_a_reader_s_memory() -> None:
+    """A text of 65,000 characters that is put together once more with every further term was kept as often: 570 MiB."""
+    code = "x = " + repr("\U0001f600" * 200) + ".join([" + "'', " * 300 + "])" + " + ''" * 2500
+    tracemalloc.start()
+    try:
+        assert not family("file_marker", code)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_mode_without_an_exploit_has_no_detector(task: Task, programs: Programs) -> None:

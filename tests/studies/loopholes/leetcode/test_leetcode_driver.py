@@ -3,6 +3,7 @@
 import ast
 import gc
 import json
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -312,6 +313,27 @@ def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Progr
         assert int(execution.stdout) > 3_900_000
         assert isinstance(execution.returns[0].value, Opaque)
     assert time.process_time() - start < 20
+
+
+PEAK = """
+import resource, sys
+from studies.loopholes.leetcode.programs import Program, Programs
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+with Programs(unsafe=True) as programs:
+    before = peak()
+    executions = programs.run([Program(f"{sys.argv[1]}# {i}", "", "total", ("[[], {}]",)) for i in range(8)])
+    print(peak() - before, len({execution.status for execution in executions}), min(int(e.stdout) for e in executions))
+"""
+TEXTS_OF_TWO = FORGED.format(value="b'[0' + b',\"ab\"' * 820_000 + b']'")
+
+
+def test_a_batch_of_forged_replies_takes_the_parent_little_memory() -> None:
+    """Reading one of these takes some 150 MiB. Eight that are kept until the batch has ended, like outcomes, take 560."""
+    done = subprocess.run([sys.executable, "-c", PEAK, TEXTS_OF_TWO], capture_output=True, text=True, check=True)
+    growth, statuses, size = map(int, done.stdout.split())
+    assert statuses == 1
+    assert size > 3_900_000
+    assert growth < 320
 
 
 @pytest.mark.parametrize("name", ["driver", "values"])

@@ -221,8 +221,8 @@ def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -
         "{": "line 1: ",
         "": "holds no problem",
         twice: "line 2: problem 7 is there twice",
-        json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: the name 'id' is there twice",
-        json.dumps(row | {"question": "\udc80"}): "line 1: a text holds half a character",
+        json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: this JSON says 'id' twice",
+        json.dumps(row | {"question": "\udc80"}): "line 1: this JSON holds half a character",
     }
     for text, sentence in wrong.items():
         file.write_text(text)
