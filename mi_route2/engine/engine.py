@@ -16,6 +16,7 @@ engine belongs to one thread.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -64,6 +65,7 @@ class Engine:
         vectors: named vectors that patches and steering may use.
         controllers: who acts on steering between steps.
         exact: see the module.
+        generator: draws the seeds of requests that are sampled and give none. ``None``: one that nothing determines.
 
     Raises:
         ValueError: a host or architecture that has no decoder, sizes that cannot work, controllers of another engine.
@@ -86,6 +88,7 @@ class Engine:
         vectors: Mapping[str, VectorLike] | None = None,
         controllers: Controllers | None = None,
         exact: bool = False,
+        generator: torch.Generator | None = None,
     ):
         if block < 1 or prefix_bytes < 0 or patch_slots < 1:
             raise ValueError(
@@ -103,6 +106,9 @@ class Engine:
             self.steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
+        self._seeds = generator or torch.Generator()
+        if generator is None:
+            self._seeds.seed()
         self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
         self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
@@ -137,7 +143,8 @@ class Engine:
         self._refuse(request)
         number = self._arrivals
         self._arrivals += 1
-        sequence = Sequence(number, number, request, Result(number), request.sampling.uniforms())
+        sampling = self._seeded(request.sampling)
+        sequence = Sequence(number, number, request, Result(number, seed=sampling.seed), sampling)
         self._residents.lease(sequence)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
@@ -267,6 +274,12 @@ class Engine:
         for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
             model.shape(site)  # a site that is not there, or whose adapters are switched off, says so
         self.steering.fits(request.steering)
+
+    def _seeded(self, sampling: Sampling) -> Sampling:
+        """With a seed of its own, if tokens are drawn and none was given."""
+        if sampling.plain or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
 
     def _append(self, due: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Finish, str | None]]:
         """Each request's next token; who ended with it, and how."""

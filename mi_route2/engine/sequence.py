@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mi_route2.engine.prefix import Acts
 from mi_route2.engine.request import Capture, Captured, Request, Result
+from mi_route2.engine.sampling import Sampling
 from mi_route2.engine.slots import Saved
 from mi_route2.interventions.patches import Resolved
 from mi_route2.interventions.runs.writer import Writer
@@ -24,7 +25,7 @@ class Sequence:
     arrival: int
     request: Request
     result: Result
-    uniforms: list[float]
+    sampling: Sampling
     tokens: list[int] = field(init=False)
     computed: int = 0
     row: int = -1
@@ -41,8 +42,9 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.priority, self.sampling = self.request.priority, self.request.sampling
+        self.priority = self.request.priority
         self.prompt = len(self.tokens)
+        self.uniforms = self.sampling.uniforms()
 
     @property
     def known(self) -> int:

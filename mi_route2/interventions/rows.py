@@ -147,7 +147,7 @@ class Rows:
         for clamp in clamps:
             if clamp.phase in ("both", phase):
                 unit = clamp.unit().to(self.device, self.kind)
-                band = Band(unit, clamp.low, clamp.high, clamp.strength)
+                band = Band(unit, *clamp.bounds, clamp.strength)
                 found[clamp.site] = (*found.get(clamp.site, ()), band)
         return found
 
