@@ -16,7 +16,8 @@ Rules act on generated tokens alone. Those that are judged between steps read th
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from mi_route2.interventions.specs import At, AVector, Monitor, Plain, Steer, Vector, several
@@ -76,6 +77,12 @@ class Rule:
         if self.attenuate is None:
             return Monitor(*probe, gates=(), adds=self.add, name=name)
         return Monitor(*probe, mode="attenuate", depth=1 - self.attenuate, gate_rows=True, name=name)
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Rule":
+        """With its names looked up; what it adds for the rest of a conversation stays a name, under which it may lapse."""
+        when = self.when and replace(self.when, vector=Vector(self.when.vector).resolved(lookup))
+        add = tuple(entry.resolved(lookup) for entry in self.add)
+        return replace(self, when=when, add=self.add if self.scope == "rest_of_conversation" else add)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,7 +20,12 @@ from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 def _ids(given: object, info: Any) -> tuple[int, ...]:
     try:
-        return tuple(map(index, given))  # pyright: ignore[reportArgumentType]
+        if isinstance(given, Tensor):
+            given = given.tolist()
+        ids = tuple(given)  # pyright: ignore[reportArgumentType]
+        if any(isinstance(one, bool) for one in ids):
+            raise TypeError
+        return tuple(map(index, ids))
     except TypeError as error:
         shown = " ".join(repr(given).split())
         raise ValueError(f"{info.field_name} is one row of token ids, as (5, 17), not {shown:.60}") from error

@@ -26,12 +26,12 @@ class Sequence:
     request: Request
     result: Result
     sampling: Sampling
+    patches: tuple[Resolved, ...] = ()
     tokens: list[int] = field(init=False)
     computed: int = 0
     row: int = -1
     saved: Saved | None = None
     admitted: bool = False
-    patches: tuple[Resolved, ...] = ()
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
     keys: list[bytes] = field(default_factory=list)
@@ -45,6 +45,7 @@ class Sequence:
         self.priority = self.request.priority
         self.prompt = len(self.tokens)
         self.uniforms = self.sampling.uniforms()
+        self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 
     @property
     def known(self) -> int:

@@ -356,25 +356,6 @@ def test_what_cannot_be_run_is_refused_in_a_sentence(request_: Callable[[], Requ
     assert not engine.busy
 
 
-@pytest.mark.parametrize(
-    ("patch", "says"),
-    [
-        (Patch(Site(0, "z"), 1, "nowhere"), "no vector 'nowhere'"),
-        (Patch(Site(0, "z"), 1, torch.zeros(3)), r"has shape \[3\]"),
-    ],
-)
-def test_a_source_that_cannot_be_had_fails_its_own_request_alone(patch: Patch, says: str) -> None:
-    made, _ = make("Qwen3")
-    engine = Engine(made)
-    good = Request(prompts(1)[0], greedy(2))
-    failed, fine = engine.generate([Request((3, 4), greedy(2), patch=(patch,)), good], progress=False)
-    assert failed.finish == "error"
-    assert fine.finish == "length"
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(failed.error)
-    assert table(fine).shape == (2, VOCAB)
-
-
 def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
     with pytest.raises(ValueError, match="not on nnsight"):
         Engine(open_host("nnsight", make_family("Qwen3")))
