@@ -36,7 +36,6 @@ from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
 from mi_route2.engine.sequence import Sequence, refuse
 from mi_route2.engine.slots import Slots
-from mi_route2.engine.state import ModelState
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.patches import FromRun, Resolved, resolve
@@ -44,6 +43,7 @@ from mi_route2.interventions.readings import Reading
 from mi_route2.interventions.runs import RunStore
 from mi_route2.interventions.runs.gone import invalid
 from mi_route2.interventions.specs import VectorLike, looker
+from mi_route2.interventions.state import ModelState
 from mi_route2.interventions.steering import SteeringState
 
 

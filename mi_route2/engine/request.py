@@ -75,8 +75,8 @@ class Result:
     """What became of a request. ``error`` is its one sentence where ``finish`` is ``"error"``.
 
     ``unfired`` names each capture and patch that was asked for at a position which was never computed, because the request ended
-    before. ``seed`` is that of the request, or the one that the engine drew for it. ``cached`` is the number of prompt tokens whose
-    keys and values were found, ``preemptions`` how often it was put back.
+    before, and each capture of which no token came. ``seed`` is that of the request, or the one that the engine drew for it.
+    ``cached`` is the number of prompt tokens whose keys and values were found, ``preemptions`` how often it was put back.
     """
 
     request: int

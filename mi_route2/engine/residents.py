@@ -13,9 +13,9 @@ from mi_route2.engine.rulebook import RuleBook
 from mi_route2.engine.scheduler import Answer, Scheduler, Turn
 from mi_route2.engine.sequence import Sequence
 from mi_route2.engine.slots import Slots
-from mi_route2.engine.state import ModelState
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.state import ModelState
 from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
 

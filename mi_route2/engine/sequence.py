@@ -39,6 +39,7 @@ class Sequence:
     writer: Writer | None = None
     lost: Callable[["Sequence", str], object] | None = None
     captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -68,6 +69,7 @@ class Sequence:
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
         """Takes what capture ``number`` saw."""
+        self.kept.add(number)
         if self.request.run is not None:
             self._write(self.request.capture[number].site, positions, rows)
             return
@@ -105,7 +107,9 @@ class Sequence:
     def unfired(self) -> list[str]:
         """Captures and patches at positions that were never computed."""
         missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
-        for capture in self.request.capture:
+        for number, capture in enumerate(self.request.capture):
+            if capture.where.positions is None and number not in self.kept:
+                missed.append(f"capture at {capture.site}, of which no token came")
             missed += [f"capture at {capture.site}, position {position}" for position in capture.where.missing(self.computed)]
         return missed
 

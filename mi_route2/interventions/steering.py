@@ -377,7 +377,6 @@ class SteeringState:
 
 
 def _scale(value: Number) -> float:
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"a scale of {value} cannot be: give a finite number that is not negative")
+    if isinstance(value, bool | str) or not 0 <= (number := float(value)) < float("inf"):
+        raise ValueError(f"a scale of {value!r:.60} cannot be: give a finite number that is not negative")
     return number

@@ -19,6 +19,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.interventions.patches import FromRun, Patch
 from mi_route2.interventions.runs import RunStore
 from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.where import Where
 from mi_route2.sites import Site
 from tests.support.alone import alone
 from tests.support.families import VOCAB, make_family
@@ -383,3 +384,20 @@ def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
     for chain in (first, second):
         held.keep(chain, lambda _i: block)
     assert [len(held.find(chain)) for chain in (first, second)] == [2, 3]
+
+
+def test_a_capture_of_which_no_token_came_is_named() -> None:
+    engine = Engine(host_of())
+    absent = next(token for token in range(VOCAB) if token not in PROMPT)
+    keep = (Capture(SITE, Where("generated")), Capture(Site(0, "z"), Where("prompt", token_ids={absent})), Capture(Site(1, "z")))
+    (found,) = engine.generate([Request(PROMPT, Sampling(max_new=1), capture=keep)], progress=False)
+    assert list(found.captured) == [Site(1, "z")]
+    assert found.unfired == [f"capture at {site}, of which no token came" for site in (SITE, Site(0, "z"))]
+
+
+@pytest.mark.parametrize("scale", [True, float("nan"), -1.0])
+def test_what_is_no_scale_is_refused(scale: Any) -> None:
+    engine = Engine(host_of())
+    with pytest.raises(ValueError, match="give a finite number that is not negative"):
+        engine.steering.set_scale(scale)
+    assert engine.steering.gain == 1.0
