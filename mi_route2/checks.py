@@ -56,7 +56,6 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
 _KINDS = ("Bool", "Float", "Integer", "Int")
 
 F = TypeVar("F", bound=Callable[..., Any])
-C = TypeVar("C")
 
 
 def checked(public: F) -> F:
@@ -71,12 +70,6 @@ def checked(public: F) -> F:
     init.__no_type_check__ = True  # it does what jaxtyping's import hook would do a second time, in many lines
     public.__init__ = init
     return public  # pyright: ignore[reportReturnType]
-
-
-def converts(public: type[C]) -> type[C]:
-    """Mark a class whose constructor checks and converts whatever it is given: no check of its fields comes before."""
-    public.__init__.__no_type_check__ = True  # pyright: ignore[reportFunctionMemberAccess]
-    return public
 
 
 def _guarded(fn: Callable[..., Any], name: str) -> Any:

@@ -24,8 +24,8 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 class Rollouts:
     """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``).
 
-    Masks of 0 and 1, as tokenizers give them, become booleans. ``ValueError`` for other numbers, for a completion token on padding
-    and for a rollout without a prompt.
+    Plain, not ``validated``: shapes are jaxtyping's to check. Masks of 0 and 1, as tokenizers give them, become booleans.
+    ``ValueError`` for other numbers, for a completion token on padding and for a rollout without a prompt.
     """
 
     tokens: Int[Tensor, "b s"]

@@ -18,7 +18,7 @@ from mi_route2.checks import Mask, as_mask, checked
 @checked
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Activations of `b` rollouts, with labels.
+    """Activations of `b` rollouts, with labels. Plain, not `validated`: shapes are jaxtyping's to check.
 
     Attributes:
         hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, anything outside.

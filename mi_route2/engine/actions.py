@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mi_route2.interventions.specs import Monitor, Number, Steer, Steering
+from mi_route2.interventions.requests import Held
+from mi_route2.interventions.specs import Monitor, Number, Steer
 from mi_route2.interventions.steering import SteeringState
 
 
@@ -124,7 +125,7 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
     rejected ``SetMonitor`` of a request puts its row and scale back to what they were before this call, and an override of that
     request further down is rejected.
     """
-    before: dict[int, tuple[tuple[str, Steering] | None, float]] = {}
+    before: dict[int, tuple[Held | None, float]] = {}
     closed: set[int] = set()
     outcomes: list[Outcome] = []
     for action in actions:

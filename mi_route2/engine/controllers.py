@@ -10,7 +10,7 @@ left (a captured run) can only steer a later request.
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
@@ -118,9 +118,18 @@ class Controllers:
         self.step = 0
         self._times: deque[float] = deque(maxlen=256)
 
-    def wants(self) -> frozenset[Site]:
-        """Sites whose values the controllers want to see at each request's last token."""
-        return frozenset().union(*(getattr(controller, "wants", ()) for controller in self.sync))
+    def wants(self, shape: Callable[[Site], object]) -> frozenset[Site]:
+        """Sites whose values the controllers want to see at each request's last token, as far as ``shape`` does not raise for them;
+        the others are counted and explained."""
+        found: set[Site] = set()
+        for controller in self.sync:
+            for site in getattr(controller, "wants", ()):
+                try:
+                    shape(site)
+                    found.add(site)
+                except Exception as error:  # as in after_step
+                    self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
+        return frozenset(found)
 
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply what was queued."""

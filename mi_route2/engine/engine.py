@@ -16,6 +16,7 @@ engine belongs to one thread.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
@@ -35,19 +36,21 @@ from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
 from mi_route2.engine.sequence import Sequence, refuse
 from mi_route2.engine.slots import Slots
-from mi_route2.engine.state import ModelState
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.interventions.patches import FromRun, Resolved, resolve
 from mi_route2.interventions.readings import Reading
 from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.specs import VectorLike
+from mi_route2.interventions.runs.gone import invalid
+from mi_route2.interventions.specs import VectorLike, looker
+from mi_route2.interventions.state import ModelState
 from mi_route2.interventions.steering import SteeringState
 
 
 @checked
 class Engine:
     """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and
-    ``tokens`` count what was run and generated so far.
+    ``tokens`` count what was run and generated so far; ``last_error`` is why a request ended last that failed on its way.
 
     Args:
         host: the model, on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; adapters are attached before.
@@ -64,6 +67,7 @@ class Engine:
         vectors: named vectors that patches and steering may use.
         controllers: who acts on steering between steps.
         exact: see the module.
+        generator: draws the seeds of requests that are sampled and give none. ``None``: one that nothing determines.
 
     Raises:
         ValueError: a host or architecture that has no decoder, sizes that cannot work, controllers of another engine.
@@ -86,6 +90,7 @@ class Engine:
         vectors: Mapping[str, VectorLike] | None = None,
         controllers: Controllers | None = None,
         exact: bool = False,
+        generator: torch.Generator | None = None,
     ):
         if block < 1 or prefix_bytes < 0 or patch_slots < 1:
             raise ValueError(
@@ -103,6 +108,10 @@ class Engine:
             self.steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
+        self._seeds = generator or torch.Generator()
+        if generator is None:
+            self._seeds.seed()
+        self.last_error: str | None = None
         self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
         self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
@@ -130,15 +139,23 @@ class Engine:
         return bool(self._sequences or self._done)
 
     @checked
+    def check(self, request: Request) -> None:
+        """Raise what ``submit`` would, and take nothing."""
+        self._checked(request)
+
+    @checked
     def submit(self, request: Request) -> int:
-        """Queue a request; its number, which no other will have. ``ValueError`` or ``KeyError`` for one that cannot be run."""
-        if not self._sequences and self._state.look():
-            self._changed()
-        self._refuse(request)
+        """Queue a request; its number, which no other will have.
+
+        Names are looked up here, and the values that its patches put in are read: what is registered, dropped or evicted while it
+        waits changes nothing for it. ``ValueError`` or ``KeyError`` for one that cannot be run, ``RuntimeError`` or ``OSError`` for
+        a model in training mode and a store that cannot be read.
+        """
+        asked, patches = self._checked(request)
         number = self._arrivals
         self._arrivals += 1
-        sequence = Sequence(number, number, request, Result(number), request.sampling.uniforms())
-        self._residents.lease(sequence)
+        sampling = self._seeded(asked.sampling)
+        sequence = Sequence(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
@@ -191,35 +208,46 @@ class Engine:
         ``RuntimeError`` where the model was changed while requests run: their keys and values are of the model before.
         """
         if self._sequences:
-            if self._state.changed:
+            if not self.alive:
                 raise RuntimeError(
                     f"weights or adapters changed while {len(self._sequences)} requests were in the engine: let them end before, "
                     "or cancel them"
                 )
             self.controllers.before_step(self.steering)
-            self._residents.renew()
-            turn = self.scheduler.plan(self._residents.admit, self._residents.put_back)
+            turn = self._residents.plan(self.scheduler)
             self._drop_failed()
             if turn.pieces:
-                self._residents.note(turn.pieces)
-                ran = self._runner.run(turn.pieces, self.controllers.wants())
-                for one, count in turn.pieces:
-                    if count > 1:
-                        self._residents.publish(one)
-                ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
-                if lost := self._residents.lost:
-                    ended = [one for one in ended if one[0] not in lost] + [(one, "error", why) for one, why in lost.items()]
-                    lost.clear()
-                if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
-                    self.controllers.after_step(self._view(turn.pieces, ran, {one for one, *_ in ended}), self.steering)
-                for one, finish, error in ended:
-                    if one.id in self._sequences:  # or a controller has cancelled it
-                        self._end(one, finish, error)
+                self._run(turn.pieces)
+            elif self.scheduler.waiting and not self.scheduler.running:
+                self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
             self.steps += 1
         if not self._sequences:
             self._runner.close()
         done, self._done = self._done, []
         return done
+
+    def _run(self, pieces: list[tuple[Sequence, int]]) -> None:
+        """The step's forwards, a token for each request that is due, and the end of those that are through."""
+        self._residents.note(pieces)
+        ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
+        ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        for one, count in pieces:
+            if count > 1:
+                self._residents.publish(one)
+        if failed := ran.failed | self._residents.lost:
+            self.last_error = next(reversed(failed.values()))
+            ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
+            self._residents.lost.clear()
+        if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
+            self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
+        for one, finish, error in ended:
+            if one.id in self._sequences:  # or a controller has cancelled it
+                self._end(one, finish, error)
+
+    @property
+    def alive(self) -> bool:
+        """Whether a step can be run: no weight or switch has changed under the requests that are here."""
+        return not (self._sequences and self._state.changed)
 
     def close(self) -> None:
         """Cancel what is left, and take all hooks off the model."""
@@ -237,7 +265,7 @@ class Engine:
         """As if these had never been submitted."""
         gone = set(requests)
         for number in gone & self._sequences.keys():
-            self._end(self._sequences[number], "cancelled")
+            self._end(self._sequences[number], "error", "withdrawn")  # a run that it began is not kept
         self._done = [one for one in self._done if one.request not in gone]
         if not self._sequences:
             self._runner.close()
@@ -247,26 +275,58 @@ class Engine:
             raise KeyError(f"request {request} is not here: it has ended, or was never submitted")
         return self._sequences[request]
 
-    def _refuse(self, request: Request) -> None:
-        """What no moment could change."""
-        model, residents = self.decoder, self._residents
+    def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
+        """A request with its names looked up, and its patches with their sources; raises for what no moment could change."""
+        if not self._sequences and self._state.look():
+            self._changed()
+        model, residents, store = self.decoder, self._residents, self._residents.store
+        model.refuse_dropout()
         refuse(request, model.context, model.vocabulary)
         room = self.scheduler.room
         if room is not None and len(request.prompt) + request.sampling.max_new > room:
             raise ValueError(f"{len(request.prompt)} + {request.sampling.max_new} tokens exceed the engine's room of {room}")
         if request.sampling.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer: give the engine one, or use stop_tokens")
-        if request.run is not None and residents.store is None:
-            raise ValueError(f"run {request.run!r} cannot be kept without a run store: give the engine one")
-        if request.run is not None and not request.capture:
-            raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
         crowded = Counter(patch.site for patch in request.patch)
         for site, count in crowded.items():
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the {residents.patch_slots} that the engine holds at a site")
         for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
             model.shape(site)  # a site that is not there, or whose adapters are switched off, says so
-        self.steering.fits(request.steering)
+        self._refuse_runs(request, store)
+        named = self.steering.vectors
+        steering = request.steering and request.steering.resolved(looker(named))
+        asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
+        if asked.rules or asked.conversation is not None:
+            residents.rules.check(self.steering, asked.rules, steering, asked.conversation)
+        else:
+            self.steering.check(steering)
+        vectors = {name: vector.data for name, vector in named.items()} if request.patch else {}
+        return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+
+    def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
+        """Raises for runs that cannot be read by this model, and for one that cannot be written."""
+        read = {patch.source.run for patch in request.patch if isinstance(patch.source, FromRun)}
+        for run in read if store is not None else ():
+            assert store is not None
+            if (captured := store.info(run).weights) != self._state.weights():
+                raise ValueError(invalid(run, captured, self._state.weights()))
+        if request.run is None:
+            return
+        if store is None:
+            raise ValueError(f"run {request.run!r} cannot be kept without a run store: give the engine one")
+        if not request.capture:
+            raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
+        if any(one.request.run == request.run for one in self._sequences.values()):
+            raise ValueError(f"a request that is here writes run {request.run!r} already: take another name")
+        if request.run in store.runs():
+            raise ValueError(f"there is a run {request.run!r} already: drop it first, or take another name")
+
+    def _seeded(self, sampling: Sampling) -> Sampling:
+        """With a seed of its own, if tokens are drawn and none was given."""
+        if sampling.plain or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
 
     def _append(self, due: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Finish, str | None]]:
         """Each request's next token; who ended with it, and how."""
@@ -282,7 +342,12 @@ class Engine:
             one.result.tokens.append(_detailed(token, logits[i], sampling) if sampling.detailed else Token(token))
             one.tokens.append(token)
             self.tokens += 1
-            if token in sampling.stop_tokens or (sampling.stop and self._stopped(one)):
+            try:
+                stopped = token in sampling.stop_tokens or (sampling.stop and self._stopped(one))
+            except Exception as error:  # a tokenizer is foreign code: it must not end the requests of others
+                ended.append((one, "error", _undecoded(error)))
+                continue
+            if stopped:
                 ended.append((one, "stop", None))
             elif len(one.tokens) - one.prompt == sampling.max_new:
                 ended.append((one, "length", None))
@@ -337,9 +402,16 @@ class Engine:
         result = one.result
         result.finish, result.error = finish, error
         if self.tokenizer is not None and result.text is None:
-            result.text = self.tokenizer.decode(result.ids)
+            try:
+                result.text = self.tokenizer.decode(result.ids)
+            except Exception as failure:
+                result.finish, result.error = "error", error or _undecoded(failure)
         one.settle()
         self._done.append(result)
+
+
+def _undecoded(error: Exception) -> str:
+    return f"the tokenizer could not decode what was generated ({type(error).__name__}: {' '.join(str(error).split()):.200})"
 
 
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:

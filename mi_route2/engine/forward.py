@@ -31,14 +31,11 @@ class Work:
     captures: list[tuple[Sink, list[tuple[int, int]]]] = field(default_factory=list)
     patches: list[tuple[int, int, Resolved]] = field(default_factory=list)
 
-    def take(self, h: Tensor) -> None:
-        """Hand out what is captured, copied."""
+    def take(self, h: Tensor) -> list[tuple[Sink, Tensor]]:
+        """What is captured, copied, and who gets it."""
         places = [place for _, some in self.captures for place in some]
         found = h[_index(places, 0, h), _index(places, 1, h)]
-        start = 0
-        for sink, some in self.captures:
-            sink(found[start : start + len(some)])
-            start += len(some)
+        return list(zip((sink for sink, _ in self.captures), found.split([len(some) for _, some in self.captures]), strict=True))
 
     def put(self, h: Tensor) -> Tensor:
         """``h`` with the patches in, its other tokens as they are."""
@@ -63,7 +60,8 @@ def _alpha(one: Resolved, like: Tensor) -> Tensor:
 class Forward:
     """Runs layouts on a decoder. Hooks stay where they are from forward to forward; they come off with ``close``.
 
-    Every hook must have fired in every forward: ``RuntimeError`` names the sites that did not.
+    Every hook must have fired in every forward: ``RuntimeError`` names the sites that did not. Of a forward that fails nothing is
+    captured, so that it can be run again.
     """
 
     def __init__(self, decoder: Decoder, steering: SteeringState):
@@ -73,6 +71,7 @@ class Forward:
         self._sites: frozenset[Site] = frozenset()
         self._fired: set[Site] = set()
         self._work: dict[Site, Work] = {}
+        self._taken: list[tuple[Sink, Tensor]] = []
         self._steered = False
 
     def run(
@@ -83,14 +82,19 @@ class Forward:
         self._need(work.keys() | self._steering.sites() if self._steered else work.keys())
         self._work = work
         self._fired.clear()
+        self._taken.clear()
         try:
             allowed = None if cache.whole and self._decoder.unmasked else cache.allowed
             logits = self._decoder(tokens, layout.positions, allowed, cache, keep=keep)
             if silent := self._sites - self._fired:
                 raise RuntimeError(f"these hooks did not fire in a forward of the engine: {', '.join(map(str, sorted(silent)))}")
+            read = self._steering.end() if self._steered else None
         finally:
-            self._work, steered, self._steered = {}, self._steered, False
-        return logits, self._steering.end() if steered else None
+            self._work, self._steered = {}, False
+        for sink, rows in self._taken:
+            sink(rows)
+        self._taken.clear()
+        return logits, read
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -115,7 +119,7 @@ class Forward:
             new = h
             if (work := self._work.get(site)) is not None:
                 if work.captures:
-                    work.take(h)
+                    self._taken += work.take(h)
                 if work.patches:
                     new = work.put(h)
             if self._steered:

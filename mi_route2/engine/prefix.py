@@ -11,7 +11,7 @@ import hashlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mi_route2.engine.slots import Saved
@@ -46,7 +46,10 @@ class Acts:
 
 
 class Prefixes:
-    """Blocks of ``block`` tokens, least recently used first out, within ``budget`` bytes. ``hits`` and ``misses`` count blocks."""
+    """Blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
+
+    The least recently used leave first, and of a chain its end before its beginning: a block is of no use without those before it.
+    """
 
     def __init__(self, block: int, budget: int):
         self.block, self.budget = block, budget
@@ -55,6 +58,10 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    def blocks(self) -> list[Saved]:
+        """All that are held."""
+        return list(self._held.values())
 
     def extend(
         self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
@@ -75,31 +82,23 @@ class Prefixes:
 
     def find(self, keys: Sequence[bytes]) -> list[Saved]:
         """The longest run of blocks from the first that are held."""
-        found: list[Saved] = []
-        for key in keys:
-            if key not in self._held:
-                break
+        count = next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+        for key in reversed(keys[:count]):
             self._held.move_to_end(key)
-            found.append(self._held[key])
-        self.hits += len(found)
-        self.misses += len(keys) - len(found)
-        return found
+        self.hits += count
+        self.misses += len(keys) - count
+        return [self._held[key] for key in keys[:count]]
 
-    def missing(self, key: bytes) -> bool:
-        """Whether a block is worth storing."""
-        if key in self._held:
-            self._held.move_to_end(key)
-            return False
-        return self.budget > 0
-
-    def store(self, key: bytes, block: Saved) -> None:
-        size = block.data.nbytes
-        if size > self.budget:
-            return
-        self._held[key] = block
-        self.bytes += size
-        while self.bytes > self.budget:
-            self.bytes -= self._held.popitem(last=False)[1].data.nbytes
+    def keep(self, keys: Sequence[bytes], copy: Callable[[int], Saved]) -> None:
+        """Hold the chain that ``keys`` name, as far as it fits; ``copy(i)`` is asked for the blocks that are not held."""
+        for i in reversed(range(len(keys))):
+            if keys[i] in self._held:
+                self._held.move_to_end(keys[i])
+                continue
+            block = self._held[keys[i]] = copy(i)
+            self.bytes += block.data.nbytes
+            while self.bytes > self.budget:
+                self.bytes -= self._held.popitem(last=False)[1].data.nbytes
 
     def clear(self) -> None:
         self._held.clear()

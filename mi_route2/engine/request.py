@@ -1,41 +1,35 @@
-"""What is asked of the engine and what it answers."""
+"""Request and result types."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import nan
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from jaxtyping import Float
+from pydantic import Field
 from torch import Tensor
 
-from mi_route2.checks import converts
 from mi_route2.engine.rules import Rule
-from mi_route2.engine.sampling import Sampling, token_ids, whole
+from mi_route2.engine.sampling import Sampling, TokenIds
 from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steering, several
+from mi_route2.interventions.specs import At, Plain, Steering, several
 from mi_route2.interventions.where import Where
-from mi_route2.sites import Site, demand_site
+from mi_route2.sites import Site
+from mi_route2.validation import validated
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 
 
-@converts
-@dataclass(frozen=True)
+@validated
 class Capture:
     """Keep the values at ``site`` at the positions that ``where`` names, as they are before any patch or steering there."""
 
-    site: Site
-    where: Where = field(default_factory=Where)
-
-    def __post_init__(self) -> None:
-        demand_site(self.site, "a capture")
-        if not isinstance(self.where, Where):
-            raise ValueError(f"the positions of a capture are a Where, as Where('prompt'), not {self.where!r:.60}")
+    site: At
+    where: Annotated[Where, Field(description="a Where, as Where('prompt')")] = field(default_factory=Where)
 
 
-@converts
-@dataclass(frozen=True, eq=False)
+@validated
 class Request:
     """One sequence and its own interventions.
 
@@ -45,26 +39,18 @@ class Request:
     ``ValueError`` for what is of another kind.
     """
 
-    prompt: tuple[int, ...]
-    sampling: Sampling = field(default_factory=Sampling)
-    patch: tuple[Patch, ...] = ()
-    steering: Steering | None = None
-    capture: tuple[Capture, ...] = ()
+    prompt: TokenIds
+    sampling: Annotated[Sampling, Field(description="a Sampling: write Sampling(...)")] = field(default_factory=Sampling)
+    patch: Annotated[tuple[Patch, ...], several(Patch)] = ()
+    steering: Annotated[Steering, Field(description="a Steering: write Steering(...)")] | None = None
+    capture: Annotated[tuple[Capture, ...], several(Capture)] = ()
     run: str | None = None
-    priority: int = 0
-    rules: tuple[Rule, ...] = ()
+    priority: Annotated[int, Plain] = 0
+    rules: Annotated[tuple[Rule, ...], several(Rule)] = ()
     conversation: str | None = None
     owner: str = "client"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "prompt", token_ids("the prompt", self.prompt))
-        object.__setattr__(self, "priority", whole("priority", self.priority))
-        for name, kind in (("patch", Patch), ("capture", Capture), ("rules", Rule)):
-            if given := getattr(self, name):
-                object.__setattr__(self, name, several(name, given, kind))
-        for name, given, kind in (("sampling", self.sampling, Sampling), ("steering", self.steering, Steering | None)):
-            if not isinstance(given, kind):
-                raise ValueError(f"{name} is a {name.capitalize()}, not a {type(given).__name__}: write {name.capitalize()}(...)")
+    __eq__, __hash__ = object.__eq__, object.__hash__  # two requests of equal fields are two
 
 
 class Token(NamedTuple):
@@ -89,7 +75,8 @@ class Result:
     """What became of a request. ``error`` is its one sentence where ``finish`` is ``"error"``.
 
     ``unfired`` names each capture and patch that was asked for at a position which was never computed, because the request ended
-    before. ``cached`` is the number of prompt tokens whose keys and values were found, ``preemptions`` how often it was put back.
+    before, and each capture of which no token came. ``seed`` is that of the request, or the one that the engine drew for it.
+    ``cached`` is the number of prompt tokens whose keys and values were found, ``preemptions`` how often it was put back.
     """
 
     request: int
@@ -99,6 +86,7 @@ class Result:
     error: str | None = None
     captured: dict[Site, Captured] = field(default_factory=dict)
     unfired: list[str] = field(default_factory=list)
+    seed: int | None = None
     cached: int = 0
     preemptions: int = 0
 

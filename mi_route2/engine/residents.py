@@ -1,24 +1,21 @@
-"""What a request needs to run, and gives back when it goes: a row of keys and values, patch slots, a steering row, its sources.
+"""What a request needs to run, and gives back when it goes: a row of keys and values, patch slots, a steering row.
 
-All demands are met or none, so that no request ever runs unpatched or unsteered. A request that is put back keeps its steering (an
+All demands are met or none, so that no request ever runs unpatched or unsteered. Who waits for one of them keeps those behind from
+it, and from nothing else. A request that is put back keeps its steering (an
 override lives as long as the request) and its patches; its keys and values wait outside of the rows, and come back as they were.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
 
 from mi_route2.engine.prefix import Prefixes
 from mi_route2.engine.rulebook import RuleBook
-from mi_route2.engine.scheduler import Answer
+from mi_route2.engine.scheduler import Answer, Scheduler, Turn
 from mi_route2.engine.sequence import Sequence
 from mi_route2.engine.slots import Slots
-from mi_route2.engine.state import ModelState
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.patches import FromRun, resolve
 from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.runs.gone import invalid
+from mi_route2.interventions.state import ModelState
 from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
 
@@ -44,31 +41,18 @@ class Residents:
         self.rules = RuleBook()
         self.failed: list[tuple[Sequence, str]] = []
         self.lost: dict[Sequence, str] = {}
-        self._leased: dict[Sequence, set[str]] = {}
-        self._renewed = 0.0
+        self._short: set[Site] = set()
+        """Sites at whose patch slots somebody waits in this turn."""
         self._rows: list[Sequence] = []
         self._patches: Counter[Site] = Counter()
 
-    def lease(self, one: Sequence) -> None:
-        """Keep the runs that a request reads from being evicted until it is through."""
-        if self.store is None:
-            return
-        if runs := {patch.source.run for patch in one.request.patch if isinstance(patch.source, FromRun)}:
-            self._take(self.store, one, runs)
-            self._leased[one] = runs
-
-    def renew(self, every: float = 1.0) -> None:
-        """Take the leases of the requests that wait again, once in so many seconds: a queue may be longer than a lease."""
-        if self._leased and self.store is not None and time.monotonic() - self._renewed >= every:
-            self._renewed = time.monotonic()
-            for one, runs in self._leased.items():
-                with suppress(RuntimeError, OSError, ValueError):  # of the store itself: whoever needs a run is told when it reads
-                    self._take(self.store, one, runs)
-
-    def _take(self, store: RunStore, one: Sequence, runs: Iterable[str]) -> None:
-        for run in runs:
-            with suppress(KeyError):  # it may be there by the time that the request is admitted, and else fails then
-                store.lease(run, self._owner(one))
+    def plan(self, scheduler: Scheduler[Sequence]) -> Turn[Sequence]:
+        """The next step."""
+        try:
+            return scheduler.plan(self.admit, self.put_back)
+        finally:
+            self._short.clear()
+            self.steering.rows.closed = False
 
     def admit(self, one: Sequence) -> Answer:
         """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""
@@ -89,6 +73,17 @@ class Residents:
             self._reuse(one)
         return "run"
 
+    def lacking(self, one: Sequence) -> str:
+        """Why a request waits although nobody runs."""
+        asked = one.request
+        try:
+            self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation)
+        except ValueError as error:
+            return str(error)
+        return (
+            "what it waits for is held, and no request that could give it back runs: drop a configuration, or raise steering_rows"
+        )
+
     def put_back(self, one: Sequence) -> None:
         """Preempted: keys and values go out of their row, everything else stays."""
         one.saved = self.slots.save(one.row, one.computed)
@@ -104,9 +99,7 @@ class Residents:
         if one.admitted:
             self.steering.release(one.id)
             self.rules.release(one.id)
-            self._patches -= Counter(patch.site for patch in one.request.patch)
-        if self.store is not None and self._leased.pop(one, None):
-            self.store.release(self._owner(one))
+            self._patches -= Counter(patch.site for patch in one.patches)
 
     def note(self, pieces: Iterable[tuple[Sequence, int]]) -> None:
         """What is computed next is computed under the steering that is in force now."""
@@ -129,43 +122,26 @@ class Residents:
         if not self.prefixes.budget or blocks <= one.published:
             return
         self._name(one, blocks)
-        new = [i for i in range(one.published, blocks) if self.prefixes.missing(one.keys[i])]
-        if new:
-            saved = self.slots.blocks(one.row, new[0], blocks, size)
-            for i in new:
-                self.prefixes.store(one.keys[i], saved[i - new[0]])
+        self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
         one.published = blocks
 
     def _reserve(self, one: Sequence) -> bool:
-        demand = Counter(patch.site for patch in one.request.patch)
-        if any(self._patches[site] + count > self.patch_slots for site, count in demand.items()):
+        demand = Counter(patch.site for patch in one.patches)
+        asked = one.request
+        if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
+            self._short.update(demand)
+            self.steering.rows.closed |= bool(asked.steering or asked.rules or asked.conversation)
             return False
-        if self.store is not None:
-            self._refuse_stale(one, self.store)
-        one.patches = resolve(
-            one.request.patch,
-            self.decoder.shape,
-            runs=self.store,
-            vectors={name: vector.data for name, vector in self.steering.vectors.items()} if one.request.patch else {},
-            dtype=self.decoder.dtype,
-            device=self.decoder.device,
-        )
         if not self._steered(one):
+            self._short.update(demand)
             return False
         self._patches.update(demand)
-        one.acts.patches = [(patch.position, patch.digest) for patch in one.patches]
-        if one.request.run is not None and self.store is not None:
+        if asked.run is not None and self.store is not None:
             self._open(one, self.store)
         return True
 
-    def _refuse_stale(self, one: Sequence, store: RunStore) -> None:
-        """``ValueError`` for a source that was captured with other weights than the model's."""
-        for run in self._leased.get(one, ()):
-            if (captured := store.info(run).weights) != self.state.weights():
-                raise ValueError(invalid(run, captured, self.state.weights()))
-
     def _steered(self, one: Sequence) -> bool:
-        """Takes its steering rows; ``False`` where they are not free now."""
+        """Takes its steering rows; ``False`` where they are not free now, or somebody before it waits for such."""
         asked = one.request
         try:
             if asked.rules or asked.conversation is not None:
@@ -175,6 +151,7 @@ class Residents:
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full:
+            self.steering.rows.closed = True
             return False
         return True
 
@@ -188,7 +165,7 @@ class Residents:
         except (KeyError, ValueError, RuntimeError, OSError):
             self.steering.release(one.id)
             self.rules.release(one.id)
-            self._patches -= Counter(patch.site for patch in one.request.patch)
+            self._patches -= Counter(patch.site for patch in one.patches)
             raise
 
     def _reuse(self, one: Sequence) -> None:
@@ -218,6 +195,3 @@ class Residents:
         last = self._rows.pop()
         if self.slots.free(row) is not None:
             self._rows[row], last.row = last, row
-
-    def _owner(self, one: Sequence) -> str:
-        return f"engine {id(self)} request {one.id}"

@@ -85,6 +85,11 @@ class RuleBook:
                 if rule.when is None and rule.scope == "rest_of_conversation":
                     self._latch(run, rule)
 
+    def check(self, state: SteeringState, rules: Sequence[Rule], spec: Steering | None, conversation: str | None) -> None:
+        """The errors that ``admit`` would raise for as long as the engine lives; takes nothing."""
+        run = self._composed(state, rules, spec or Steering(), "", conversation)
+        state.check(run.spec, run.configs)
+
     @property
     def idle(self) -> bool:
         """Whether no running request has rules."""

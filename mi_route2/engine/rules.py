@@ -16,15 +16,16 @@ Rules act on generated tokens alone. Those that are judged between steps read th
 """
 
 import hashlib
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, get_args
 
-from mi_route2.interventions.specs import Monitor, Number, Steer, Vector, VectorLike
+from mi_route2.interventions.specs import At, AVector, Monitor, Plain, Steer, Vector, several
 from mi_route2.sites import Site
+from mi_route2.validation import NonNegative, Probability, validated
 
-SCOPES = ("this_token", "next_step", "rest_of_request", "rest_of_conversation")
+Scope = Literal["this_token", "next_step", "rest_of_request", "rest_of_conversation"]
+SCOPES = get_args(Scope)
 RULES, SWITCHED = 16, 3
 """Rules that a request may bring, and how many of them may add vectors after a step: each subset of those needs a row."""
 _FIELDS = {
@@ -34,38 +35,32 @@ _FIELDS = {
 }
 
 
-@dataclass(frozen=True)
+@validated
 class Probe:
     """``sigmoid(sharpness * (h.vector - threshold))`` at a site."""
 
-    site: Site
-    vector: VectorLike
-    threshold: Number = 0.0
-    sharpness: Number = 1.0
+    site: At
+    vector: AVector
+    threshold: Annotated[float, Plain] = 0.0
+    sharpness: Annotated[NonNegative, Plain] = 1.0
 
     def __post_init__(self) -> None:
-        seen = Monitor(self.site, self.vector, self.threshold, self.sharpness)  # one place knows what a probe may be
-        if seen.sharpness == 0:
+        if self.sharpness == 0:
             raise ValueError("a probe with sharpness 0 reads nothing: its gate is always a half")
-        object.__setattr__(self, "vector", seen.probe)
 
 
-@dataclass(frozen=True)
+@validated
 class Rule:
     """One rule. ``ValueError`` for what no rule can do, in one sentence that says what to write instead."""
 
-    scope: str
+    scope: Scope
     when: Probe | None = None
-    add: tuple[Steer, ...] = ()
-    attenuate: Number | None = None
+    add: Annotated[tuple[Steer, ...], several(Steer)] = ()
+    attenuate: Annotated[Probability, Plain] | None = None
 
     def __post_init__(self) -> None:
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope={self.scope!r} is not one of {', '.join(SCOPES)}")
         if bool(self.add) == (self.attenuate is not None):
             raise ValueError("a rule adds vectors or attenuates, one of the two: split it into two rules")
-        if self.attenuate is not None and not 0 <= self.attenuate <= 1:
-            raise ValueError(f"attenuate={self.attenuate} is not a factor between 0 and 1: to strengthen, add vectors")
         if self.when is None and self.scope == "next_step":
             raise ValueError("always with next_step is no rule of its own: write rest_of_request")
         if self.scope == "rest_of_conversation" and any(Vector(entry.vector).values is not None for entry in self.add):
@@ -82,6 +77,12 @@ class Rule:
         if self.attenuate is None:
             return Monitor(*probe, gates=(), adds=self.add, name=name)
         return Monitor(*probe, mode="attenuate", depth=1 - self.attenuate, gate_rows=True, name=name)
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Rule":
+        """With its names looked up; what it adds for the rest of a conversation stays a name, under which it may lapse."""
+        when = self.when and replace(self.when, vector=Vector(self.when.vector).resolved(lookup))
+        add = tuple(entry.resolved(lookup) for entry in self.add)
+        return replace(self, when=when, add=self.add if self.scope == "rest_of_conversation" else add)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -139,18 +140,17 @@ def _rule(data: object) -> Rule:
         if not isinstance(when, Mapping) or set(when) != {"probe"}:
             raise ValueError('when is "always" or {"probe": {...}}')
         given = _object("a probe", when["probe"])
-        numbers = {key: _number(key, given[key]) for key in ("threshold", "sharpness") if key in given}
-        probe = Probe(_site(given), _vector(given), **numbers)
+        probe = Probe(_site(given), _vector(given), **{key: given[key] for key in ("threshold", "sharpness") if key in given})
     if not isinstance(apply, Mapping) or set(apply) not in ({"add"}, {"attenuate"}):
         raise ValueError('apply is {"add": [...]} or {"attenuate": factor}')
     if "scope" not in fields:
         raise ValueError(f"scope is missing: choose among {', '.join(SCOPES)}")
     if "attenuate" in apply:
-        return Rule(fields["scope"], probe, attenuate=_number("attenuate", apply["attenuate"]))
+        return Rule(fields["scope"], probe, attenuate=apply["attenuate"])
     if not isinstance(apply["add"], Sequence) or isinstance(apply["add"], str) or not apply["add"]:
         raise ValueError("add is a list of objects with site, vector and scale, one at least")
     entries = [_object("an added vector", entry) for entry in apply["add"]]
-    return Rule(fields["scope"], probe, tuple(Steer(_site(e), _vector(e), _number("scale", e.get("scale", 1.0))) for e in entries))
+    return Rule(fields["scope"], probe, tuple(Steer(_site(e), _vector(e), e.get("scale", 1.0)) for e in entries))
 
 
 def _object(what: str, data: object) -> Mapping[str, Any]:
@@ -159,12 +159,6 @@ def _object(what: str, data: object) -> Mapping[str, Any]:
     if unknown := [key for key in data if key not in _FIELDS[what]]:
         raise ValueError(f"{what} has no field {unknown[0]!r}: it has {', '.join(_FIELDS[what])}")
     return data
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} is a finite number, not {value!r:.60}")
-    return float(value)
 
 
 def _site(data: Mapping[str, Any]) -> Site:

@@ -1,7 +1,8 @@
 """Runs what the scheduler chose: which pieces share a forward, and what each request's interventions are in it."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,13 +27,18 @@ WASTE = 2
 
 @dataclass(frozen=True, eq=False)
 class Ran:
-    """What came of a step: whose next token is due with their logits ``[n v]``, in float32 at least; what monitors read, forward by
-    forward; and what was to be seen at the last token of each request."""
+    """Output of one engine step.
+
+    ``due`` are the requests whose next token is due, with their logits ``[n v]`` in float32 at least; ``readings`` what monitors
+    read, forward by forward; ``seen`` what was to be seen at the last token of each request; ``failed`` whose forward raised, and
+    why.
+    """
 
     due: list[Sequence]
     logits: Float[Tensor, "n v"] | None
     readings: list[Readings]
     seen: dict[int, dict[Site, Tensor]]
+    failed: dict[Sequence, str]
 
 
 class Runner:
@@ -48,26 +54,38 @@ class Runner:
         self._forward.close()
 
     def run(self, pieces: Iterable[tuple[Sequence, int]], wants: frozenset[Site] = frozenset()) -> Ran:
-        """Computes the pieces; ``wants`` are sites to be seen at the last token of each."""
-        due: list[Sequence] = []
+        """Computes the pieces; ``wants`` are sites to be seen at the last token of each.
+
+        A forward that fails is run again for each of its requests alone, so that one which cannot be run ends alone.
+        """
+        ran = Ran([], None, [], {}, {})
         logits: list[Tensor] = []
-        readings: list[Readings] = []
-        seen: dict[int, dict[Site, Tensor]] = {}
-        for group in self._groups(pieces):
+        waiting = deque(self._groups(pieces))
+        while waiting:
+            group = [one for one in waiting.popleft() if one[0] not in ran.failed]
+            if not group:
+                continue  # an earlier piece of the same request failed
             work = self._work(group)
             for site in wants:
-                _watch(work.setdefault(site, Work()), site, group, seen)
-            found, read = self._one(group, work)
+                _watch(work.setdefault(site, Work()), site, group, ran.seen)
+            try:
+                found, read = self._one(group, work)
+            except Exception as error:  # isolated: out of memory, a hook that did not fire, whatever a model may raise
+                if len(group) == 1:
+                    why = " ".join(str(error).split()) or "it says no more"
+                    ran.failed[group[0][0]] = f"a forward of this request failed with {type(error).__name__}: {why:.400}"
+                waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
+                continue
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             if ends:
-                due += [group[i][0] for i in ends]
+                ran.due.extend(group[i][0] for i in ends)
                 logits.append(found if len(ends) == len(group) else found[ends])
             if read is not None:
-                readings.append(read)
-        if not due:
-            return Ran([], None, readings, seen)
+                ran.readings.append(read)
+        if not ran.due:
+            return ran
         whole = torch.cat(logits) if len(logits) > 1 else logits[0]
-        return Ran(due, whole.to(torch.promote_types(whole.dtype, torch.float32)), readings, seen)
+        return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
 
     def _groups(self, pieces: Iterable[tuple[Sequence, int]]) -> Iterator[Group]:
         if self._exact:

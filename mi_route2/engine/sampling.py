@@ -6,57 +6,61 @@ are those of the model's distribution, before temperature and truncation.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from operator import index
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
+from pydantic import Field, PlainValidator
 from torch import Tensor
 
-from mi_route2.checks import converts
+from mi_route2.interventions.specs import Plain
+from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 
-@converts
-@dataclass(frozen=True)
+def _ids(given: object, info: Any) -> tuple[int, ...]:
+    try:
+        if isinstance(given, Tensor):
+            given = given.tolist()
+        ids = tuple(given)  # pyright: ignore[reportArgumentType]
+        if any(isinstance(one, bool) for one in ids):
+            raise TypeError
+        return tuple(map(index, ids))
+    except TypeError as error:
+        shown = " ".join(repr(given).split())
+        raise ValueError(f"{info.field_name} is one row of token ids, as (5, 17), not {shown:.60}") from error
+
+
+def _texts(given: object) -> tuple[str, ...]:
+    found = () if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if (not found and given != ()) or not all(isinstance(one, str) and one for one in found):
+        raise ValueError(f"stop is a sequence of texts that are not empty, as stop=('END',), not {given!r:.60}")
+    return found
+
+
+TokenIds = Annotated[tuple[int, ...], PlainValidator(_ids)]
+
+
+@validated
 class Sampling:
     """How a request chooses its tokens. ``temperature = 0`` is greedy; ``top_k = 0`` and ``top_p = 1`` truncate nothing.
+
+    Without a ``seed`` the engine draws one, which the result has.
 
     ``stop_tokens`` end it (and are a part of its tokens), ``stop`` are texts that do, where the engine has a tokenizer.
     ``logprobs`` asks for the log-probability of each token and of that many of the likeliest (``None``: for none),
     ``logprob_token_ids`` for those of given tokens, exactly. ``ValueError`` for values that cannot be.
     """
 
-    max_new: int = 16
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-    stop_tokens: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    logprobs: int | None = None
-    logprob_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("max_new", "top_k", "seed", *(() if self.logprobs is None else ("logprobs",))):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
-        for name in ("stop_tokens", "logprob_token_ids"):
-            object.__setattr__(self, name, token_ids(name, getattr(self, name)))
-        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) or not all(isinstance(one, str) for one in self.stop):
-            raise ValueError(f"stop is a sequence of texts, as stop=('END',), not {self.stop!r:.60}")
-        for name in ("temperature", "top_p"):
-            if not isinstance(getattr(self, name), float | int):
-                raise ValueError(f"{name} is a number, not {getattr(self, name)!r:.60}")
-        for name, good, what in (
-            ("max_new", self.max_new >= 1, "at least 1"),
-            ("temperature", 0.0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k >= 0, "at least 0, which keeps all"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
-            ("seed", 0 <= self.seed < 2**63, "between 0 and 2^63 - 1"),
-            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0, or None"),
-            ("stop", all(self.stop), "texts of at least one character"),
-        ):
-            if not good:
-                raise ValueError(f"{name} = {getattr(self, name)!r} cannot be: it is {what}")
+    max_new: Annotated[AtLeastOne, Plain] = 16
+    temperature: Annotated[NonNegative, Plain] = 0.0
+    top_k: Annotated[Natural, Plain] = 0
+    top_p: Annotated[float, Field(gt=0, le=1), Plain] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63), Plain] | None = None
+    stop_tokens: TokenIds = ()
+    stop: Annotated[tuple[str, ...], PlainValidator(_texts)] = ()
+    logprobs: Annotated[Natural, Plain] | None = None
+    logprob_token_ids: TokenIds = ()
 
     @property
     def detailed(self) -> bool:
@@ -72,24 +76,9 @@ class Sampling:
         """The request's own draws in [0, 1), one a token."""
         if self.plain:
             return []
+        assert self.seed is not None, "the engine draws one"
         generator = torch.Generator().manual_seed(self.seed)
         return torch.rand(self.max_new, dtype=torch.float64, generator=generator).tolist()
-
-
-def whole(name: str, given: object) -> int:
-    """``given`` as a whole number; ``ValueError`` where it is none."""
-    try:
-        return index(given)  # pyright: ignore[reportArgumentType]
-    except TypeError as error:
-        raise ValueError(f"{name} is a whole number, not {given!r:.60}") from error
-
-
-def token_ids(name: str, given: object) -> tuple[int, ...]:
-    """``given`` as a tuple of whole numbers; ``ValueError`` where it is no row of them."""
-    try:
-        return tuple(map(index, given))  # pyright: ignore[reportArgumentType]
-    except TypeError as error:
-        raise ValueError(f"{name} is one row of token ids, as (5, 17), not {' '.join(repr(given).split()):.60}") from error
 
 
 def choose(

@@ -3,7 +3,8 @@
 Running requests come before waiting ones, single tokens before pieces of prompts, higher priority before lower, then who came
 first. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` positions of keys and values.
 Where room runs out, or somebody of higher priority waits for a row, the last of the lowest priority is put back among the waiting,
-with all that it has. The first of the waiting who does not fit stops those behind it, so that nobody is overtaken for ever.
+with all that it has. The first of the waiting for whom there is no row or no room stops those behind it, so that nobody is
+overtaken for ever. Who lacks something else is passed by: ``admit`` sees to it that nobody behind takes that.
 """
 
 from bisect import insort
@@ -56,6 +57,8 @@ class Scheduler(Generic[J]):
         self.rows, self.budget, self.chunk, self.room, self.grain = rows, budget, chunk, room, grain
         self.waiting: list[J] = []
         self.running: list[J] = []
+        self._lacking: set[int] = set()
+        """Who lacked something else when it was last asked, by arrival."""
 
     def add(self, job: J) -> None:
         """A new request, or one that comes back."""
@@ -64,6 +67,7 @@ class Scheduler(Generic[J]):
     def remove(self, job: J) -> None:
         """A request that ended, wherever it is."""
         (self.running if job in self.running else self.waiting).remove(job)
+        self._lacking.discard(job.arrival)
 
     def put_back(self, job: J) -> None:
         """A running request goes back among the waiting."""
@@ -79,14 +83,15 @@ class Scheduler(Generic[J]):
         turn: Turn[J] = Turn()
         self._make_way(turn, put_back)
         left = self._go_on(turn, put_back)
-        while self.waiting and left > 0 and len(self.running) < self.rows:
-            job = self.waiting[0]
-            if job in turn.preempted or not self._fits(turn, job):
+        for job in list(self.waiting):
+            if left <= 0 or len(self.running) >= self.rows or job in turn.preempted or not self._fits(turn, job):
                 break
+            self._lacking.discard(job.arrival)
             answer = admit(job)
             if answer == "wait":
-                break
-            del self.waiting[0]
+                self._lacking.add(job.arrival)
+                continue
+            self.waiting.remove(job)
             if answer == "drop":
                 continue
             self.running.append(job)
@@ -102,9 +107,9 @@ class Scheduler(Generic[J]):
         put_back(job)
 
     def _make_way(self, turn: Turn[J], put_back: Callable[[J], None]) -> None:
-        """Somebody of higher priority waits and all rows are taken: the least urgent goes."""
+        """Somebody of higher priority waits for nothing but a row and all are taken: the least urgent goes."""
         taken = 0
-        for job in list(self.waiting):
+        for job in [job for job in self.waiting if job.arrival not in self._lacking]:
             if len(self.running) + taken < self.rows:
                 taken += 1
                 continue

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mi_route2.engine.prefix import Acts
 from mi_route2.engine.request import Capture, Captured, Request, Result
+from mi_route2.engine.sampling import Sampling
 from mi_route2.engine.slots import Saved
 from mi_route2.interventions.patches import Resolved
 from mi_route2.interventions.runs.writer import Writer
@@ -24,13 +25,13 @@ class Sequence:
     arrival: int
     request: Request
     result: Result
-    uniforms: list[float]
+    sampling: Sampling
+    patches: tuple[Resolved, ...] = ()
     tokens: list[int] = field(init=False)
     computed: int = 0
     row: int = -1
     saved: Saved | None = None
     admitted: bool = False
-    patches: tuple[Resolved, ...] = ()
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
     keys: list[bytes] = field(default_factory=list)
@@ -38,11 +39,14 @@ class Sequence:
     writer: Writer | None = None
     lost: Callable[["Sequence", str], object] | None = None
     captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.priority, self.sampling = self.request.priority, self.request.sampling
+        self.priority = self.request.priority
         self.prompt = len(self.tokens)
+        self.uniforms = self.sampling.uniforms()
+        self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
 
     @property
     def known(self) -> int:
@@ -65,6 +69,7 @@ class Sequence:
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
         """Takes what capture ``number`` saw."""
+        self.kept.add(number)
         if self.request.run is not None:
             self._write(self.request.capture[number].site, positions, rows)
             return
@@ -102,7 +107,9 @@ class Sequence:
     def unfired(self) -> list[str]:
         """Captures and patches at positions that were never computed."""
         missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
-        for capture in self.request.capture:
+        for number, capture in enumerate(self.request.capture):
+            if capture.where.positions is None and number not in self.kept:
+                missed.append(f"capture at {capture.site}, of which no token came")
             missed += [f"capture at {capture.site}, position {position}" for position in capture.where.missing(self.computed)]
         return missed
 

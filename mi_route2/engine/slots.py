@@ -75,11 +75,6 @@ class Slots:
         """A copy of the row's positions ``start .. length - 1``."""
         return Saved(self._data[:, :, row, :, start:length].clone())
 
-    def blocks(self, row: int, first: int, stop: int, size: int) -> list[Saved]:
-        """Copies of the row's blocks ``first .. stop - 1`` of ``size`` positions: one allocation, freed with the last of them."""
-        held = self._data[:, :, row, :, first * size : stop * size].unflatten(3, (stop - first, size))
-        return [Saved(block) for block in held.movedim(3, 0).contiguous().unbind(0)]
-
     def load(self, row: int, saved: Saved, start: int = 0) -> None:
         """Puts a copy back, from position ``start`` on."""
         length = start + saved.data.shape[3]

@@ -128,7 +128,7 @@ def refuse_batching(bridge: TransformerBridge) -> None:
     for model in (bridge, bridge.original_model):
         for name in BATCHED:
             if hasattr(model, name):
-                object.__setattr__(model, name, refuse)
+                setattr(model, name, refuse)
 
 
 def _micro_config(config: Any) -> TransformerBridgeConfig:

@@ -104,12 +104,16 @@ class Decoder:
         would have given; hooks there do not fire.
         ``RuntimeError`` for a model that drops activations in training mode.
         """
-        if self._drops and self._model.training:
-            raise RuntimeError("the model is in training mode and drops activations at random: call eval() on it")
+        self.refuse_dropout()
         if entry is None:
             return self._run(tokens, positions, allowed, cache, keep)
         with self._entering(*entry):
             return self._run(tokens, positions, allowed, cache, keep)
+
+    def refuse_dropout(self) -> None:
+        """``RuntimeError`` for a model that drops activations in training mode."""
+        if self._drops and self._model.training:
+            raise RuntimeError("the model is in training mode and drops activations at random: call eval() on it")
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """The shape of a site's value at one token, as a forward shows it; errors as of ``Host.hooks``, and ``ValueError`` for a

@@ -10,74 +10,67 @@ at that token's row. Positions may lie in tokens that are yet to be generated.
 """
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Annotated, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import Field, PlainValidator
 from torch import Tensor
 
-from mi_route2.checks import checked, converts
 from mi_route2.interventions.edits import wide
-from mi_route2.interventions.specs import Number
-from mi_route2.sites import Site, demand_site, nearest
+from mi_route2.interventions.specs import At, Number, Plain
+from mi_route2.sites import Site, nearest
+from mi_route2.validation import Natural, validated
 
 ZEROS = "zeros"
 
 
-@checked
-@dataclass(frozen=True)
+Position = Annotated[Natural, Plain, Field(description="a whole number: positions count from 0 at the prompt's first token")]
+
+
+@validated
 class FromRun:
     """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""
 
     run: str
-    position: int
-    site: Site | None = None
+    position: Position
+    site: At | None = None
 
 
-@converts
-@dataclass(frozen=True, eq=False)
+def _source(given: object) -> FromRun | Tensor | str:
+    if not isinstance(given, FromRun | Tensor | str):
+        raise ValueError(
+            f"the source of a patch is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a {type(given).__name__}"
+        )
+    return given.detach().clone() if isinstance(given, Tensor) else given
+
+
+def _share(given: object) -> float | Tensor:
+    if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, float | int | np.number)):
+        raise ValueError(f"the alpha of a patch is a number, or a tensor of one a dimension, not {given!r:.60}")
+    if not bool(torch.isfinite(torch.as_tensor(given)).all()):
+        raise ValueError("the alpha of a patch holds NaN or infinity: 1 replaces a value, 0 leaves it")
+    return given.detach().clone() if isinstance(given, Tensor) else float(given)
+
+
+@validated
 class Patch:
     """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).
 
-    ``ValueError`` for what is no position, for an ``alpha`` that is not finite and for a source that is none of the three.
+    Tensors are copied: whoever writes into theirs does not change a request. 1 and 1.0 are one share, also where blocks of the
+    prefix cache are named by it. ``ValueError`` for what is no position, for an ``alpha`` that is not finite and for a source that
+    is none of the three.
     """
 
-    site: Site
-    position: int
-    source: FromRun | Tensor | str
-    alpha: Number | Tensor = 1.0
+    site: At
+    position: Position
+    source: Annotated[FromRun | Tensor | str, PlainValidator(_source)]
+    alpha: Annotated[Number | Tensor, PlainValidator(_share)] = 1.0
 
-    def __post_init__(self) -> None:
-        demand_site(self.site, "a patch")
-        if not isinstance(self.position, int) or self.position < 0:
-            raise ValueError(f"a patch at {self.site} names position {self.position}: positions count from 0 at the prompt's first")
-        if not isinstance(self.source, FromRun | Tensor | str):
-            raise ValueError(
-                f"the source of the patch at {self.site} is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a "
-                f"{type(self.source).__name__}"
-            )
-        for name in ("source", "alpha"):
-            if isinstance(given := getattr(self, name), Tensor):  # a copy: whoever writes into theirs does not change a request
-                object.__setattr__(self, name, given.detach().clone())
-        if not isinstance(self.alpha, Tensor):  # 1 and 1.0 are one share, also where blocks are named by it
-            object.__setattr__(self, "alpha", _share(self.site, self.alpha))
-        elif not bool(torch.isfinite(self.alpha).all()):
-            raise ValueError(f"the patch at {self.site}, position {self.position}, has an alpha that is not finite")
-
-
-def _share(site: Site, alpha: object) -> float:
-    try:
-        share = float(alpha)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the alpha of the patch at {site} is a number, or a tensor of one a dimension, not {alpha!r:.60}"
-        ) from error
-    if not math.isfinite(share):
-        raise ValueError(f"the patch at {site} has an alpha that is not finite")
-    return share
+    __eq__, __hash__ = object.__eq__, object.__hash__  # tensors have no single truth
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +110,7 @@ def resolve(
         if place in found:
             raise ValueError(f"two patches name {patch.site} at position {patch.position}: one place has one patch")
         size = shape(patch.site)
-        source = _fit(_source(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
+        source = _fit(_found(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
         alpha = patch.alpha
         if isinstance(alpha, Tensor):
             alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
@@ -130,7 +123,7 @@ def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[in
     return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
 
 
-def _source(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
+def _found(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
     match patch.source:
         case Tensor() as inline:
             return inline

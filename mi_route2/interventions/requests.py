@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mi_route2.interventions.buffers import Watch, watch_of
-from mi_route2.interventions.rows import Full, Rows
+from mi_route2.interventions.rows import Full, Rows, row_key
 from mi_route2.interventions.specs import Steering, Vector, looker
 from mi_route2.sites import Site
 
@@ -24,7 +24,7 @@ class Living:
     owner: str
     conversation: str | None
     watches: dict[str, Watch]
-    override: tuple[str, Steering] | None = None
+    override: "Held | None" = None
     scale: float = 1.0
     dynamic: dict[str, Watch] = field(default_factory=dict)
     resident: bool = False
@@ -35,16 +35,19 @@ class Living:
     @property
     def specs(self) -> list[Steering]:
         """All that it needs rows for."""
-        return [self.spec, *self.configs.values(), *([self.override[1]] if self.override else ())]
+        return [self.spec, *self.configs.values(), *([self.override.spec] if self.override else ())]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Held:
-    """A configuration under a name, for overrides to point at."""
+    """A configuration under a name, for overrides to point at. ``scale`` is that of the requests which are routed to it, and of no
+    other that shares its row."""
 
+    name: str
     spec: Steering
-    row: int
-    owner: str
+    row: int = 0
+    owner: str = ""
+    scale: float = 1.0
 
 
 class Requests:
@@ -86,6 +89,25 @@ class Requests:
             return False
         return True
 
+    def check(self, spec: Steering | None, configs: Mapping[str, Steering]) -> None:
+        """``ValueError`` for what ``admit`` would refuse for as long as the server's configurations are held; takes nothing."""
+        own = self._resolved(spec)
+        for monitor in own.monitors:
+            watch_of(monitor, monitor.name, self.rows, self.quarantine_sites)
+        specs = [own, *(self._row(*named) for named in configs.items())]
+        try:
+            self.rows.demand(specs)
+        except Full:
+            needed = {row_key(one) for one in specs} - {b""}
+            server = {name: held for name, held in self.held.items() if not held.owner}
+            others = {held.row: name for name, held in server.items() if held.row and row_key(held.spec) not in needed}
+            capacity = self.rows.capacity
+            if len(needed) > capacity - len(others):
+                names = ", ".join(others.values())
+                raise ValueError(
+                    f"{len(others)} of {capacity} steering rows are held by configurations ({names}): drop one, or raise rows"
+                ) from None
+
     def admit(
         self, request: int, spec: Steering | None, owner: str, conversation: str | None, configs: Mapping[str, Steering]
     ) -> None:
@@ -102,7 +124,7 @@ class Requests:
         self.rows.demand(living.specs)
         living.row = self.rows.acquire(living.spec)
         living.alternatives = tuple(self.rows.acquire(config) for config in living.configs.values())
-        living.routed = self.rows.acquire(living.override[1]) if living.override else None
+        living.routed = self.rows.acquire(living.override.spec) if living.override else None
         living.resident = True
         self._count(living, 1)
         self.living[request] = living
@@ -156,23 +178,24 @@ class Requests:
             raise ValueError(f"a configuration is held as {name!r} already: drop it first, or take another name")
         found = self._row(name, spec)
         self.rows.demand([found])
-        self.held[name] = Held(found, self.rows.acquire(found), owner)
+        self.held[name] = Held(name, found, self.rows.acquire(found), owner)
 
     def drop(self, name: str) -> None:
         self.rows.release(self.config(name).row)
         del self.held[name]
 
     def override(self, request: int, config: str | None) -> None:
-        known = {name: held.spec for name, held in self.held.items()} | dict(self.of(request).configs)
+        known = {name: Held(name, spec) for name, spec in self.of(request).configs.items()}
+        known = self.held | known
         if config is not None and config not in known:
             raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
-        self.route(request, None if config is None else (config, known[config]))
+        self.route(request, None if config is None else known[config])
 
-    def route(self, request: int, target: tuple[str, Steering] | None) -> None:
+    def route(self, request: int, target: Held | None) -> None:
         living = self.of(request)
         before = living.routed
         if living.resident:
-            living.routed = None if target is None else self.rows.acquire(target[1])  # held already: this cannot be Full
+            living.routed = None if target is None else self.rows.acquire(target.spec)  # held already: this cannot be Full
             if before is not None:
                 self.rows.release(before)
         living.override = target

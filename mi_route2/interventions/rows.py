@@ -44,7 +44,6 @@ class Row:
     key: bytes
     tiers: Tiers
     refs: int = 0
-    scale: float = 1.0
     bands: tuple[Mapping[Site, tuple[Band, ...]], ...] = ({}, {})
     """Clamps of a prefill and of a decode token."""
     contents: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
@@ -80,6 +79,8 @@ class Rows:
         self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
+        self.closed = False
+        """Whether somebody waits for rows: then no other may take a free one."""
 
     @property
     def used(self) -> int:
@@ -113,7 +114,8 @@ class Rows:
         needed = {key for spec in specs if (key := row_key(spec))}
         if len(needed) > self.capacity:
             raise ValueError(f"{len(needed)} steering rows are needed and there are {self.capacity}: ask for fewer, or raise rows")
-        if (new := len(needed - self._by_key.keys())) > (free := len(self._free)):
+        free = 0 if self.closed else len(self._free)
+        if (new := len(needed - self._by_key.keys())) > free:
             raise Full(f"{new} steering rows are needed and {free} of {self.capacity} are free: wait for a request to end")
 
     def acquire(self, spec: Steering) -> int:
@@ -132,7 +134,7 @@ class Rows:
         return index
 
     def release(self, index: int) -> None:
-        """Give a row back; the last one frees it, and its scale is forgotten."""
+        """Give a row back; the last one frees it."""
         row = self.rows[index]
         row.refs -= 1
         assert row.refs >= 0
@@ -147,7 +149,7 @@ class Rows:
         for clamp in clamps:
             if clamp.phase in ("both", phase):
                 unit = clamp.unit().to(self.device, self.kind)
-                band = Band(unit, clamp.low, clamp.high, clamp.strength)
+                band = Band(unit, *clamp.bounds, clamp.strength)
                 found[clamp.site] = (*found.get(clamp.site, ()), band)
         return found
 

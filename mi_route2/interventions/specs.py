@@ -13,23 +13,23 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from torch import Tensor
 
-from mi_route2.checks import converts
 from mi_route2.interventions.order import precedes
-from mi_route2.sites import Site, demand_site
+from mi_route2.sites import Site
+from mi_route2.validation import NonNegative, Probability, validated
 
 Number = float | int
 TIERS = ("base", "prefill", "decode")
 KINDS = (*TIERS, "clamps", "monitors")
-PHASES = ("both", "prefill", "decode")
-MODES = ("add", "attenuate")
-QUARANTINES = ("open", "close")
 CLAMPS = 4
 """Clamps that one request may have at a site."""
 
@@ -99,49 +99,47 @@ def tensor_digest(values: Tensor) -> bytes:
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
-def _number(name: str, value: object) -> float:
-    try:
-        return float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} is a number, not {value!r:.60}") from error
+# Fields of what a request carries
+
+At = Annotated[Site, Field(description="a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre')")]
+AVector = Annotated[VectorLike, PlainValidator(Vector)]
 
 
-def _finite(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> float:
-    number = _number(name, value)
-    if not (math.isfinite(number) and low <= number <= high):
-        bounds = "" if (low, high) == (-math.inf, math.inf) else f" between {low:g} and {high:g}"
-        raise ValueError(f"{name} is {value}: give a finite number{bounds}")
-    return number
+def _plain(value: object) -> object:
+    """One number of numpy's or torch's as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
 
 
-def several(name: str, given: object, kind: type) -> tuple:
-    """``given`` as a tuple; ``ValueError`` where it is not several of ``kind``."""
+Plain = BeforeValidator(_plain)
+Bound = Annotated[float, Field(allow_inf_nan=True), Plain]
+
+
+def several(kind: type) -> PlainValidator:
+    """Of a field: several of ``kind`` in any iterable, kept as a tuple. One that stands alone is refused."""
+    return PlainValidator(partial(_tuple, kind))
+
+
+def _tuple(kind: type, given: object, info: Any) -> tuple:
+    name, what = info.field_name, kind.__name__
     if isinstance(given, kind) or not isinstance(given, Iterable):
-        raise ValueError(f"{name} is a sequence of {kind.__name__}, not one {type(given).__name__}: write ({kind.__name__}(...),)")
+        raise ValueError(f"{name} is a sequence of {what}, not one {type(given).__name__}: write ({what}(...),)")
     found = tuple(given)
     if wrong := [one for one in found if not isinstance(one, kind)]:
-        raise ValueError(f"{name} is a sequence of {kind.__name__}, and one of it is a {type(wrong[0]).__name__}")
+        raise ValueError(f"{name} is a sequence of {what}, and one of it is a {type(wrong[0]).__name__}")
     return found
 
 
-def _one_of(name: str, value: object, known: Iterable[object]) -> None:
-    if value not in (known := tuple(known)):
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+def _sites(given: object, info: Any) -> tuple[Site, ...] | None:
+    return None if given is None else tuple(sorted(set(_tuple(Site, given, info))))
 
 
-@converts
-@dataclass(frozen=True)
+@validated
 class Steer:
     """Add ``scale * vector`` at ``site``."""
 
-    site: Site
-    vector: VectorLike
-    scale: Number = 1.0
-
-    def __post_init__(self) -> None:
-        demand_site(self.site, "a vector")
-        object.__setattr__(self, "vector", Vector(self.vector))
-        object.__setattr__(self, "scale", _finite("scale", self.scale))
+    site: At
+    vector: AVector
+    scale: Annotated[float, Plain] = 1.0
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steer":
         """Itself where there is no name to look up: this, and all of the others, is asked for every request."""
@@ -156,48 +154,41 @@ class Steer:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
 
 
-@converts
-@dataclass(frozen=True)
+@validated
 class Clamp:
     """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
 
-    ``vector`` is divided by its length; a bound may be infinite. ``value`` is ``low = high``. ``phase`` is prefill (the prompt's
-    tokens), decode (generated ones) or both. ``ValueError`` for bounds in the wrong order, for ``value`` beside a bound, and where
-    nothing bounds.
+    ``vector`` is divided by its length; a bound may be infinite. ``value`` stands for ``low = high``. ``phase`` is prefill (the
+    prompt's tokens), decode (generated ones) or both. ``ValueError`` for bounds in the wrong order, for ``value`` beside a bound,
+    and where nothing bounds.
     """
 
-    site: Site
-    vector: VectorLike
-    low: Number = -math.inf
-    high: Number = math.inf
-    strength: Number = 1.0
-    phase: str = "both"
-    value: Number | None = None
+    site: At
+    vector: AVector
+    low: Bound = -math.inf
+    high: Bound = math.inf
+    strength: Annotated[float, Plain] = 1.0
+    phase: Literal["both", "prefill", "decode"] = "both"
+    value: Annotated[float, Plain] | None = None
 
     def __post_init__(self) -> None:
-        demand_site(self.site, "a clamp")
         vector = Vector(self.vector)
-        object.__setattr__(self, "vector", vector)
         if vector.values is not None and not bool(vector.values.any()):
             raise ValueError(f"the clamp at {self.site} has a direction of zeros: give one with a length")
-        if self.value is not None:
-            if (self.low, self.high) != (-math.inf, math.inf):
-                raise ValueError(f"the clamp at {self.site} has a value and bounds: give value, or low and high")
-            value = _finite("value", self.value)
-            object.__setattr__(self, "low", value)
-            object.__setattr__(self, "high", value)
-            object.__setattr__(self, "value", None)
-        for field in ("low", "high"):
-            object.__setattr__(self, field, _number(field, getattr(self, field)))
-        if not self.low <= self.high:  # a NaN is neither
-            raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: low is the smaller one")
-        if (math.isinf(self.low) and self.low > 0) or (math.isinf(self.high) and self.high < 0):
-            raise ValueError(f"the clamp at {self.site} has low={self.low} and high={self.high}: no number is between them")
-        if math.isinf(self.low) and math.isinf(self.high):
+        if self.value is not None and (self.low, self.high) != (-math.inf, math.inf):
+            raise ValueError(f"the clamp at {self.site} has a value and bounds: give value, or low and high")
+        low, high = self.bounds
+        if not low <= high:  # a NaN is neither
+            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: low is the smaller one")
+        if low == math.inf or high == -math.inf:
+            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: no number is between them")
+        if math.isinf(low) and math.isinf(high):
             raise ValueError(f"the clamp at {self.site} has no bound: give low, high, both, or value")
-        for field, value in (("low", self.low), ("high", self.high), ("strength", _finite("strength", self.strength))):
-            object.__setattr__(self, field, float(value))
-        _one_of("phase", self.phase, PHASES)
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the upper one."""
+        return (self.low, self.high) if self.value is None else (self.value, self.value)
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
         vector = Vector(self.vector)
@@ -210,12 +201,15 @@ class Clamp:
         return v / v.norm()
 
     def content(self) -> bytes:
-        numbers = repr((self.low, self.high, self.strength, self.phase))
+        numbers = repr((*self.bounds, self.strength, self.phase))
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
 
 
-@converts
-@dataclass(frozen=True)
+def _called(name: str, info: Any) -> str:
+    return name or str(info.data.get("site"))
+
+
+@validated
 class Monitor:
     """A probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` of every token at ``site``, in float32 at least.
 
@@ -231,36 +225,21 @@ class Monitor:
     ``ValueError`` for a gated site that fires before the monitor's.
     """
 
-    site: Site
-    probe: VectorLike
-    threshold: Number = 0.0
-    sharpness: Number = 1.0
-    mode: str = "add"
-    gates: Sequence[Site] | None = None
+    site: At
+    probe: AVector
+    threshold: Annotated[float, Plain] = 0.0
+    sharpness: Annotated[NonNegative, Plain] = 1.0
+    mode: Literal["add", "attenuate"] = "add"
+    gates: Annotated[Sequence[Site] | None, PlainValidator(_sites)] = None
     gate_rows: bool = False
-    quarantine: str | None = None
-    quarantined: Sequence[Site] | None = None
-    adds: Sequence[Steer] = ()
-    depth: Number = 1.0
+    quarantine: Literal["open", "close"] | None = None
+    quarantined: Annotated[Sequence[Site] | None, PlainValidator(_sites)] = None
+    adds: Annotated[Sequence[Steer], several(Steer)] = ()
+    depth: Annotated[Probability, Plain] = 1.0
     prompt: bool = False
-    name: str = ""
+    name: Annotated[str, AfterValidator(_called), Field(validate_default=True)] = ""
 
     def __post_init__(self) -> None:
-        demand_site(self.site, "a monitor")
-        object.__setattr__(self, "probe", Vector(self.probe))
-        object.__setattr__(self, "threshold", _finite("threshold", self.threshold))
-        object.__setattr__(self, "sharpness", _finite("sharpness", self.sharpness, low=0.0))
-        object.__setattr__(self, "depth", _finite("depth", self.depth, 0.0, 1.0))
-        object.__setattr__(self, "name", self.name or str(self.site))
-        object.__setattr__(self, "adds", several("adds", self.adds, Steer))
-        for field in ("gates", "quarantined"):
-            given = getattr(self, field)
-            object.__setattr__(self, field, None if given is None else tuple(sorted(set(several(field, given, Site)))))
-        _one_of("mode", self.mode, MODES)
-        _one_of("quarantine", self.quarantine, (None, *QUARANTINES))
-        self._refuse()
-
-    def _refuse(self) -> None:
         named = (*(self.gates or ()), *(self.quarantined or ()), *(entry.site for entry in self.adds))
         for site in named:
             if not self.reaches(site):
@@ -305,21 +284,18 @@ class Monitor:
         return b"|".join((str(self.site).encode(), Vector(self.probe).digest, repr(numbers).encode(), adds))
 
 
-@converts
-@dataclass(frozen=True)
+@validated
 class Steering:
     """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a
     name (the site's, where none is given)."""
 
-    base: Sequence[Steer] = ()
-    prefill: Sequence[Steer] = ()
-    decode: Sequence[Steer] = ()
-    clamps: Sequence[Clamp] = ()
-    monitors: Sequence[Monitor] = ()
+    base: Annotated[Sequence[Steer], several(Steer)] = ()
+    prefill: Annotated[Sequence[Steer], several(Steer)] = ()
+    decode: Annotated[Sequence[Steer], several(Steer)] = ()
+    clamps: Annotated[Sequence[Clamp], several(Clamp)] = ()
+    monitors: Annotated[Sequence[Monitor], several(Monitor)] = ()
 
     def __post_init__(self) -> None:
-        for field, kind in (*((tier, Steer) for tier in TIERS), ("clamps", Clamp), ("monitors", Monitor)):
-            object.__setattr__(self, field, several(field, getattr(self, field), kind))
         for phase in ("prefill", "decode"):
             sites = [clamp.site for clamp in self.clamps if clamp.phase in ("both", phase)]
             if crowded := [site for site in sites if sites.count(site) > CLAMPS]:
@@ -330,7 +306,8 @@ class Steering:
 
     def vectors(self, tier: str) -> tuple[Steer, ...]:
         """The entries of a tier: base, prefill or decode."""
-        _one_of("tier", tier, TIERS)
+        if tier not in TIERS:
+            raise ValueError(f"tier={tier!r} is not one of {', '.join(map(repr, TIERS))}")
         return tuple(getattr(self, tier))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":

@@ -29,7 +29,7 @@ from mi_route2.interventions.edits import term
 from mi_route2.interventions.layout import Layout
 from mi_route2.interventions.planner import Acting, Planner
 from mi_route2.interventions.readings import Reading, Readings
-from mi_route2.interventions.requests import Living, Requests
+from mi_route2.interventions.requests import Held, Living, Requests
 from mi_route2.interventions.rows import Full, Rows, summed
 from mi_route2.interventions.specs import Monitor, Number, Steer, Steering, Vector, VectorLike, looker
 from mi_route2.sites import Site
@@ -115,6 +115,10 @@ class SteeringState:
         """Whether ``admit`` would find its rows now; ``request`` names a preempted one. ``ValueError`` as there."""
         return self._requests.fits(spec, configs or {}, request)
 
+    def check(self, spec: Steering | None, configs: Mapping[str, Steering] | None = None) -> None:
+        """``ValueError`` for what ``admit`` would refuse, now and for as long as the server's own configurations are held."""
+        self._requests.check(spec, configs or {})
+
     def admit(
         self,
         request: int,
@@ -194,17 +198,18 @@ class SteeringState:
         self._requests.override(request, config)
         self._changed(request)
 
-    def routing(self, request: int) -> tuple[str, Steering] | None:
-        """The configuration to which a request is routed and its name; ``None`` for its own row."""
+    def routing(self, request: int) -> Held | None:
+        """The configuration to which a request is routed; ``None`` for its own row."""
         return self._requests.of(request).override
 
-    def route(self, request: int, routing: tuple[str, Steering] | None) -> None:
+    def route(self, request: int, routing: Held | None) -> None:
         """Put back what ``routing`` said, though its name may be dropped by now."""
         self._requests.route(request, routing)
         self._changed(request)
 
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
-        """Scale the static vectors of a request's generated tokens, those of all that share a held row, or the tier (neither)."""
+        """Scale the static vectors of a request's generated tokens, of all that are routed to a held configuration, or the tier
+        (neither)."""
         value = _scale(scale)
         if request is not None and config is not None:
             raise ValueError("a scale is of a request, of a configuration, or of the tier: name one of them at most")
@@ -212,8 +217,8 @@ class SteeringState:
             self._requests.of(request).scale = value
         elif config is None:
             self.gain = value
-        elif row := self._requests.config(config).row:
-            self.rows.rows[row].scale = value
+        elif (held := self._requests.config(config)).row:
+            held.scale = value
         else:
             raise ValueError(f"the configuration {config!r} holds no vectors, so that there is nothing to scale")
         self._forget(request)
@@ -253,7 +258,8 @@ class SteeringState:
             raise RuntimeError(f"request {request} is in the batch but was not admitted: it would run unsteered")
         routed = living.row if living.routed is None else living.routed
         own, other = self.rows.rows[living.row], self.rows.rows[routed]
-        scales, bands = (1.0, other.scale * living.scale), (own.bands[0], other.bands[1])
+        held = 1.0 if living.override is None else living.override.scale
+        scales, bands = (1.0, held * living.scale), (own.bands[0], other.bands[1])
         return Acting((living.row, routed), scales, bands, self._watches(living))
 
     def _watches(self, living: Living) -> tuple[Watch, ...]:
@@ -356,11 +362,11 @@ class SteeringState:
             "rows": {"used": self.rows.used, "capacity": self.rows.capacity},
             "globals": {tier: sorted(map(str, entries)) for tier, entries in self.rows.globals.items()},
             "tier": {"sites": sorted(map(str, self.tier)), "gain": self.gain},
-            "configs": {name: {"owner": held.owner, "scale": self.rows.rows[held.row].scale} for name, held in configs},
+            "configs": {name: {"owner": held.owner, "scale": held.scale} for name, held in configs},
             "monitors": {name: {"site": str(w.monitor.site), "owner": owner} for name, (w, owner) in self._monitors.items()},
             "requests": {
                 request: {
-                    "override": living.override[0] if living.override else None,
+                    "override": living.override.name if living.override else None,
                     "scale": living.scale,
                     "monitors": [*living.watches, *living.dynamic],
                     "running": living.resident,
@@ -371,7 +377,6 @@ class SteeringState:
 
 
 def _scale(value: Number) -> float:
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise ValueError(f"a scale of {value} cannot be: give a finite number that is not negative")
+    if isinstance(value, bool | str) or not 0 <= (number := float(value)) < float("inf"):
+        raise ValueError(f"a scale of {value!r:.60} cannot be: give a finite number that is not negative")
     return number

@@ -12,16 +12,36 @@ model, so it has no activations and no position here.
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated, Any, Literal, get_args
 
-from mi_route2.checks import converts
+from pydantic import PlainValidator
 
-PARTS = ("all", "prompt", "generated", "last")
+from mi_route2.validation import validated
+
+Part = Literal["all", "prompt", "generated", "last"]
+PARTS = get_args(Part)
 
 
-@converts
-@dataclass(frozen=True)
+def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | None:
+    """Positions in order, or a set of token ids; ``ValueError`` says what is wrong with them."""
+    name = info.field_name
+    if numbers is None:
+        return None
+    if not isinstance(numbers, Iterable):
+        raise ValueError(f"{name} is a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
+    given = list(numbers)
+    if not given:
+        raise ValueError(f"{name} is empty: name at least one, or leave it out for no limit")
+    if wrong := [number for number in given if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
+        raise ValueError(f"{wrong[0]!r} in {name} is not a whole number from 0 on: logical positions and ids count from 0")
+    ordered = sorted(given)
+    if twice := [one for one, other in pairwise(ordered) if one == other]:
+        raise ValueError(f"{twice[0]} stands twice in {name}: name each number once")
+    return frozenset(ordered) if name == "token_ids" else tuple(ordered)
+
+
+@validated
 class Where:
     """A part of the sequence (one of ``PARTS``) or ``positions`` by number; of these, where ``token_ids`` holds the token.
 
@@ -29,17 +49,13 @@ class Where:
     negative or repeated number, an empty choice, an unknown part, and for a part together with positions.
     """
 
-    part: str = "all"
-    positions: Iterable[int] | None = None
-    token_ids: Iterable[int] | None = None
+    part: Part = "all"
+    positions: Annotated[Iterable[int] | None, PlainValidator(_ordered)] = None
+    token_ids: Annotated[Iterable[int] | None, PlainValidator(_ordered)] = None
 
     def __post_init__(self) -> None:
-        if self.part not in PARTS:
-            raise ValueError(f"{self.part!r} is no part of a sequence: choose among {', '.join(PARTS)}")
         if self.positions is not None and self.part != "all":
             raise ValueError(f"part={self.part!r} and positions contradict each other: give one of them")
-        for name in ("positions", "token_ids"):
-            object.__setattr__(self, name, _ordered(name, getattr(self, name)))
 
     def rows(self, tokens: Sequence[int], start: int, prompt_length: int) -> list[int]:
         """The rows of a chunk that are kept, in order, counted from the chunk's first token.
@@ -73,20 +89,3 @@ class Where:
 
     def _numbers(self) -> tuple[int, ...]:
         return () if self.positions is None else tuple(self.positions)
-
-
-def _ordered(name: str, numbers: object) -> tuple[int, ...] | frozenset[int] | None:
-    """Positions in order, or a set of token ids; ``ValueError`` says what is wrong with them."""
-    if numbers is None:
-        return None
-    if not isinstance(numbers, Iterable):
-        raise ValueError(f"{name} is a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
-    given = list(numbers)
-    if not given:
-        raise ValueError(f"{name} is empty: name at least one, or leave it out for no limit")
-    if wrong := [number for number in given if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
-        raise ValueError(f"{wrong[0]!r} in {name} is not a whole number from 0 on: logical positions and ids count from 0")
-    ordered = sorted(given)
-    if twice := [one for one, other in pairwise(ordered) if one == other]:
-        raise ValueError(f"{twice[0]} stands twice in {name}: name each number once")
-    return frozenset(ordered) if name == "token_ids" else tuple(ordered)

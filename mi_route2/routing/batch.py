@@ -20,7 +20,8 @@ class TrainBatch:
     """Rollouts with their training rewards. ``groups`` numbers the prompt that each rollout answers.
 
     ``old_logprobs`` are the sampling policy's (for the clip), ``reference_logprobs`` the base model's (for the KL), each if the
-    loss asks for it; ``teacher`` marks cached rollouts of known modes. ``ValueError`` for NaN and infinity, an empty batch and
+    loss asks for it; ``teacher`` marks cached rollouts of known modes, in booleans or 0 and 1. Plain, not ``validated``: shapes are
+    jaxtyping's to check. ``ValueError`` for NaN and infinity, an empty batch and
     lengths that differ.
     """
 

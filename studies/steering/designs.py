@@ -6,6 +6,7 @@ quarantine  always on, deleted, or gated token by token by a probe, at every thr
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 from mi_route2.engine.policy import ProbePolicy
 from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
@@ -134,7 +135,9 @@ def untrained(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
         yield gated_cell(settings, fitted.gates[site]["probe"], "probe", settings.operating, mode)
 
 
-def gated_cell(settings: Settings, gate: Gate, probe: str, quantile: float, mode: str, *, how: str = "forward") -> Cell:
+def gated_cell(
+    settings: Settings, gate: Gate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
+) -> Cell:
     """Close (or open) the quarantines behind the probe in the forward of the very token that it reads."""
     monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)
     about = {"how": how if mode == "close" else "open", "probe": probe, "quantile": quantile}

@@ -60,7 +60,7 @@ class Stepper:
         count = self.tokens.shape[1] - start
         self.state.begin(Layout.of([Piece(request, start, count, prompt) for request in self.requests]))
         seen: dict[Site, Tensor] = {}
-        sites = self.state.sites() | self.controllers.wants()
+        sites = self.state.sites() | self.controllers.wants(lambda _site: None)
 
         def edit(site: Site, h: Tensor) -> Tensor:
             seen[site] = h[:, -1].clone()
@@ -80,7 +80,7 @@ class Stepper:
                 start + count - 1,
                 int(chosen[row]),
                 float(logprobs[row]),
-                {site: seen[site][row] for site in self.controllers.wants()},
+                {site: seen[site][row] for site in self.controllers.wants(lambda _site: None)},
                 readings.get(request, {}),
             )
             for row, request in enumerate(self.requests)

@@ -421,7 +421,7 @@ wrong("set_global: texts", lambda: engine().steering.set_global("decode", ["calm
 wrong("set_tier: one vector", lambda: engine().steering.set_tier(Steer(RESID, [1.0])), TypeError, "[Steer(")
 wrong("hold: vectors", lambda: engine().steering.hold("x", [Steer(RESID, [1.0])]), TypeError, "Steering(")
 wrong("where: one position", lambda: Where(positions=3), ValueError, "(3, 40)")
-wrong("from a run: a number", lambda: FromRun(3, 0), TypeError, "run")
+wrong("from a run: a number", lambda: FromRun(3, 0), ValueError, "run")
 wrong("store: sizes as text", lambda: RunStore("1GB"), TypeError, "int")
 wrong("sampling: stop at a number", lambda: Sampling(stop=3), ValueError, "stop=('END',)")
 wrong("target: a text", lambda: Target("blocks.0.z"), TypeError, "Site.parse('blocks.0.z')")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
@@ -126,7 +127,10 @@ class SiteRows:
 
     def at(self, positions: Sequence[int]) -> Tensor:
         """The rows ``[n, ...]`` at ``positions``, in the order asked; ``KeyError`` names one that is not there and the nearest."""
-        wanted = torch.tensor(list(positions), dtype=torch.int64)
+        given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
+        if wrong := [one for one in given if isinstance(one, bool) or not isinstance(one, int | np.integer)]:
+            raise ValueError(f"{wrong[0]!r:.60} is no position of {self._name}: positions are whole numbers, as [4, 0]")
+        wanted = torch.tensor(given, dtype=torch.int64)
         rank = torch.searchsorted(self._sorted, wanted).clamp_max(len(self._sorted) - 1)
         if len(absent := wanted[self._sorted[rank] != wanted]):
             close = self._sorted[(self._sorted - absent[0]).abs().argsort(stable=True)[:5]].sort().values

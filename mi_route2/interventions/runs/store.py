@@ -117,7 +117,8 @@ class RunStore:
         """The rows at logical ``positions``, in the order asked, on the CPU and of the type that was captured.
 
         ``KeyError`` gives the reason where one cannot be had: an unknown run, one that was dropped, evicted or is invalid since
-        the weights changed, a site or a position that was not captured. ``ValueError`` for a damaged file.
+        the weights changed, a site or a position that was not captured. ``ValueError`` for a damaged file, and for what is no
+        position.
         """
         return self._read(run, site, lambda found: found.at(positions))
 

@@ -21,7 +21,7 @@ from mi_route2.interventions.sweeps.grading import widened
 from mi_route2.interventions.sweeps.grid import Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.prompts import Given, Positions
-from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_tokens
+from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_foreign
 from mi_route2.interventions.sweeps.targets import Choice, choose, count_layers
 from mi_route2.interventions.sweeps.whole import Whole
 from mi_route2.sites import Site
@@ -52,7 +52,7 @@ def attribute(
     refuse_dropout(host)
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_tokens(host, question, alpha)
+    refuse_foreign(host, question, alpha)
     chosen = choose(host, sites)
     sites_used = list(dict.fromkeys(target.site for target in chosen))
     pair = record(Whole(host), question, sites_used)

@@ -1,7 +1,7 @@
 """The clean and the corrupt run of a question, and the grid that lies between them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -22,13 +22,7 @@ class Pair:
     question: Question
     clean: Record
     corrupt: Record
-    scores: tuple[float, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.question.grader.check(len(self.corrupt.logits))
-        logits = torch.stack([self.clean.logits.to(self.corrupt.logits), self.corrupt.logits])
-        clean, corrupt = self.question.grader(logits, self.clean.logits.to(logits)).tolist()
-        object.__setattr__(self, "scores", (clean, corrupt))
+    scores: tuple[float, float]
 
     def values(self, target: Target) -> tuple[Tensor, Tensor]:
         """The corrupt and the clean values ``[p ...]`` of a target at all positions that can be patched."""
@@ -98,8 +92,13 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
     if isinstance(question.clean, CleanRun):
-        return Pair(question, _captured(question.clean, corrupt, sources), corrupt)
-    return Pair(question, forwards.record(question.clean.tokens[: question.clean_at + 1], sites, sources), corrupt)
+        clean = _captured(question.clean, corrupt, sources)
+    else:
+        clean = forwards.record(question.clean.tokens[: question.clean_at + 1], sites, sources)
+    question.grader.check(len(corrupt.logits))
+    logits = torch.stack([clean.logits.to(corrupt.logits), corrupt.logits])
+    first, second = question.grader(logits, logits[0]).tolist()
+    return Pair(question, clean, corrupt, (first, second))
 
 
 def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:

@@ -31,7 +31,7 @@ from mi_route2.interventions.sweeps.grid import Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.plan import plan
 from mi_route2.interventions.sweeps.prompts import Given, Positions, places
-from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_tokens
+from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_foreign
 from mi_route2.interventions.sweeps.sweep import REPLICAS
 from mi_route2.interventions.sweeps.targets import Choice, Target, choose, count_layers, known_sites
 from mi_route2.interventions.sweeps.whole import Whole
@@ -74,7 +74,7 @@ def paths(
         raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_tokens(host, question, alpha)
+    refuse_foreign(host, question, alpha)
     given, into = choose(host, senders), choose(host, receivers)
     _refuse_backwards(given, into)
     running = Whole(host)

@@ -29,12 +29,14 @@ from mi_route2.sites import Site
 class CleanRun:
     """A run that was captured before: ``values`` [s ...] at every position, and the ``logits`` behind the one that is scored.
 
-    With the prompt's ``tokens`` it can be aligned with a corrupt prompt of another length.
+    With the prompt's ``tokens`` it can be aligned with a corrupt prompt of another length. ``weights`` is the hash of those that it
+    was captured with (``Host.weights_hash``): a sweep over others refuses it. Values from elsewhere have ``None``.
     """
 
     values: Mapping[Site, Tensor]
     logits: Float[Tensor, " v"]
     tokens: tuple[int, ...] | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(value) for value in self.values.values()} | ({len(self.tokens)} if self.tokens is not None else set())
@@ -48,7 +50,7 @@ class CleanRun:
         tokens = read(prompt, tokenizer, "clean").tokens
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
         found = Whole(host).record(tokens, chosen, range(len(tokens)))
-        return CleanRun(found.values, found.logits, tokens)
+        return CleanRun(found.values, found.logits, tokens, host.weights_hash())
 
     @property
     def length(self) -> int:
@@ -135,11 +137,17 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
     return sources, tuple(skipped)
 
 
-def refuse_tokens(host: Host, question: Question, alpha: float) -> None:
-    """``ValueError`` for a token that the model does not have, which a device would answer with its end, and for an ``alpha`` that
-    is not finite."""
+def refuse_foreign(host: Host, question: Question, alpha: float) -> None:
+    """``ValueError`` for a token that the model does not have, which a device would answer with its end, for a clean run of other
+    weights, and for an ``alpha`` that is not finite."""
     if not math.isfinite(alpha):
         raise ValueError(f"alpha={alpha} is no share: 1 replaces a value, 0 leaves it")
+    captured = question.clean.weights if isinstance(question.clean, CleanRun) else None
+    if captured is not None and captured != (now := host.weights_hash()):
+        raise ValueError(
+            f"the clean run was captured with weights {captured[:12]}, and the model now has {now[:12]}: capture it again, or give "
+            "its values without their hash, as CleanRun(run.values, run.logits, run.tokens)"
+        )
     size = vocabulary(host.model) or sys.maxsize  # whoever does not say has its own errors
     for name, prompt in (("clean", question.clean), ("corrupt", question.corrupt)):
         if wrong := [token for token in prompt.tokens or () if not 0 <= token < size]:

@@ -19,12 +19,13 @@ from tqdm import tqdm
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.interventions.edits import patch
+from mi_route2.interventions.state import ModelState
 from mi_route2.interventions.sweeps.forwards import Forwards, Row, with_idle
 from mi_route2.interventions.sweeps.grid import Cell, Grid
 from mi_route2.interventions.sweeps.pair import Pair, record
 from mi_route2.interventions.sweeps.plan import Group, needed, plan, spent
 from mi_route2.interventions.sweeps.prompts import Given, Positions
-from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_tokens
+from mi_route2.interventions.sweeps.question import CleanRun, ask, refuse_dropout, refuse_foreign
 from mi_route2.interventions.sweeps.targets import Choice, Target, choose, count_layers, seen_by
 from mi_route2.interventions.sweeps.whole import forwards
 
@@ -56,6 +57,8 @@ class Sweep:
     groups: tuple[Group, ...]
     forwards: Forwards
     seconds: float
+    state: ModelState
+    prepared: tuple[object, ...]
 
     @property
     def total(self) -> int:
@@ -63,14 +66,26 @@ class Sweep:
         return len(self.targets) * len(self.pair.question.columns)
 
     def run(self) -> Iterator[Finished]:
-        """Forward by forward; what needs no forward comes first. Leaving the loop early leaves the rest undone."""
+        """Forward by forward; what needs no forward comes first. Leaving the loop early leaves the rest undone.
+
+        ``RuntimeError`` for a model that was changed since the sweep was prepared, also between two forwards: the keys, values and
+        streams that cells go on from are of the model before.
+        """
+        self.state.look()
+        if self.state.current != self.prepared:
+            raise self._stale()
         if self.known:
             yield Finished(self.known)
         for group in self.groups:
+            if self.state.changed:
+                raise self._stale()
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
             cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
             yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+
+    def _stale(self) -> RuntimeError:
+        return RuntimeError("weights, adapters' switches or hooks have changed since this sweep was prepared: prepare it again")
 
     def _column(self, row: Row) -> int | None:
         return None if self.pair.question.together else row.positions[0]
@@ -133,15 +148,15 @@ def prepare(
     refuse_dropout(host)
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
-    refuse_tokens(host, question, alpha)
+    refuse_foreign(host, question, alpha)
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
     targets, layers = pair.split(chosen, heads), count_layers(host)
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     groups = plan([row.place for row in rows], running.costs(), batch)
-    seconds = perf_counter() - began
-    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds)
+    state, seconds = ModelState(host), perf_counter() - began
+    return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, state.current)
 
 
 def _cells(

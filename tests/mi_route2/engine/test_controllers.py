@@ -224,7 +224,8 @@ def test_an_override_fails_closed_with_its_monitor():
         before = state.content(0, decode=True)
         outcomes = apply_all(state, [*batch, Override(1, "b"), SetMonitor(good, 1)], "test")
         assert state.content(0, decode=True) == before
-        assert (state.routing(0), state.scale_of(0)) == (("a", Steering(base=(Steer(SITE, 2 * v),))), 2.0)
+        assert (routed := state.routing(0))
+        assert (routed.name, routed.spec, state.scale_of(0)) == ("a", Steering(base=(Steer(SITE, 2 * v),)), 2.0)
         assert state.routing(1) is not None
         assert all(isinstance(outcome, Applied) for outcome in outcomes[-2:])
         assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)

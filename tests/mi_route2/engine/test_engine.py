@@ -1,6 +1,7 @@
 """The engine against whole forwards of one request: in any company, cut anywhere, put back or not, a prefix found or none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -362,25 +363,6 @@ def test_what_cannot_be_run_is_refused_in_a_sentence(request_: Callable[[], Requ
     assert not engine.busy
 
 
-@pytest.mark.parametrize(
-    ("patch", "says"),
-    [
-        (Patch(Site(0, "z"), 1, "nowhere"), "no vector 'nowhere'"),
-        (Patch(Site(0, "z"), 1, torch.zeros(3)), r"has shape \[3\]"),
-    ],
-)
-def test_a_source_that_cannot_be_had_fails_its_own_request_alone(patch: Patch, says: str) -> None:
-    made, _ = make("Qwen3")
-    engine = Engine(made)
-    good = Request(prompts(1)[0], greedy(2))
-    failed, fine = engine.generate([Request((3, 4), greedy(2), patch=(patch,)), good], progress=False)
-    assert failed.finish == "error"
-    assert fine.finish == "length"
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(failed.error)
-    assert table(fine).shape == (2, VOCAB)
-
-
 def test_hosts_and_architectures_that_have_no_decoder_say_so() -> None:
     with pytest.raises(ValueError, match="not on nnsight"):
         Engine(open_host("nnsight", make_family("Qwen3")))
@@ -424,6 +406,21 @@ def test_a_stop_text_ends_a_request_also_across_tokens_and_is_not_in_its_text() 
     end = whole.find(whole[2:4])
     assert (cut.finish, cut.text, len(cut.ids)) == ("stop", whole[:end], end + 2)
     assert (free.finish, free.text) == ("length", whole)
+
+
+def test_without_a_seed_each_request_draws_its_own_and_says_which() -> None:
+    """And an engine with a generator draws the same seeds again."""
+    made, _ = make("MicroGPT")
+    request = Request(prompts(1)[0], Sampling(max_new=12, temperature=3.0))
+    first, second = Engine(made).generate([request, request], progress=False)
+    assert first.seed != second.seed
+    assert first.ids != second.ids
+    for one in (first, second):
+        given = Request(request.prompt, replace(request.sampling, seed=one.seed))
+        (again,) = Engine(made).generate([given], progress=False)
+        assert (again.ids, again.seed) == (one.ids, one.seed)
+    drawn = [Engine(made, generator=torch.Generator().manual_seed(5)).generate([request], progress=False)[0].seed for _ in "ab"]
+    assert drawn[0] == drawn[1]
 
 
 def test_log_probabilities_are_those_of_the_whole_vocabulary_whatever_is_drawn() -> None:

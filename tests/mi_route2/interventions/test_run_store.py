@@ -1081,3 +1081,12 @@ def test_threads_write_read_and_drop_at_once(tier: str, tmp_path: Path, opened: 
     assert reasons <= {'dropped"', "evicted,"}
     for run in store.runs():
         assert torch.equal(store.rows(run, MID, range(40)), values[int(run[4:])])
+
+
+def test_truth_values_are_no_positions() -> None:
+    """A mask would be read as rows 1 and 0."""
+    store = RunStore()
+    with store.writing("run", weights="w") as writer:
+        writer.append(Site(0, "resid_pre"), range(3), torch.arange(3.0)[:, None])
+    with pytest.raises(ValueError, match=r"True is no position of run 'run' at blocks\.0\.resid_pre: positions are whole numbers"):
+        store.rows("run", Site(0, "resid_pre"), [True, False])

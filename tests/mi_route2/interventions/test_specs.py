@@ -3,9 +3,11 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from mi_route2.interventions.patches import FromRun, Patch
 from mi_route2.interventions.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
 from mi_route2.sites import Site
 
@@ -24,27 +26,32 @@ V = [1.0, -2.0, 0.5]
         (lambda: Vector(["a"]), "a list of numbers or a name"),
         (lambda: Vector(""), "empty"),
         (lambda: Vector("later").data, "only a name"),
-        (lambda: Steer(SITE, V, math.inf), "scale is inf"),
+        (lambda: Steer(SITE, V, math.inf), "scale must be a finite number, not inf"),
         (lambda: Vector(object()), "a list of numbers or a name"),
+        (lambda: Steer(SITE, V, "3"), "scale must be a finite number, not '3'"),
+        (lambda: Monitor(SITE, V, threshold=True), "threshold must be a finite number, not True"),
+        (lambda: Patch(SITE, True, "zeros"), "position must be a whole number"),
+        (lambda: Patch(SITE, 2, "zeros", "0.5"), "a number, or a tensor of one a dimension"),
+        (lambda: FromRun("run", -1), "position must be at least 0"),
         (lambda: Clamp(SITE, [0.0, 0.0], value=1), "zeros"),
         (lambda: Clamp(SITE, V), "no bound"),
         (lambda: Clamp(SITE, V, low=2, high=1), "low is the smaller"),
         (lambda: Clamp(SITE, V, low=math.nan), "low is the smaller"),
         (lambda: Clamp(SITE, V, low=math.inf), "no number is between"),
         (lambda: Clamp(SITE, V, low=1, value=2), "a value and bounds"),
-        (lambda: Clamp(SITE, V, value=math.nan), "value is nan"),
-        (lambda: Clamp(SITE, V, low=1, strength=math.inf), "strength is inf"),
-        (lambda: Clamp(SITE, V, low=1, phase="later"), "phase='later' is not one of"),
-        (lambda: Monitor(SITE, V, threshold=math.nan), "threshold is nan"),
-        (lambda: Monitor(SITE, V, sharpness=-1), "sharpness is -1"),
-        (lambda: Monitor(SITE, V, mode="subtract"), "mode='subtract' is not one of"),
+        (lambda: Clamp(SITE, V, value=math.nan), "value must be a finite number or none, not nan"),
+        (lambda: Clamp(SITE, V, low=1, strength=math.inf), "strength must be a finite number, not inf"),
+        (lambda: Clamp(SITE, V, low=1, phase="later"), "phase must be one of both, prefill, decode, not 'later'"),
+        (lambda: Monitor(SITE, V, threshold=math.nan), "threshold must be a finite number, not nan"),
+        (lambda: Monitor(SITE, V, sharpness=-1), "sharpness must be at least 0, not -1"),
+        (lambda: Monitor(SITE, V, mode="subtract"), "mode must be one of add, attenuate, not"),
         (lambda: Monitor(SITE, V, gates=(EARLY,)), "cannot gate blocks.0.resid_pre"),
         (lambda: Monitor(SITE, V, adds=(Steer(EARLY, V),)), "cannot gate blocks.0.resid_pre"),
         (lambda: Monitor(LATE, V, quarantine="close", quarantined=(QUARANTINE,)), "cannot gate"),
         (lambda: Monitor(Site(1, "q"), V, gates=(Site(1, "kept_out", "attn.k"),)), "on some models"),
         (lambda: Monitor(SITE, V, quarantined=(QUARANTINE,)), "opens or closes"),
         (lambda: Monitor(SITE, V, quarantine="close", quarantined=(LATE,)), "no quarantine"),
-        (lambda: Monitor(SITE, V, quarantine="shut"), "quarantine='shut' is not one of"),
+        (lambda: Monitor(SITE, V, quarantine="shut"), "quarantine must be one of open, close or none"),
         (lambda: Monitor(SITE, V, prompt=True), "gates no quarantine"),
         (lambda: Monitor(SITE, V, depth=0.5), "mode 'attenuate' alone"),
         (lambda: Monitor(SITE, V, mode="attenuate", depth=1.5), "between 0 and 1"),
@@ -59,6 +66,13 @@ def test_what_cannot_be_is_refused(make, says):
     with pytest.raises(ValueError, match=says.replace("[", r"\[")) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    for number in (np.float32(0.5), np.float64(0.5), torch.tensor(0.5), torch.tensor([0.5])):
+        assert Steer(SITE, V, number) == Steer(SITE, V, 0.5)
+        assert Monitor(SITE, V, threshold=number).threshold == 0.5
+    assert Patch(SITE, np.int64(3), "zeros", np.float32(0.5)).alpha == 0.5
 
 
 def test_a_site_takes_as_many_clamps_in_each_phase():

@@ -215,7 +215,7 @@ def test_clamps_act_last_in_order_and_in_their_phase(model):
                 if clamp.phase in ("both", "decode" if generated else "prefill"):
                     unit = Vector(clamp.vector).data / Vector(clamp.vector).data.norm()
                     p = token @ unit
-                    token += clamp.strength * (p.clamp(clamp.low, clamp.high) - p) * unit
+                    token += clamp.strength * (p.clamp(*clamp.bounds) - p) * unit
         return h
 
     assert close(model.run(state)[0], model.plain({LATE: edit}))
@@ -227,7 +227,7 @@ def test_dynamic_steering_is_of_generated_tokens_alone(model):
         lambda state: state.set_tier([Steer(EARLY, model.vector(EARLY, 5))]),
         lambda state: state.override(0, "other"),
         lambda state: state.set_scale(3.0, request=0),
-        lambda state: state.set_scale(3.0, config="own"),
+        lambda state: (state.override(0, "own"), state.set_scale(3.0, config="own")),
         lambda state: state.set_monitor(Monitor(EARLY, probe, threshold=1e6, gate_rows=True), request=0),
         lambda state: state.set_monitor(Monitor(EARLY, probe, adds=(Steer(MID, model.vector(MID, 7)),)), request=0),
         lambda state: state.set_monitor(Monitor(EARLY, probe, quarantine="close")),
@@ -253,8 +253,9 @@ def test_the_tier_the_scales_and_the_override_are_the_formula(model):
     state.admit(0, Steering(base=(Steer(MID, own),)))
     state.admit(1, Steering(base=(Steer(MID, own),)), configs={"mine": Steering(decode=(Steer(MID, other, 0.5),))})
     state.admit(2, None)
-    state.hold("shared", Steering(base=(Steer(MID, own),)))  # the same row
+    state.hold("shared", Steering(base=(Steer(MID, own),)))  # the same row, and no matter of whom it is not the override of
     state.set_scale(0.5, config="shared")
+    state.override(0, "shared")
     state.set_scale(3.0, request=0)
     state.override(1, "mine")
     state.set_tier([Steer(MID, dvec)])
@@ -264,7 +265,7 @@ def test_the_tier_the_scales_and_the_override_are_the_formula(model):
     assert close(model.run(state)[0], model.plain({MID: adding(vectors)}))
     for _ in range(2):
         state.override(1, None)
-    rows[1, True] = 0.5 * own
+    rows[1, True] = own  # of the row that it shares, not of the scale
     vectors |= {(1, True): rows[1, True] + 0.25 * dvec}
     assert close(model.run(state)[0], model.plain({MID: adding(vectors)}))
     state.clear_tier()
@@ -528,7 +529,9 @@ def test_rows_are_shared_waited_for_and_given_back(model):
     with pytest.raises(ValueError, match="another steering"):
         state.admit(1, two)
     state.admit(1, one, configs={"b": two})
-    assert state.routing(1) == ("b", two)
+    routed = state.routing(1)
+    assert routed is not None
+    assert (routed.name, routed.spec) == ("b", two)
     for request in (0, 1, 7):
         state.release(request)
     assert state.rows.used == 0
@@ -550,7 +553,9 @@ def test_what_an_owner_held_goes_with_its_last_request(model):
     state.release(1)
     assert set(state.snapshot()["configs"]) == {"ours"}
     assert not state.snapshot()["monitors"]
-    assert state.routing(2) == ("theirs", spec)  # it was routed there, and stays
+    routed = state.routing(2)
+    assert routed is not None
+    assert (routed.name, routed.spec) == ("theirs", spec)  # it was routed there, and stays
     state.drop("ours")
     assert state.rows.used == 1
     state.release(2)

@@ -84,7 +84,7 @@ class Known:
     spec: Steering
     configs: dict[str, Steering]
     resident: bool = True
-    override: tuple[str, Steering] | None = None
+    override: tuple[str, Steering, list[float]] | None = None
     scale: float = 1.0
     monitors: dict[str, Monitor] = field(default_factory=dict)
 
@@ -101,7 +101,7 @@ class Machine(RuleBasedStateMachine):
         self.known: dict[int, Known] = {}
         self.ended: dict[int, int] = {}
         self.held: dict[str, Steering] = {}
-        self.row_scales: dict[bytes, float] = {}
+        self.config_scales: dict[str, list[float]] = {}
         self.tiers: dict[str, tuple[Steer, ...]] = {"base": (), "prefill": (), "decode": ()}
         self.tier: tuple[Steer, ...] = ()
         self.gain = 1.0
@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
 
     def expected(self, known: Known, h: dict[Site, Tensor], generated: bool) -> dict[Site, Tensor]:
         routed = known.override[1] if generated and known.override else known.spec
-        scale = known.scale * self.row_scales.get(row_key(routed), 1.0) if generated else 1.0
+        scale = known.scale * (known.override[2][0] if known.override else 1.0) if generated else 1.0
         phase = "decode" if generated else "prefill"
         monitors = [*known.spec.monitors, *known.monitors.values(), *self.monitors.values()] if generated else []
         out = {}
@@ -155,7 +155,7 @@ class Machine(RuleBasedStateMachine):
         """All that can be seen of the state, and every bit of its tables."""
         tables = {site: (table.values.clone(), set(table.acts)) for site, table in self.state.rows.tables.items()}
         contents = [self.state.content(n, decode=d) for n, k in self.known.items() if k.resident for d in (False, True)]
-        rows = {index: (row.refs, row.scale, row.key) for index, row in self.state.rows.rows.items()}
+        rows = {index: (row.refs, row.key) for index, row in self.state.rows.rows.items()}
         return tables, contents, rows, self.state.snapshot(), self.state.sites(), self.state.version
 
     # What is done
@@ -205,7 +205,6 @@ class Machine(RuleBasedStateMachine):
         self.state.release(number)
         if self.known.pop(number, None) is not None:
             self.ended[slot] = self.ended.get(slot, 0) + 1
-        self.forget_scales()
 
     @rule(slot=requests)
     def preempt(self, slot: int) -> None:
@@ -213,7 +212,6 @@ class Machine(RuleBasedStateMachine):
         if known is not None and known.resident:
             self.state.preempted(self.number(slot))
             known.resident = False
-            self.forget_scales()
 
     @rule(name=st.sampled_from("ab"), spec=st.sampled_from(CONFIGS))
     def hold(self, name: str, spec: Steering) -> None:
@@ -226,16 +224,13 @@ class Machine(RuleBasedStateMachine):
             assert name in self.held
         else:
             self.held[name] = spec
+            self.config_scales[name] = [1.0]
 
     @rule(name=st.sampled_from("ab"))
     def drop(self, name: str) -> None:
         if name in self.held:
             self.state.drop(name)
             del self.held[name]
-            self.forget_scales()
-
-    def forget_scales(self) -> None:
-        self.row_scales = {key: scale for key, scale in self.row_scales.items() if key in self.keys()}
 
     @rule(tier=st.sampled_from(["base", "prefill", "decode"]), entries=st.sampled_from(TIERS))
     def set_global(self, tier: str, entries: tuple[Steer, ...]) -> None:
@@ -259,8 +254,8 @@ class Machine(RuleBasedStateMachine):
         names = [None, *sorted(there)]
         config = names[pick % len(names)]
         assert self.do(ClearOverride(number) if config is None else Override(number, config))
-        known.override = None if config is None else (config, there[config])
-        self.forget_scales()
+        scale = self.config_scales[config] if config in self.held and config not in known.configs else [1.0]
+        known.override = None if config is None else (config, there[config], scale)
 
     @rule(slot=requests, config=st.sampled_from(["a", "b", "own 0", "none"]))
     def override_where_it_may_not_go(self, slot: int, config: str) -> None:
@@ -277,7 +272,7 @@ class Machine(RuleBasedStateMachine):
     def scale_config(self, name: str, scale: float) -> None:
         assert self.do(SetScale(scale, config=name)) == (name in self.held)
         if name in self.held:
-            self.row_scales[row_key(self.held[name])] = scale
+            self.config_scales[name][0] = scale
 
     @rule(scale=scales)
     def scale_tier(self, scale: float) -> None:

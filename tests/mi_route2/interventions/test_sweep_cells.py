@@ -281,3 +281,37 @@ def test_a_clean_run_can_be_one_that_was_captured() -> None:
         one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
     with pytest.raises(ValueError, match="one number of positions"):
         CleanRun(captured.values, captured.logits, (1, 2))
+
+
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+def test_a_sweep_of_a_model_that_changed_since_is_refused_at_any_forward(how: str) -> None:
+    """A switch, a hook of somebody else and a write that torch does not count; before the first forward or between two."""
+    host = open_host("torch", make_family("Qwen3"))
+    adapters = move(host.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(7)), 0.3)
+    weight, mlp = host.model.get_parameter("model.embed_tokens.weight"), host.model.get_submodule("model.layers.0.mlp")
+    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "how": how, "batch": 3}
+    planned = prepare(host, **asked)
+    expected = planned.grid(progress=False).values
+    for change in (adapters.deployed, adapters.merged, lambda: mlp.register_forward_hook(lambda *_: None)):
+        with change(), pytest.raises(RuntimeError, match="prepare it again"):
+            planned.grid(progress=False)
+    assert_equal(planned.grid(progress=False).values, expected)  # as it was
+    running = planned.run()
+    next(running)
+    with adapters.deployed(), pytest.raises(RuntimeError, match="prepare it again"):
+        list(running)
+    weight.data[:] = weight.data.roll(1, 0)
+    with pytest.raises(RuntimeError, match="prepare it again"):
+        planned.grid(progress=False)
+
+
+def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -> None:
+    host = open_host("torch", make_family("Qwen3"))
+    run = CleanRun.capture(host, CLEAN, "resid_pre")
+    weight = host.model.get_parameter("model.embed_tokens.weight")
+    weight.data[:] = weight.data.roll(1, 0)
+    asked: Any = {"corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "progress": False}
+    with pytest.raises(ValueError, match=r"captured with weights \w{12}, and the model now has \w{12}: capture it again"):
+        sweep(host, clean=run, **asked)
+    other = sweep(host, clean=CleanRun(run.values, run.logits, run.tokens), **asked)
+    assert np.isfinite(other.values).all()

@@ -73,7 +73,7 @@ def test_a_position_may_lie_in_what_is_generated() -> None:
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"part": "middle"}, "choose among all, prompt, generated, last"),
+        ({"part": "middle"}, "part must be one of all, prompt, generated, last"),
         ({"part": "last", "positions": [1]}, "contradict"),
         ({"positions": []}, "positions is empty"),
         ({"token_ids": []}, "token_ids is empty"),

@@ -1,0 +1,403 @@
+"""What cannot be run is refused when it comes, and what fails on its way fails alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mi_route2.engine.actions import Action
+from mi_route2.engine.controllers import Controllers, StepView
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.prefix import Prefixes
+from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.rules import Rule
+from mi_route2.engine.sampling import Sampling
+from mi_route2.engine.slots import Saved
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.interventions.patches import FromRun, Patch
+from mi_route2.interventions.runs import RunStore
+from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.interventions.where import Where
+from mi_route2.sites import Site
+from tests.support.alone import alone
+from tests.support.families import VOCAB, make_family
+
+SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
+ASK = Sampling(max_new=4, logprob_token_ids=tuple(range(VOCAB)))
+VECTORS = torch.randn(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def host_of() -> Host:
+    return open_host("torch", make_family("MicroGPT", torch.float64))
+
+
+def run(engine: Engine, most: int = 60) -> dict[int, Result]:
+    """All results, by request; within ``most`` steps."""
+    results: dict[int, Result] = {}
+    for _ in range(most):
+        if not engine.busy:
+            return results
+        results |= {one.request: one for one in engine.step()}
+    raise AssertionError(f"still busy after {most} steps: {engine.scheduler.waiting} wait, {engine.scheduler.running} run")
+
+
+def right(host: Host, result: Result, request: Request) -> None:
+    """By whole forwards over the request alone."""
+    assert result.finish == "length", result.error
+    truth = alone(host, request).logits.log_softmax(-1)
+    found = torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+
+
+def steered(number: int, **others: Any) -> Request:
+    return Request(PROMPT, ASK, steering=Steering(base=(Steer(SITE, VECTORS[number]),)), **others)
+
+
+# A forward that fails
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_forward_that_fails_ends_the_requests_that_were_in_it_and_no_others(exact: bool) -> None:
+    """Two decode while the prompt of a third runs out of memory in the same step: the third has the reason, the two go on."""
+    host = host_of()
+    engine, limit = Engine(host, exact=exact, block=4, prefix_bytes=0), 8
+
+    def short_of_memory(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[1] > limit // (4 if exact else 1):
+            raise RuntimeError("out of memory")
+
+    others = [Request(PROMPT[:2], ASK), Request(PROMPT[4:6], ASK)]
+    handle = host.model.get_submodule("blocks.0").register_forward_pre_hook(short_of_memory)
+    try:
+        numbers = [engine.submit(one) for one in others]
+        engine.step()
+        large = engine.submit(Request(PROMPT, ASK, capture=(Capture(SITE),)))
+        results = run(engine)
+    finally:
+        handle.remove()
+    assert (results[large].finish, results[large].tokens) == ("error", [])
+    assert "out of memory" in (results[large].error or "")
+    assert engine.last_error == results[large].error
+    for number, request in zip(numbers, others, strict=True):
+        right(host, results[number], request)
+    assert (engine.steering.requests, engine.busy) == ((), False)
+    again = engine.generate([Request(PROMPT, ASK)], progress=False)[0]
+    right(host, again, Request(PROMPT, ASK))
+
+
+def test_the_request_that_makes_a_forward_fail_ends_alone_in_any_company() -> None:
+    """Three prompts of one length share a forward, which the second of them makes impossible."""
+    host = host_of()
+    requests = [Request(PROMPT[i : i + 5], ASK, capture=(Capture(SITE),)) for i in range(3)]
+
+    embedding = next(module for module in host.model.modules() if isinstance(module, torch.nn.Embedding))
+
+    def refuse_tokens(_module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if any(row[:5] == list(requests[1].prompt) for row in args[0].tolist()):
+            raise ValueError("a device\ndoes not like this one")
+
+    handle = embedding.register_forward_pre_hook(refuse_tokens)
+    try:
+        found = Engine(host).generate(requests, progress=False)
+    finally:
+        handle.remove()
+    assert found[1].error == "a forward of this request failed with ValueError: a device does not like this one"
+    assert found[1].captured == {}
+    for i in (0, 2):
+        right(host, found[i], requests[i])
+        truth = host.capture([SITE], torch.tensor([[*requests[i].prompt, *found[i].ids[:-1]]]))[SITE][0]
+        torch.testing.assert_close(found[i].captured[SITE].rows, truth, rtol=0, atol=1e-10)
+
+
+def test_a_tokenizer_that_fails_on_a_text_ends_that_request_alone() -> None:
+    host = host_of()
+    first = alone(host, Request(PROMPT, ASK)).ids[0]
+    assert alone(host, Request(PROMPT[:3], ASK)).ids.count(first) == 0  # or this shows nothing
+
+    class Partial:
+        def decode(self, ids: list[int]) -> str:
+            if first in ids:
+                raise KeyError(first)
+            return "a" * len(ids)
+
+    asked = Sampling(max_new=4, stop=("never",), logprob_token_ids=ASK.logprob_token_ids)
+    for how in (asked, ASK):
+        failed, fine = Engine(host, tokenizer=Partial()).generate([Request(PROMPT, how), Request(PROMPT[:3], how)], progress=False)
+        assert failed.finish == "error"
+        assert "the tokenizer could not decode" in (failed.error or "")
+        right(host, fine, Request(PROMPT[:3], how))
+
+
+def test_a_controller_that_wants_what_is_not_there_is_explained_and_ends_nobody() -> None:
+    seen: list[set[Site]] = []
+
+    class Wanting:
+        name = "wanting"
+        wants = frozenset({Site(9, "resid_pre"), SITE})
+
+        def on_step(self, view: StepView) -> list[Action]:
+            seen.extend(set(one.captured) for one in view.requests)
+            return []
+
+    host = host_of()
+    engine = Engine(host, controllers=Controllers([Wanting()]))
+    (found,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+    right(host, found, Request(PROMPT, ASK))
+    assert seen
+    assert all(one == {SITE} for one in seen)
+    assert "outside the model" in str(engine.controllers.snapshot()["recent"])
+
+
+def test_a_request_that_is_withdrawn_leaves_no_half_run_behind() -> None:
+    """``generate`` raises in its second step: the run that was begun is not there, and its name is free."""
+    host, store = host_of(), RunStore()
+    engine = Engine(host, store=store, chunk=4)
+    weight = next(host.model.parameters())
+    asked = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
+
+    class Writes:
+        name = "writes"
+
+        def on_step(self, view: StepView) -> list[Action]:
+            with torch.no_grad():
+                weight.mul_(1.0)
+            return []
+
+    engine.controllers.sync.append(Writes())
+    with pytest.raises(RuntimeError, match="changed while"):
+        engine.generate([asked], progress=False)
+    assert store.runs() == []
+    engine.controllers.sync.pop()
+    assert engine.generate([asked], progress=False)[0].finish == "length"
+    assert store.runs() == ["clean"]
+
+
+# What is refused when it comes
+
+
+def store_with(host: Host) -> RunStore:
+    store = RunStore()
+    Engine(host, store=store).generate([Request(PROMPT, ASK, capture=(Capture(SITE),), run="there")], progress=False)
+    with store.writing("foreign", weights="3f9a") as writer:
+        writer.append(SITE, [0], VECTORS[:1])
+    return store
+
+
+WRONG: dict[str, tuple[Callable[[], Request], str]] = {
+    "two patches in one place": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros"),) * 2), "two patches name"),
+    "a source of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, torch.zeros(3)),)), "has shape"),
+    "a share of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros", torch.ones(3)),)), "has shape"),
+    "an unknown vector to patch": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "nowhere"),)), "no vector 'nowhere'"),
+    "an unknown run": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("gone", 2)),)), "no run 'gone'"),
+    "a position that a run has not": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 99)),)), "position 99"),
+    "a site that a run has not": (
+        lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("there", 2, Site(0, "z"))),)),
+        "has no rows at blocks.0.z",
+    ),
+    "a run of other weights": (
+        lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("foreign", 0)),)),
+        "captured with weights",
+    ),
+    "a run that is there": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="there"), "there is a run 'there' already"),
+    "a quarantine that is not there": (
+        lambda: Request(PROMPT, ASK, steering=Steering(monitors=(Monitor(SITE, VECTORS[0], quarantine="close"),))),
+        "a quarantine that is not there",
+    ),
+    "a rule for no conversation": (
+        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_conversation", attenuate=0.5),)),
+        "for the rest of the conversation needs one",
+    ),
+    "a rule with an unknown vector": (
+        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, "nowhere"),)),)),
+        "no vector is registered as 'nowhere'",
+    ),
+    "a rule of another shape": (
+        lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, [1.0]),)),)),
+        "has 1 numbers, but the site has 16",
+    ),
+    "truth values for tokens": (lambda: Request((True, False), ASK), "token ids"),  # pyright: ignore[reportArgumentType]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_can_never_be_met_is_refused_at_submission(what: str) -> None:
+    make, says = WRONG[what]
+    host = host_of()
+    engine = Engine(host, store=store_with(host))
+    with pytest.raises((ValueError, KeyError), match=says):
+        engine.submit(make())
+    with pytest.raises((ValueError, KeyError), match=says):
+        engine.check(make())
+    assert not engine.busy
+    assert (engine.steering.requests, engine.steering.snapshot()["rows"]["used"]) == ((), 0)
+
+
+def test_two_requests_that_would_write_one_run_are_refused_at_submission() -> None:
+    engine = Engine(host_of(), store=RunStore(), rows=1)
+    writing = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
+    engine.submit(writing)
+    with pytest.raises(ValueError, match="a request that is here writes run 'clean'"):
+        engine.submit(writing)
+    assert [one.finish for one in run(engine).values()] == ["length"]
+
+
+def test_names_mean_what_they_meant_at_submission() -> None:
+    """The second request waits for the row of the first; meanwhile its vector is registered anew and its run dropped."""
+    host = host_of()
+    store = store_with(host)
+    engine = Engine(host, rows=1, store=store, vectors={"v": VECTORS[0]})
+    source = store.rows("there", SITE, [3])[0]
+    engine.submit(Request(PROMPT, ASK))
+    waiting = engine.submit(
+        Request(
+            PROMPT,
+            ASK,
+            patch=(Patch(SITE, 2, "v"), Patch(SITE, 4, FromRun("there", 3))),
+            steering=Steering(decode=(Steer(SITE, "v"),)),
+        )
+    )
+    engine.steering.register("v", VECTORS[5])
+    store.drop("there")
+    results = run(engine)
+    meant = Request(
+        PROMPT,
+        ASK,
+        patch=(Patch(SITE, 2, VECTORS[0]), Patch(SITE, 4, source)),
+        steering=Steering(decode=(Steer(SITE, VECTORS[0]),)),
+    )
+    right(host, results[waiting], meant)
+
+
+# Who waits for whom
+
+
+def test_a_request_that_waits_for_a_steering_row_stops_nobody_who_needs_none() -> None:
+    host = host_of()
+    engine = Engine(host, steering_rows=1)
+    long = engine.submit(Request(PROMPT, Sampling(max_new=40), steering=steered(0).steering))
+    engine.step()
+    waits, plain, shares = (engine.submit(one) for one in (steered(1), Request(PROMPT, ASK), steered(0)))
+    done: dict[int, int] = {}
+    results: dict[int, Result] = {}
+    for step in range(60):
+        for one in engine.step():
+            done[one.request], results[one.request] = step, one
+    assert done[plain] < 8 and done[shares] < 8 < done[long] < done[waits]  # noqa: PT018
+    for number, request in ((waits, steered(1)), (plain, Request(PROMPT, ASK)), (shares, steered(0))):
+        right(host, results[number], request)
+
+
+def test_a_request_that_waits_for_a_patch_slot_stops_nobody_who_needs_none_and_is_not_overtaken() -> None:
+    host = host_of()
+    engine = Engine(host, patch_slots=2)
+    patched = [Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[i]),)) for i in range(2)]
+    both = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[0]), Patch(SITE, 3, VECTORS[1])))
+    order = [patched[0], both, patched[1], Request(PROMPT, ASK)]
+    numbers = [engine.submit(one) for one in order]
+    done: list[int] = []
+    results: dict[int, Result] = {}
+    while engine.busy:
+        for one in engine.step():
+            done.append(one.request)
+            results[one.request] = one
+    assert done.index(numbers[3]) < done.index(numbers[1]) < done.index(numbers[2])  # nobody takes the slot of who came first
+    for number, request in zip(numbers, order, strict=True):
+        right(host, results[number], request)
+
+
+def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_ends() -> None:
+    """Rows that configurations hold come back when somebody drops these, which nobody may ever do."""
+    host = host_of()
+    engine = Engine(host, steering_rows=2, rows=1)
+    engine.submit(Request(PROMPT, ASK))
+    waiting = engine.submit(steered(0))
+    for i in (1, 2):
+        engine.steering.hold(f"held {i}", steered(i).steering or Steering())
+    with pytest.raises(ValueError, match=r"2 of 2 steering rows are held by configurations \(held 1, held 2\): drop one"):
+        engine.submit(steered(3))
+    shared = engine.submit(steered(1))
+    results = run(engine)
+    assert results[waiting].finish == "error"
+    assert "are held by configurations" in (results[waiting].error or "")
+    right(host, results[shared], steered(1))
+    engine.steering.drop("held 1")
+    right(host, engine.generate([steered(0)], progress=False)[0], steered(0))
+
+
+# Whose configuration it is
+
+
+def test_the_scale_of_a_held_configuration_is_no_matter_of_a_request_with_the_same_numbers() -> None:
+    host = host_of()
+    config = Steering(decode=(Steer(SITE, VECTORS[0]),))
+    engine = Engine(host, block=4)
+    engine.steering.hold("mine", config)
+    engine.steering.hold("theirs", config)
+    own, routed, other = (engine.submit(Request(PROMPT, ASK, steering=one)) for one in (config, None, None))
+    results = {one.request: one for one in engine.step()}
+    engine.steering.override(routed, "mine")
+    engine.steering.override(other, "theirs")
+    engine.steering.set_scale(3.0, config="mine")
+    results |= run(engine)
+
+    def scaled(scale: float) -> Request:
+        return Request(PROMPT, ASK, steering=Steering(decode=(Steer(SITE, VECTORS[0], scale),)))
+
+    for number, scale in ((own, 1.0), (routed, 3.0), (other, 1.0)):
+        right(host, results[number], scaled(scale))
+    assert engine.steering.snapshot()["configs"]["theirs"]["scale"] == 1.0
+
+
+# The prefix cache
+
+
+def test_a_prefix_that_is_longer_than_the_cache_is_found_as_far_as_it_fits() -> None:
+    host = host_of()
+    engine = Engine(host, block=1)
+    (whole,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+    assert whole.cached == 0
+    size = engine.prefixes.bytes // len(engine.prefixes)
+    engine = Engine(host, block=1, prefix_bytes=10 * size)
+    for cached in (0, 10, 10):
+        (found,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+        assert found.cached == cached
+        right(host, found, Request(PROMPT, ASK))
+    assert engine.prefixes.bytes == 10 * size
+
+
+def test_what_the_cache_counts_is_what_it_keeps() -> None:
+    """A block that is left of a long prompt keeps no memory of the others."""
+    engine = Engine(host_of(), block=2)
+    engine.generate([Request(PROMPT, ASK)], progress=False)
+    engine.prefixes.budget = 2 * engine.prefixes.bytes // len(engine.prefixes)
+    engine.generate([Request(PROMPT[::-1], ASK)], progress=False)
+    kept = {one.data.untyped_storage().data_ptr(): one.data.untyped_storage().nbytes() for one in engine.prefixes.blocks()}
+    assert sum(kept.values()) == engine.prefixes.bytes <= engine.prefixes.budget
+
+
+def test_the_least_recently_used_end_of_a_chain_leaves_first() -> None:
+    block = Saved(torch.zeros(1, 2, 1, 4, 1))
+    held = Prefixes(4, 4 * block.data.nbytes)
+    first, second = [b"stem", b"a1", b"a2"], [b"stem", b"b1", b"b2"]
+    for chain in (first, second):
+        held.keep(chain, lambda _i: block)
+    assert [len(held.find(chain)) for chain in (first, second)] == [2, 3]
+
+
+def test_a_capture_of_which_no_token_came_is_named() -> None:
+    engine = Engine(host_of())
+    absent = next(token for token in range(VOCAB) if token not in PROMPT)
+    keep = (Capture(SITE, Where("generated")), Capture(Site(0, "z"), Where("prompt", token_ids={absent})), Capture(Site(1, "z")))
+    (found,) = engine.generate([Request(PROMPT, Sampling(max_new=1), capture=keep)], progress=False)
+    assert list(found.captured) == [Site(1, "z")]
+    assert found.unfired == [f"capture at {site}, of which no token came" for site in (SITE, Site(0, "z"))]
+
+
+@pytest.mark.parametrize("scale", [True, float("nan"), -1.0])
+def test_what_is_no_scale_is_refused(scale: Any) -> None:
+    engine = Engine(host_of())
+    with pytest.raises(ValueError, match="give a finite number that is not negative"):
+        engine.steering.set_scale(scale)
+    assert engine.steering.gain == 1.0
