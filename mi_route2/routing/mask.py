@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
-from mi_route2.routing.directions import Directions, Fitter
+from mi_route2.routing.directions import Directions, Fitter, PairBatch, PersonaFitter
 from mi_route2.routing.features import ActivationReader, FeatureKind, FullGradientReader, collect, coordinates
 from mi_route2.routing.lane import MaskLane, Rule, TokenReader, flag, pooled, shuffled
 from mi_route2.routing.routes import (
     Decision,
     Once,
+    OneCall,
     Part,
     Reduce,
     RouteStep,
@@ -132,7 +133,7 @@ class _MaskStep(Once):
         return Decision(scores=scores, flags=flags, unrouted=unrouted, extra=extra)
 
 
-class MaskRoute:
+class MaskRoute(OneCall):
     """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none).
 
     ``flags`` are flags of your own in the place of a score's; see ``from_flags``.
@@ -184,6 +185,21 @@ class MaskRoute:
             score="none", through=through, reinforced_only=False, kept_advantage=kept_advantage, negative_scale=negative_scale
         )
         return MaskRoute(spec, None, l1=l1, want_unrouted=want_unrouted, flags=flags)
+
+    @staticmethod
+    def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0, want_unrouted: bool = False) -> "MaskRoute":
+        """Route by the persona direction of contrast pairs, in the features that ``spec`` scores (``None``: ``MaskSpec()``).
+
+        ``ValueError`` for a rule that compares with no direction, or with another one.
+        """
+        spec = MaskSpec() if spec is None else spec
+        if spec.score not in ("act", "grad", "full"):
+            raise ValueError(
+                f"score={spec.score!r} compares with no direction: use score='act', 'grad' or 'full', or MaskRoute(spec, None)"
+            )
+        if spec.fitter != "persona":
+            raise ValueError(f"fitter={spec.fitter!r} is a control's: use MaskRoute(spec, fitter) with the fitter that draws it")
+        return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
 
     def _own_flags(self, batch: TrainBatch) -> Tensor:
         """Flags that the user gave; ``ValueError`` where they do not fit the batch."""
