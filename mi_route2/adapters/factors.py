@@ -117,8 +117,8 @@ def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, lane: Lane | None
     if tape is None:
         if factor.requires_grad and not torch.compiler.is_compiling():
             factor = factor.view_as(factor)  # a hook at the parameter itself would stay there
-            assert factor.grad_fn is not None
-            factor.register_hook(partial(_ask, lane, site, name, factor.grad_fn.next_functions[0][0]))
+            if factor.grad_fn is not None:  # a transform of torch.func returns gradients and stores none
+                factor.register_hook(partial(_ask, lane, site, name, factor.grad_fn.next_functions[0][0]))
         return multiply(h, factor)
     out = RoutedFactor.apply(h, factor, tape, lane, site, name)
     assert isinstance(out, Tensor)

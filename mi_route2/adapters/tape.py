@@ -198,8 +198,8 @@ NO_MASK = (
 
 
 def requested(point: nn.Module) -> bool:
-    """Whether somebody hooked this point."""
-    return bool(point._forward_hooks)
+    """Whether somebody hooked this point, in whichever way torch offers."""
+    return any((point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks))
 
 
 def in_backward() -> bool:

@@ -356,7 +356,7 @@ def test_a_gradient_at_a_point_is_read_and_written_in_a_trace(gpt2: tuple[Any, N
 
     for one in (policy, other):
         one.model.zero_grad(set_to_none=True)
-    with policy.adapters.unrouted():
+    with policy.adapters.unrouted(), other.adapters.unrouted():
         with host.hooks({Site(1, "kept_out", "mlp.up"): watch}):
             host.logits(tokens).square().sum().backward()
         with model.trace(tokens):
