@@ -89,6 +89,8 @@ class _MaskStep(Once):
         for lane in self._lanes:
             for (site, factor), gradient in lane.held.items():
                 p = kept[f"{site}.{factor}"]
+                if not p.requires_grad:
+                    continue  # frozen: it is scored like any other, and autograd would give it no gradient either
                 assert lane.known is not None
                 routed = gradient.weighted(lane.rule.weights(lane.weights(site))).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
@@ -123,6 +125,8 @@ class _MaskStep(Once):
         for lane in self._lanes:
             for name, g in lane.unrouted.items():
                 unrouted[name] = unrouted[name] + g if name in unrouted else g
+        kept = self._policy.adapters.kept_parameters()
+        unrouted = {name: g for name, g in unrouted.items() if kept[name].requires_grad}
         if reduce is not None and unrouted:  # or the second moments, and with them the weights, would differ between ranks
             carriers = {name: nn.Parameter(torch.zeros_like(g)) for name, g in unrouted.items()}
             for name, p in carriers.items():

@@ -208,3 +208,17 @@ def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> No
     policy.model.zero_grad(set_to_none=True)
     with policy.adapters.full():
         route.backward(policy, batch, loss, context(route.spec, N))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[1] == "pooled"], ids=case_id)
+def test_a_frozen_factor_gets_no_gradient_and_changes_no_other(case: Case) -> None:
+    """Scores are of its gradient as before; an optimiser that holds it must find none."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, spec_of(case, negative_scale=0.5), want_unrouted=case[3] == "filter")
+    plain = run(policy, route, batch)
+    frozen = "blocks.0.attn.q.B"
+    policy.adapters.kept_parameters()[frozen].requires_grad_(False)
+    own = run(policy, route, batch)
+    assert policy.adapters.kept_parameters()[frozen].grad is None
+    assert frozen not in own.decision.unrouted
+    assert all(torch.equal(own.kept[n], g) for n, g in plain.kept.items() if n != frozen)
