@@ -34,6 +34,7 @@ from mi_route2.routing.routes import (
     check_step,
     chunks,
     refit,
+    trainable,
 )
 from mi_route2.routing.spec import MaskSpec, Through
 
@@ -95,7 +96,7 @@ class _MaskStep(Once):
                 routed = gradient.weighted(lane.rule.weights(lane.weights(site))).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
         if reduce is not None:
-            reduce([*kept.values(), *adapters.quarantine_parameters().values()])
+            reduce(trainable(kept, adapters.quarantine_parameters()))
         return self._decision(reduce)
 
     def _settle(self) -> None:

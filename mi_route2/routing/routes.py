@@ -13,7 +13,7 @@ is short for
 State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
@@ -153,6 +153,11 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
             raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or mend their rewards")
 
 
+def trainable(*named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """What a reduction over ranks sums: a frozen parameter would get a gradient of 0, by which an optimiser still moves it."""
+    return [p for parameters in named for p in parameters.values() if p.requires_grad]
+
+
 class OneCall:
     """Routes whose step can be taken in one call."""
 
@@ -239,12 +244,7 @@ class _OpenStep(Once):
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.parts, self._policy.adapters)
         if reduce is not None:
-            reduce(
-                [
-                    *self._policy.adapters.kept_parameters().values(),
-                    *self._policy.adapters.quarantine_parameters().values(),
-                ]
-            )
+            reduce(trainable(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
         return Decision()
 
 
@@ -289,7 +289,7 @@ class _EraseStep(Once):
         self._finish(self.parts, adapters)
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
-            reduce(list(adapters.kept_parameters().values()))
+            reduce(trainable(adapters.kept_parameters()))
         removed, total = 0.0, 0.0
         for site, axes in directions.vectors.items():
             p = adapters.scored(site)

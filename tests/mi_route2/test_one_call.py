@@ -1,7 +1,8 @@
 """``route.backward``: a routed step in one call; and gradients that reach adapters past every route are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mi_route2.routing import EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRo
 from mi_route2.routing.routes import Route
 
 N = 6
+T = TypeVar("T")
 Case = tuple[str, str, str, str]
 
 
@@ -44,8 +46,16 @@ def loss(logits: Tensor, batch: TrainBatch) -> Tensor:
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    named = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named.items()}
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in parameters_of(policy).items()}
+
+
+def parameters_of(policy: Policy) -> dict[str, torch.nn.Parameter]:
+    return whole(policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters())
+
+
+def whole(kept: Mapping[str, T], quarantine: Mapping[str, T]) -> dict[str, T]:
+    """Both under names of their own: a LoRA's are alike."""
+    return {f"kept.{n}": v for n, v in kept.items()} | {f"quarantine.{n}": v for n, v in quarantine.items()}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +69,7 @@ def test_one_call_gives_the_bits_of_the_long_form(name: str, left: bool, micro: 
     policy.model.zero_grad(set_to_none=True)
     decision = route.backward(policy, batch, loss, context(route.spec, N, micro))
     own = gradients(policy)
-    assert all(torch.equal(own[n], g) for n, g in (long.kept | long.quarantine).items())
+    assert all(torch.equal(own[n], g) for n, g in whole(long.kept, long.quarantine).items())
     for ours, theirs in ((decision.flags, long.decision.flags), (decision.scores, long.decision.scores)):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
@@ -149,12 +159,12 @@ def test_a_backward_that_no_route_decides_is_refused_unless_asked_for(kind: str,
         plain_loss(policy, batch, batch.advantages).backward()
     plain = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
-    parameters = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
+    parameters = parameters_of(policy)
     read = torch.autograd.grad(plain_loss(policy, batch, batch.advantages), list(parameters.values()))
     assert all(torch.equal(plain[n], g) for n, g in zip(parameters, read))
     assert not any(g.any() for g in gradients(policy).values())
     opened = run(policy, OpenRoute(OpenSpec()), batch)
-    assert all(torch.equal(plain[n], g) for n, g in (opened.kept | opened.quarantine).items())
+    assert all(torch.equal(plain[n], g) for n, g in whole(opened.kept, opened.quarantine).items())
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -222,3 +232,14 @@ def test_a_frozen_factor_gets_no_gradient_and_changes_no_other(case: Case) -> No
     assert policy.adapters.kept_parameters()[frozen].grad is None
     assert frozen not in own.decision.unrouted
     assert all(torch.equal(own.kept[n], g) for n, g in plain.kept.items() if n != frozen)
+
+
+@pytest.mark.parametrize("name", ["open", "own flags", "grad-pooled-live-filter"])
+def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    parameters = parameters_of(policy)
+    frozen = parameters["kept.blocks.0.attn.q.B"].requires_grad_(False)
+    seen: list[torch.nn.Parameter] = []
+    route = routes(policy)[name]
+    route.backward(policy, batch, loss, context(route.spec, N), reduce=seen.extend)
+    assert {id(p) for p in seen} == {id(p) for p in parameters.values()} - {id(frozen)}
