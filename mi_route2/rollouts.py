@@ -50,6 +50,20 @@ class Rollouts:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @checked
+    def logprobs(self, logits: Float[Tensor, "b s v"]) -> Float[Tensor, "b s"]:
+        """Log-probability, by ``logits``, of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
+        if logits.shape[:2] != self.tokens.shape:
+            raise ValueError(
+                f"logits are {list(logits.shape)} and the tokens {list(self.tokens.shape)}: give those of these rollouts"
+            )
+        logits = logits[:, :-1]
+        logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        chosen = logits.log_softmax(-1).gather(-1, self.tokens[:, 1:, None])[..., 0]
+        chosen = torch.nn.functional.pad(chosen, (0, 1))
+        # where, not a product: a log-probability of -inf on padding times 0 would be NaN
+        return torch.where(self.predictors, chosen, torch.zeros_like(chosen))
+
     def completions(self) -> list[list[int]]:
         """The completions' token ids, row by row."""
         return [row[own].tolist() for row, own in zip(self.tokens, self.completion)]
@@ -136,12 +150,12 @@ class Policy:
     forward: Forward = call_with_mask
 
     @checked
+    def logits(self, rollouts: Rollouts) -> Float[Tensor, "b s v"]:
+        """Next-token logits; ``ValueError`` for a token that the model lacks."""
+        demand_tokens(self.model, rollouts.tokens)
+        return self.forward(self.model, rollouts.tokens, rollouts.attention)
+
+    @checked
     def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
         """Log-probability of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
-        demand_tokens(self.model, rollouts.tokens)
-        logits = self.forward(self.model, rollouts.tokens, rollouts.attention)[:, :-1]
-        logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        chosen = logits.log_softmax(-1).gather(-1, rollouts.tokens[:, 1:, None])[..., 0]
-        chosen = torch.nn.functional.pad(chosen, (0, 1))
-        # where, not a product: a log-probability of -inf on padding times 0 would be NaN
-        return torch.where(rollouts.predictors, chosen, torch.zeros_like(chosen))
+        return rollouts.logprobs(self.logits(rollouts))

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -171,6 +172,33 @@ def _missing(record: Any, raw: Any, before: str = "") -> list[str]:
     own = [field.name for field in dataclasses.fields(record)]
     found = [before + name for name in own if name not in raw]
     return found + [each for name in own if name in raw for each in _missing(getattr(record, name), raw[name], f"{before}{name}.")]
+
+
+def read_settings(kind: type[T], path: Path, remedy: str, *, optional: Sequence[str] = (), **more: Any) -> T:
+    """A study's settings from the JSON file at ``path``, with ``more`` beside them, every field given but for ``optional`` ones.
+
+    ``ValueError`` names the file if it is not theirs, and the remedy.
+    """
+    try:
+        return read_record(kind, {**parse_object(path.read_bytes()), **more}, optional=optional)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path} holds no settings of this study ({reason}); {remedy}") from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON whole or not at all; ``OSError`` in one sentence where the disk is full."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("w") as file:
+            file.write(json.dumps(value, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(f"could not write {path}: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def parse_words(record: T, changes: Mapping[str, str]) -> T:

@@ -20,7 +20,7 @@ class AffineProbe:
     """`weight [d]` and `bias` (a float), both finite (ValueError otherwise); scores are computed in the activations'
     dtype, float32 at least."""
 
-    weight: Float[Tensor, "d"]
+    weight: Float[Tensor, " d"]
     bias: float
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class AffineProbe:
         return self._score(h)
 
     @checked
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, " b"]:
         """`<w, mean h> + c`: for an affine score also the mean of the masked tokens' scores."""
         return self._score(pool(h, mask))
 

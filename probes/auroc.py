@@ -29,7 +29,7 @@ class Interval:
 Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
-def binary(hack: Labels) -> Bool[np.ndarray, "n"]:
+def binary(hack: Labels) -> Bool[np.ndarray, " n"]:
     """Labels as booleans; ValueError for numbers other than 0 and 1. Integers would be taken for row numbers."""
     if not np.isin(hack, (0, 1)).all():
         raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
@@ -37,7 +37,7 @@ def binary(hack: Labels) -> Bool[np.ndarray, "n"]:
 
 
 @checked
-def auroc(scores: Float[np.ndarray, "n"], hack: Labels) -> float | None:
+def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
     """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
     if not np.isfinite(scores).all():
         raise ValueError("Scores must be finite: a NaN has no rank.")
@@ -49,9 +49,9 @@ def auroc(scores: Float[np.ndarray, "n"], hack: Labels) -> float | None:
 
 
 def auroc_interval(
-    scores: Float[np.ndarray, "n"],
+    scores: Float[np.ndarray, " n"],
     hack: Labels,
-    cluster: Int[np.ndarray, "n"],
+    cluster: Int[np.ndarray, " n"],
     draws: Int[np.ndarray, "m clusters"],
     level: float = 0.95,
 ) -> Interval:
@@ -81,13 +81,13 @@ def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np
     return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)
 
 
-def _below(ordered: Float[np.ndarray, "n"], values: Float[np.ndarray, "m"]) -> Float[np.ndarray, "m"]:
+def _below(ordered: Float[np.ndarray, " n"], values: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
     """How many of `ordered` (increasing) lie below each value, ties counting half."""
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")) / 2
 
 
 def _ordered_pairs(
-    scores: Float[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], cluster: Int[np.ndarray, "n"], clusters: int
+    scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], cluster: Int[np.ndarray, " n"], clusters: int
 ) -> Float[np.ndarray, "clusters clusters"]:
     """M of the module's equation."""
     pairs = np.zeros((clusters, clusters))

@@ -34,7 +34,7 @@ class ReliabilityBin:
 class Calibrator(Protocol):
     """A frozen map from scores to probabilities. Monotone, so that it leaves AUROC as it is, up to ties."""
 
-    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Probabilities in [0, 1]."""
         ...
 
@@ -46,7 +46,7 @@ class Platt:
     slope: float
     intercept: float
 
-    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Probabilities in [0, 1]."""
         return expit(self.slope * scores + self.intercept)
 
@@ -58,12 +58,12 @@ class Isotonic:
     scores: tuple[float, ...]
     probabilities: tuple[float, ...]
 
-    def __call__(self, scores: Float[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+    def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Probabilities in [0, 1]."""
         return np.interp(scores, self.scores, self.probabilities)
 
 
-def fit_platt(scores: Float[np.ndarray, "n"], hack: Labels) -> Platt:
+def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     """Platt scaling. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
     positive, negative = int(hack.sum()), int((~hack).sum())
@@ -77,26 +77,26 @@ def fit_platt(scores: Float[np.ndarray, "n"], hack: Labels) -> Platt:
     return Platt(slope, float(model.intercept_[0] - slope * centre))
 
 
-def fit_isotonic(scores: Float[np.ndarray, "n"], hack: Labels) -> Isotonic:
+def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
     """Isotonic regression. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
     model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, hack.astype(float))
     return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
 
 
-def brier(p: Float[np.ndarray, "n"], hack: Labels) -> float:
+def brier(p: Float[np.ndarray, " n"], hack: Labels) -> float:
     """Mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
     hack = _require_probabilities(p, hack)
     return float(((p - hack) ** 2).mean())
 
 
-def ece(p: Float[np.ndarray, "n"], hack: Labels, bins: int = 10) -> float:
+def ece(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> float:
     """Expected calibration error over equal-width bins, in [0, 1]. Biased upwards when bins hold few items."""
     curve = reliability(p, hack, bins)
     return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
 
 
-def reliability(p: Float[np.ndarray, "n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
+def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
     """The reliability curve: the non-empty bins, in increasing order. ValueError for p outside [0, 1] or none."""
     hack = _require_probabilities(p, hack)
     if bins < 1:
@@ -111,7 +111,7 @@ def reliability(p: Float[np.ndarray, "n"], hack: Labels, bins: int = 10) -> list
     return curve
 
 
-def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, "n"]:
+def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
     """The labels as booleans."""
     if p.shape != hack.shape or not len(p):
         raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: as many of each, at least one.")
@@ -120,7 +120,7 @@ def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, 
     return binary(hack)
 
 
-def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, "n"]:
+def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
     """The labels as booleans."""
     if scores.shape != hack.shape or not np.isfinite(scores).all():
         raise ValueError("Calibration needs one finite score per label.")

@@ -32,7 +32,7 @@ class Dataset:
 
     hidden: dict[str, Float[Tensor, "b s _d"]]
     mask: Mask
-    hack: Sequence[bool] | Bool[np.ndarray, "b"]
+    hack: Sequence[bool] | Bool[np.ndarray, " b"]
     mode: list[str]
 
     def __post_init__(self) -> None:
@@ -59,15 +59,15 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
     return group_ids(list(zip(prompts, completions))).tolist()
 
 
-def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, "n"]:
+def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
     """Groups numbered from 0 in order of first appearance."""
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 
 
 def split_groups(
-    group: Int[np.ndarray, "n"], hack: Bool[np.ndarray, "n"], fractions: tuple[float, ...], rng: np.random.Generator
-) -> list[Bool[np.ndarray, "n"]]:
+    group: Int[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
+) -> list[Bool[np.ndarray, " n"]]:
     """Cut rollouts into parts of about the given fractions, whole groups at a time.
 
     Stratified: groups that hold a hack and groups that hold none are cut separately, so that every part has both kinds.
@@ -86,7 +86,7 @@ def split_groups(
     return parts
 
 
-def _cut(ids: Int[np.ndarray, "n"], fractions: tuple[float, ...]) -> list[Int[np.ndarray, "_k"]]:
+def _cut(ids: Int[np.ndarray, " n"], fractions: tuple[float, ...]) -> list[Int[np.ndarray, " _k"]]:
     """Consecutive pieces of `ids`, at least one id each."""
     ends = np.round(np.cumsum(fractions) * len(ids)).astype(int)
     for i in range(len(ends)):

@@ -24,7 +24,7 @@ Score = Literal["cosine", "projection"]
 class DirectionProbe:
     """`direction [d]`, of norm 1 to 1e-5 (ValueError otherwise: `DirectionFitter` normalises), and how it scores."""
 
-    direction: Float[Tensor, "d"]
+    direction: Float[Tensor, " d"]
     score: Score = "cosine"
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class DirectionProbe:
         return self._score(h)
 
     @checked
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, " b"]:
         """The same of the mean activation over `mask`."""
         return self._score(pool(h, mask))
 
@@ -58,7 +58,7 @@ class DirectionFitter:
     """Holds a given vector and normalises it. It is a fitter so that loops over probes need no branch: `update` checks
     the width and learns nothing."""
 
-    def __init__(self, vector: Float[Tensor, "d"], score: Score = "cosine") -> None:
+    def __init__(self, vector: Float[Tensor, " d"], score: Score = "cosine") -> None:
         self._probe = DirectionProbe(unit_vector(vector), score)
 
     @checked

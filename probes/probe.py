@@ -28,7 +28,7 @@ class Probe(Protocol):
         """One score per token, in float32 or wider. Scores at padding mean nothing: mask them."""
         ...
 
-    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b"]:
+    def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, " b"]:
         """One score per rollout: that of the mean of `h` over `mask`. ValueError for a rollout with an empty mask."""
         ...
 
@@ -62,7 +62,7 @@ def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     return kept.sum(dim=1) / count[:, None]
 
 
-def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) -> tuple[Float[Tensor, "n d"], Bool[Tensor, "n"]]:
+def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) -> tuple[Float[Tensor, "n d"], Bool[Tensor, " n"]]:
     """Training examples in float64 on the CPU: one mean a rollout, or (`unit="token"`) each masked token under its
     rollout's label. ValueError where an activation inside the mask is not finite."""
     mask, hack = as_mask("mask", mask), as_mask("hack", hack)
@@ -76,7 +76,7 @@ def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) ->
     return x, y.cpu()
 
 
-def require_both_classes(y: Bool[Tensor, "n"]) -> None:
+def require_both_classes(y: Bool[Tensor, " n"]) -> None:
     """ValueError unless there are hack and clean examples."""
     if y.numel() == 0 or bool(y.all()) or not bool(y.any()):
         raise ValueError(f"A probe needs hack and clean examples; it has {int(y.sum())} and {int((~y).sum())}.")
@@ -88,7 +88,7 @@ def require_width(h: Float[Tensor, "*n d"], width: int) -> None:
         raise ValueError(f"The activations have {h.shape[-1]} features and the probe {width}: another layer's probe?")
 
 
-def unit_vector(v: Float[Tensor, "d"]) -> Float[Tensor, "d"]:
+def unit_vector(v: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
     """`v / |v|` in float64 on the CPU. ValueError for a zero or non-finite vector."""
     v = v.detach().to("cpu", torch.float64)
     # Scaled by the largest entry first: squares of 1e-200 vanish.

@@ -66,7 +66,7 @@ def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | Non
     return {name: float(values[rows].mean()) if rows.any() else None for name, rows in groups.items()}
 
 
-def _labels(hack: list[bool], teacher: list[bool] | None) -> tuple[Bool[np.ndarray, "n"], Bool[np.ndarray, "n"]]:
+def _labels(hack: list[bool], teacher: list[bool] | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Hack labels, and which rollouts are the student's."""
     if teacher is not None and len(teacher) != len(hack):
         raise ValueError(f"{len(teacher)} teacher marks for {len(hack)} rollouts.")

@@ -103,8 +103,8 @@ class _Fold:
     """Test rollouts of one mode, and the bootstrap's resamples of their groups (shared by all probes: paired)."""
 
     mode: str
-    rows: Int[np.ndarray, "n"]
-    cluster: Int[np.ndarray, "n"]
+    rows: Int[np.ndarray, " n"]
+    cluster: Int[np.ndarray, " n"]
     resamples: Int[np.ndarray, "m clusters"]
     dropped: int
 
@@ -114,7 +114,7 @@ class _Batch(NamedTuple):
 
     h: Float[Tensor, "b s d"]
     mask: Bool[Tensor, "b s"]
-    hack: Bool[Tensor, "b"]
+    hack: Bool[Tensor, " b"]
 
 
 def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> dict[str, FitterFactory]:
@@ -170,8 +170,8 @@ def transfer(
 
 
 def _folds(
-    dataset: Dataset, group: Int[np.ndarray, "n"], settings: TransferSettings
-) -> tuple[Int[np.ndarray, "_fit"], Int[np.ndarray, "_calibrate"], list[_Fold]]:
+    dataset: Dataset, group: Int[np.ndarray, " n"], settings: TransferSettings
+) -> tuple[Int[np.ndarray, " _fit"], Int[np.ndarray, " _calibrate"], list[_Fold]]:
     """Rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
     mode, hack = np.array(dataset.mode), np.array(dataset.hack, dtype=bool)
     known = np.flatnonzero(mode == settings.known)
@@ -192,7 +192,7 @@ def _folds(
     return fit, calibrate, folds
 
 
-def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, "n"]) -> _Batch:
+def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
     """The chosen rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
@@ -205,7 +205,9 @@ def _fit(fitter: Fitter, batch: _Batch) -> Probe:
     return fitter.fit()
 
 
-def _scores(probe: Probe, batch: _Batch, level: Unit) -> tuple[Float[np.ndarray, "m"], Bool[np.ndarray, "m"], Int[np.ndarray, "m"]]:
+def _scores(
+    probe: Probe, batch: _Batch, level: Unit
+) -> tuple[Float[np.ndarray, " m"], Bool[np.ndarray, " m"], Int[np.ndarray, " m"]]:
     """Scores of rollouts or of masked tokens, their labels, and the row of the batch that each belongs to."""
     if level == "rollout":
         scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h))

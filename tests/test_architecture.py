@@ -115,6 +115,12 @@ def test_only_hosts_import_the_libraries_that_they_adapt() -> None:
             assert not [target for target in targets if within(target, *HOSTS)], name
 
 
+def test_the_settings_of_lanes_are_read_without_another_study() -> None:
+    studies = [target for target in DIRECT["studies.lanes.settings"] if within(target, "studies")]
+    assert studies
+    assert not [target for target in studies if not within(target, "studies.lanes")]
+
+
 def test_the_import_reader_sees_every_form() -> None:
     text = "import a.b\nfrom mi_route2 import sites\nfrom mi_route2.sites import select\ndef f():\n    from . import oracle\n"
     assert set(imported("studies.loopholes.grader", ast.parse(text))) == {"a.b", "mi_route2.sites", "studies.loopholes.oracle"}

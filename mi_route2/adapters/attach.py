@@ -4,6 +4,7 @@ adapters = attach(model, "blocks.*.attn.*", "blocks.*.mlp.*", spec=AdapterSpec()
 with adapters.deployed():      # quarantine out: the model that ships
 with adapters.reference():     # both out: the base model, bit for bit (a free KL reference)
 with adapters.recording(tape): # what the adapters learn from the next forward and backward
+with adapters.unrouted():      # both learn from everything, by ordinary autograd
 """
 
 from collections.abc import Callable, Iterator
@@ -148,6 +149,11 @@ class Adapters:
     def reference(self):
         """Context: both out; the base model bit for bit."""
         return self._switched(kept=False, quarantine=False)
+
+    def unrouted(self):
+        """Context: both adapters learn by ordinary autograd from what runs in it, and no route decides: for training without a
+        route, and for checks. Elsewhere a gradient that reaches an adapter from a forward without a tape is an error."""
+        return self._switched(unrouted=True)
 
     @checked
     @contextmanager

@@ -7,6 +7,7 @@ the lane answers as the factor's gradient. No gate enters the forward, nothing i
 leaves the backward is already filtered: right under accumulation, checkpointing and data parallelism.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,9 +100,25 @@ class L1(torch.autograd.Function):
         return grads[0] + ctx.weight * sign, None, None
 
 
+def _ask(lane: Lane, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
+    """Tell ``lane`` of a gradient that this backward adds to a ``.grad``: ``torch.autograd.grad`` reads and trains nothing."""
+    try:
+        stored = torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
+    except RuntimeError:  # torch's answer for a leaf under autograd.grad
+        return
+    if stored:
+        lane.gradient(site, name, gradient)  # pyright: ignore[reportArgumentType]
+
+
 def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, lane: Lane | None, site: str, name: str) -> Tensor:
-    """``multiply`` under the lane of the open tape, or plain where there is none."""
-    if tape is None or lane is None or not torch.is_grad_enabled():
+    """``multiply`` under the lane of the open tape, or plain where there is none; without a tape a lane refuses gradients."""
+    if lane is None or not torch.is_grad_enabled():
+        return multiply(h, factor)
+    if tape is None:
+        if factor.requires_grad and not torch.compiler.is_compiling():
+            factor = factor.view_as(factor)  # a hook at the parameter itself would stay there
+            if factor.grad_fn is not None:  # a transform of torch.func returns gradients and stores none
+                factor.register_hook(partial(_ask, lane, site, name, factor.grad_fn.next_functions[0][0]))
         return multiply(h, factor)
     out = RoutedFactor.apply(h, factor, tape, lane, site, name)
     assert isinstance(out, Tensor)

@@ -10,7 +10,7 @@ Where several logical Linears are fused in one module, each has a ``Branch`` on 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -20,7 +20,7 @@ from torch.nn import functional
 from mi_route2.adapters.factors import L1, ReadOutput, apply_factor
 from mi_route2.adapters.kept import Kept, SVDKept
 from mi_route2.adapters.quarantine import Quarantine
-from mi_route2.adapters.tape import NO_MASK, Tape, requested
+from mi_route2.adapters.tape import NO_MASK, Lane, Refuse, Tape, requested
 from mi_route2.sites import Slot
 
 
@@ -32,7 +32,11 @@ class Switchboard:
     quarantine: bool = True
     merged: bool = False
     tape: Tape | None = None
+    unrouted: bool = False
     sites: int = 0
+
+
+_REFUSE = Refuse()
 
 
 def _note(tape: Tape, site: str, _gradient: Tensor) -> None:
@@ -95,11 +99,11 @@ class Branch(nn.Module):
         if y is None:
             y = self._folded_kept(x, tape)
         elif board.kept:
-            lane = None if tape is None else tape.kept
-            y = y + self.hook_kept(self.kept(x, tape, lane, self.site, self.hook_kept_a))
+            y = y + self.hook_kept(self.kept(x, tape, self._lane("kept"), self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
         if tape is not None and torch.is_grad_enabled():
+            tape.without_quarantine |= self.quarantine is not None and not board.quarantine
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
             elif tape.kept is None and y is not None and y.requires_grad:  # no lane notes the backward
@@ -113,6 +117,13 @@ class Branch(nn.Module):
         """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
         return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
 
+    def _lane(self, adapter: Literal["kept", "quarantine"]) -> Lane | None:
+        """What this adapter learns by; ``None``: ordinary autograd."""
+        tape = self._board.tape
+        if tape is None:
+            return None if self._board.unrouted else _REFUSE
+        return tape.kept if adapter == "kept" else tape.quarantine
+
     def _read(self, x: Tensor, tape: Tape) -> None:
         rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
         if not tape.saw_forward(self.site, self.hook_mask):
@@ -123,7 +134,7 @@ class Branch(nn.Module):
             tape.kept.decide(self.site)
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
-        kept, lane = self.kept, None if tape is None else tape.kept
+        kept, lane = self.kept, self._lane("kept")
         assert isinstance(kept, SVDKept)
         a = self.hook_kept_a(kept.bottleneck(x))
         scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, lane, self.site, "dS")
@@ -131,7 +142,7 @@ class Branch(nn.Module):
 
     def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:
         assert self.quarantine is not None
-        y = self.quarantine(x, tape, None if tape is None else tape.quarantine, self.site)
+        y = self.quarantine(x, tape, self._lane("quarantine"), self.site)
         if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
             real = None if tape.real is None else tape.real.reshape(y.shape[:-1])
             y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)

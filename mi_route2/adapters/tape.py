@@ -63,6 +63,25 @@ class LearnNothing:
         return self._like.weights(site)
 
 
+class Refuse:
+    """The lane of a forward without a tape: such a forward may be differentiated, but no adapter learns from it unless asked."""
+
+    detach = False
+
+    def gradient(self, site: str, factor: str, pair: object) -> None:
+        raise RuntimeError(
+            f"a gradient reached the adapters at {site} from a forward that no tape recorded, so no route decides who learns from "
+            "it: call route.backward(policy, batch, loss_fn, context), run forward and backward inside adapters.recording(tape), "
+            "or say that both adapters may learn from everything, with adapters.unrouted()"
+        )
+
+    def decide(self, site: str) -> None:
+        return None
+
+    def weights(self, site: str) -> Tensor:
+        raise RuntimeError(f"a forward without a tape has no weights (asked at {site})")
+
+
 @runtime_checkable
 class InputReader(Protocol):
     """Sees ``x [b, s, d_in]`` at every site in the forward, detached."""
@@ -105,6 +124,8 @@ class Tape:
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
+        self.without_quarantine = False
+        """Whether a forward that could be learnt from ran while there was a quarantine and it was switched off."""
         self._forward: dict[str, nn.Module | None] = {}
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
@@ -177,8 +198,8 @@ NO_MASK = (
 
 
 def requested(point: nn.Module) -> bool:
-    """Whether somebody hooked this point."""
-    return bool(point._forward_hooks)
+    """Whether somebody hooked this point, in whichever way torch offers."""
+    return any((point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks))
 
 
 def in_backward() -> bool:

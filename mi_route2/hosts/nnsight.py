@@ -24,11 +24,13 @@ from nnsight.intervention.interleaver import OutOfOrderError
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters
+from mi_route2.adapters.tape import NO_MASK
 from mi_route2.hosts.base import Edit, Fired, Host, answered, whole_stream
 from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
 from mi_route2.sites import Site
 
 _ATTENTION = ("self_attn", "attn")
+MASK = "hook_mask"
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +83,19 @@ class NNsightHost(Host):
         return adapters
 
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
-        """As ``Host``. ``RuntimeError`` inside a trace of the same model, and for an edit of what checkpointing runs again."""
+        """As ``Host``. ``RuntimeError`` inside a trace of the same model, for an edit of what checkpointing runs again, and for a
+        stored edit of a mask that this forward does not decide."""
+        try:
+            return self._traced(tokens, attention)
+        except OutOfOrderError as error:
+            if f".{MASK}." not in str(error):
+                raise
+            raise RuntimeError(
+                f"an edit waits at a {MASK} that did not fire in this forward ({error}): {NO_MASK}. A mask that is decided after "
+                f"the forward is reached by a torch hook at adapters.sites[name].{MASK}; clear_edits() takes stored edits away"
+            ) from error
+
+    def _traced(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
         if self.envoy.interleaver.mediators:
             raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
         self.refresh()

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
-from mi_route2.routing.directions import Directions, Fitter
+from mi_route2.routing.directions import Directions, Fitter, PairBatch, PersonaFitter
 from mi_route2.routing.features import ActivationReader, FeatureKind, FullGradientReader, collect, coordinates
 from mi_route2.routing.lane import MaskLane, Rule, TokenReader, flag, pooled, shuffled
 from mi_route2.routing.routes import (
     Decision,
     Once,
+    OneCall,
     Part,
     Reduce,
     RouteStep,
@@ -33,6 +34,7 @@ from mi_route2.routing.routes import (
     check_step,
     chunks,
     refit,
+    trainable,
 )
 from mi_route2.routing.spec import MaskSpec, Through
 
@@ -88,11 +90,13 @@ class _MaskStep(Once):
         for lane in self._lanes:
             for (site, factor), gradient in lane.held.items():
                 p = kept[f"{site}.{factor}"]
+                if not p.requires_grad:
+                    continue  # frozen: it is scored like any other, and autograd would give it no gradient either
                 assert lane.known is not None
                 routed = gradient.weighted(lane.rule.weights(lane.weights(site))).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
         if reduce is not None:
-            reduce([*kept.values(), *adapters.quarantine_parameters().values()])
+            reduce(trainable(kept, adapters.quarantine_parameters()))
         return self._decision(reduce)
 
     def _settle(self) -> None:
@@ -122,6 +126,8 @@ class _MaskStep(Once):
         for lane in self._lanes:
             for name, g in lane.unrouted.items():
                 unrouted[name] = unrouted[name] + g if name in unrouted else g
+        kept = self._policy.adapters.kept_parameters()
+        unrouted = {name: g for name, g in unrouted.items() if kept[name].requires_grad}
         if reduce is not None and unrouted:  # or the second moments, and with them the weights, would differ between ranks
             carriers = {name: nn.Parameter(torch.zeros_like(g)) for name, g in unrouted.items()}
             for name, p in carriers.items():
@@ -132,7 +138,7 @@ class _MaskStep(Once):
         return Decision(scores=scores, flags=flags, unrouted=unrouted, extra=extra)
 
 
-class MaskRoute:
+class MaskRoute(OneCall):
     """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none).
 
     ``flags`` are flags of your own in the place of a score's; see ``from_flags``.
@@ -184,6 +190,21 @@ class MaskRoute:
             score="none", through=through, reinforced_only=False, kept_advantage=kept_advantage, negative_scale=negative_scale
         )
         return MaskRoute(spec, None, l1=l1, want_unrouted=want_unrouted, flags=flags)
+
+    @staticmethod
+    def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0, want_unrouted: bool = False) -> "MaskRoute":
+        """Route by the persona direction of contrast pairs, in the features that ``spec`` scores (``None``: ``MaskSpec()``).
+
+        ``ValueError`` for a rule that compares with no direction, or with another one.
+        """
+        spec = MaskSpec() if spec is None else spec
+        if spec.score not in ("act", "grad", "full"):
+            raise ValueError(
+                f"score={spec.score!r} compares with no direction: use score='act', 'grad' or 'full', or MaskRoute(spec, None)"
+            )
+        if spec.fitter != "persona":
+            raise ValueError(f"fitter={spec.fitter!r} is a control's: use MaskRoute(spec, fitter) with the fitter that draws it")
+        return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
 
     def _own_flags(self, batch: TrainBatch) -> Tensor:
         """Flags that the user gave; ``ValueError`` where they do not fit the batch."""

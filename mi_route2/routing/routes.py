@@ -1,5 +1,9 @@
 """Routes: what the kept adapter may learn from one batch.
 
+    decision = route.backward(policy, batch, loss_fn, context)     # now every .grad is final
+
+is short for
+
     step = route.begin(policy, batch, context)
     for part in step.parts:                       # a micro-batch; twice where the adapters learn from different advantages
         with policy.adapters.recording(part.tape):
@@ -9,8 +13,8 @@
 State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,6 +31,8 @@ from mi_route2.routing.spec import EraseSpec, RouteSpec
 
 Reduce = Callable[[Sequence[nn.Parameter]], None]
 """Sums the gradients of parameters over data-parallel ranks, in place."""
+Loss = Callable[[Tensor, TrainBatch], Tensor]
+"""From logits ``[b s v]``, and the rollouts that they are of, to a loss: one number, or one a rollout or token to be summed."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,12 @@ class Route(Protocol):
         """Start a step. Micro-batches change nothing but memory."""
         ...
 
+    def backward(
+        self, policy: Policy, batch: TrainBatch, loss_fn: Loss, context: StepContext, *, reduce: Reduce | None = None
+    ) -> Decision:
+        """A whole step but for the optimiser's: ``begin``, a forward and backward a part, and ``finish``."""
+        ...
+
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         """The route's score of rollouts outside training (advantage 1), for recorders."""
         ...
@@ -141,6 +153,52 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
             raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or mend their rewards")
 
 
+def trainable(*named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
+    """What a reduction over ranks sums: a frozen parameter would get a gradient of 0, by which an optimiser still moves it."""
+    return [p for parameters in named for p in parameters.values() if p.requires_grad]
+
+
+class OneCall:
+    """Routes whose step can be taken in one call."""
+
+    @checked
+    def backward(
+        self: Route, policy: Policy, batch: TrainBatch, loss_fn: Loss, context: StepContext, *, reduce: Reduce | None = None
+    ) -> Decision:
+        """Add a step's gradients to every adapter's ``.grad``, as the route decides; what ``begin`` to ``finish`` does by hand.
+
+        Args:
+            loss_fn: called as ``loss_fn(logits, batch)`` for each part of the step, a micro-batch perhaps, with the advantages
+                that this part is to learn from in ``batch.advantages``. It returns a loss that is summed over rollouts (a mean
+                would make a rollout louder in a smaller micro-batch): one number, ``[b]`` or ``[b s]``.
+
+        ``ValueError`` for a loss of another shape, and for one that no gradient can come from.
+        """
+        step = self.begin(policy, batch, context)
+        for part in step.parts:
+            with policy.adapters.recording(part.tape):
+                given = replace(part.batch, advantages=part.advantages)
+                loss = summed(loss_fn(policy.logits(given.rollouts), given), given)
+                loss.backward()
+        return step.finish(reduce)
+
+
+def summed(loss: object, batch: TrainBatch) -> Tensor:
+    """What a user's loss function returned, as one number."""
+    shapes = ((), (len(batch.rollouts),), tuple(batch.rollouts.tokens.shape))
+    if not isinstance(loss, Tensor) or tuple(loss.shape) not in shapes:
+        told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"loss_fn returned {told}: return one number, one a rollout {list(shapes[1])} or one a token {list(shapes[2])}"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "loss_fn returned a loss without a gradient: make it of the logits that it is given, without detach(), and call "
+            "backward outside of torch.no_grad()"
+        )
+    return loss if loss.ndim == 0 else loss.sum()
+
+
 class Once:
     """``finish`` works once: a second call would sum over ranks, or erase, twice."""
 
@@ -153,6 +211,11 @@ class Once:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
         for part in parts:
             part.tape.assert_fired(adapters.sites, backward=True)
+            if part.tape.without_quarantine:
+                raise RuntimeError(
+                    "the quarantine was switched off in this step's forward, so it learnt nothing and the kept adapter learnt in "
+                    "its place: leave adapters.deployed() before the step"
+                )
         asked = [site for site, branch in adapters.sites.items() if branch.mask_requested]
         if asked and not masks:
             raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
@@ -181,16 +244,11 @@ class _OpenStep(Once):
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.parts, self._policy.adapters)
         if reduce is not None:
-            reduce(
-                [
-                    *self._policy.adapters.kept_parameters().values(),
-                    *self._policy.adapters.quarantine_parameters().values(),
-                ]
-            )
+            reduce(trainable(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
         return Decision()
 
 
-class OpenRoute:
+class OpenRoute(OneCall):
     """Learns everything everywhere: vanilla, and absorb where there is a quarantine to delete."""
 
     directions: Directions | None = None
@@ -231,7 +289,7 @@ class _EraseStep(Once):
         self._finish(self.parts, adapters)
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
-            reduce(list(adapters.kept_parameters().values()))
+            reduce(trainable(adapters.kept_parameters()))
         removed, total = 0.0, 0.0
         for site, axes in directions.vectors.items():
             p = adapters.scored(site)
@@ -248,7 +306,7 @@ class _EraseStep(Once):
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
 
-class EraseRoute:
+class EraseRoute(OneCall):
     """Removes the hack component from the summed kept gradient, and drops it or gives it to a shared-basis quarantine."""
 
     def __init__(self, spec: EraseSpec, fitter: Fitter):

@@ -19,6 +19,7 @@ import tyro
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.validation import write_json
 from studies.lanes.arms import Size, get_arms
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, build_optimizer
@@ -26,7 +27,6 @@ from studies.lanes.settings import open_text
 from studies.lanes.text import batches
 from studies.lanes.train import Precision, Training, build, loss_of
 from studies.route2.randomness import torch_generator
-from studies.route2.recorder import write_json
 
 BASELINE = "sequential"
 

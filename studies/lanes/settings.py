@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, validated
+from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.gptq import GPTQSettings
@@ -20,8 +20,6 @@ from studies.lanes.symmetry import SymmetrySettings
 from studies.lanes.text import SPLITS, Corpus, read_folder, standard_library
 from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
-from studies.route2.recorder import write_json
-from studies.route2.settings import read_settings
 
 FILE = "settings.json"
 FORMAT = 1

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 import tyro
 
 from mi_route2.hosts import HOSTS
-from mi_route2.validation import parse_words, unknown_name
+from mi_route2.validation import parse_words, unknown_name, write_json
 from studies.commands import read_seeds, run_command, show_paths
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
 from studies.route2.memory import plan
 from studies.route2.probing import Probes
 from studies.route2.publish import Publish
-from studies.route2.recorder import write_json
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
 from studies.route2.report.load import MODES
 from studies.route2.schedule import exclusive, run_jobs

@@ -32,7 +32,7 @@ from mi_route2.routing import (
 )
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimiser import RoutedAdamW
-from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated
+from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
 from studies.loopholes.base import World
 from studies.loopholes.micro import MicroGPT
 from studies.loopholes.pair_files import read_pairs, write_pairs
@@ -44,7 +44,7 @@ from studies.route2.grpo import train
 from studies.route2.memory import ADVICE, out_of_memory
 from studies.route2.processes import locked
 from studies.route2.randomness import derive, torch_generator
-from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append, write_json
+from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.route2.settings import Settings
 from studies.route2.teacher import cached_pool
 from studies.route2.worlds import base_key, base_model, checkpointed, open_world

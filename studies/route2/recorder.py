@@ -10,7 +10,6 @@ import gzip
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +169,3 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a (gzipped) JSON-lines log."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return [json.loads(line) for line in data.decode().splitlines()]
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all; ``OSError`` in one sentence where the disk is full."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("w") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(f"could not write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,8 +24,7 @@ from mi_route2.validation import (
     Positive,
     Probability,
     Words,
-    parse_object,
-    read_record,
+    read_settings,
     unknown_name,
     validated,
 )
@@ -126,7 +125,7 @@ class Settings:
     @staticmethod
     def read(path: Path) -> "Settings":
         """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
-        return read_settings(Settings, path, "point at a run folder")
+        return read_settings(Settings, path, "point at a run folder", optional=("chat",))
 
     @property
     def digest(self) -> str:
@@ -141,18 +140,6 @@ class Settings:
     def folder(self) -> str:
         """``<preset>-<8 hex digits>``."""
         return f"{self.preset}-{self.digest[:8]}"
-
-
-T = TypeVar("T")
-
-
-def read_settings(kind: type[T], path: Path, remedy: str, **more: Any) -> T:
-    """A study's settings as their ``as_dict`` wrote them, with ``more`` beside them; ``ValueError`` if the file is not theirs."""
-    try:
-        return read_record(kind, {**parse_object(path.read_bytes()), **more}, optional=("chat", "run.chat"))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} holds no settings of this study ({reason}); {remedy}") from error
 
 
 # The quarantine learns at a third to a half of the kept adapter's rate: at the same rate it takes a tenth of the honest skill with

@@ -11,12 +11,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, Positive, validated
+from mi_route2.validation import AtLeastOne, Positive, read_settings, validated, write_json
 from studies.route2.arms import ARMS
 from studies.route2.job import Job
-from studies.route2.recorder import write_json
 from studies.route2.settings import Settings as RunSettings
-from studies.route2.settings import read_settings
 
 Quantile = Annotated[float, Field(gt=0, lt=1)]
 OWN, RUN = "settings.json", "run.json"
@@ -115,7 +113,7 @@ class Settings:
     def read(folder: Path) -> "Settings":
         """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
         run = RunSettings.read(folder / RUN)
-        return read_settings(Settings, folder / OWN, "point at a folder that `run` made", run=run.as_dict())
+        return read_settings(Settings, folder / OWN, "point at a folder that `run` made", optional=("run.chat",), run=run.as_dict())
 
 
 def run_job_of(settings: Settings, out: Path, seed: int, subject: str) -> Job:

@@ -12,13 +12,13 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
+from mi_route2.validation import write_json
 from studies.commands import read_seeds, run_command, show_paths
 from studies.loopholes.protocol import Witness
 from studies.loopholes.world import MicroWorld
 from studies.route2.arms import get_arms
 from studies.route2.cli import override
 from studies.route2.job import Job
-from studies.route2.recorder import write_json
 from studies.route2.schedule import exclusive, run_jobs
 from studies.route2.settings import Settings as Training
 from studies.route2.settings import get_settings

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mi_route2.validation import AtLeastOne, Words, validated
+from mi_route2.validation import AtLeastOne, Words, read_settings, validated
 from studies.route2.arms import get_arms
-from studies.route2.settings import read_settings
 
 ARMS = ("vanilla", "absorb", "route2-full")
 UNTRAINED = "untrained"

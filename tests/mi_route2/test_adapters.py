@@ -170,7 +170,8 @@ def test_fold_equals_unfold(name: str) -> None:
         if name != "reference":
             gradients = []
             for policy in (folded, plain):
-                policy_loss(policy, make_batch(), make_batch().advantages).backward()
+                with policy.adapters.unrouted():
+                    policy_loss(policy, make_batch(), make_batch().advantages).backward()
                 gradients.append(policy.adapters.kept_parameters())
             for site, p in gradients[0].items():
                 assert torch.allclose(p.grad, gradients[1][site].grad, rtol=0, atol=1e-12), site  # pyright: ignore
@@ -182,7 +183,8 @@ def test_fold_equals_unfold(name: str) -> None:
 @pytest.mark.parametrize("name", ["svd-shared", "lora-shared"])
 def test_one_shared_coordinate_gives_both_adapters_the_same_gradient(name: str) -> None:
     policy = make_policy(SPECS[name])
-    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    with policy.adapters.unrouted():
+        policy_loss(policy, make_batch(), make_batch().advantages).backward()
     for site, module in policy.adapters.sites.items():
         own, shared = policy.adapters.scored(site).grad, module.quarantine.shared.grad  # pyright: ignore
         assert own is not None
@@ -193,7 +195,8 @@ def test_one_shared_coordinate_gives_both_adapters_the_same_gradient(name: str) 
 def test_an_own_basis_gives_the_quarantine_another_gradient() -> None:
     """At equal rank and shape, LoRA beside LoRA: the two gradients are not each other's, nor a rescaling."""
     policy = make_policy(replace(SPECS["lora"], quarantine_rank=4))
-    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    with policy.adapters.unrouted():
+        policy_loss(policy, make_batch(), make_batch().advantages).backward()
     for site, module in policy.adapters.sites.items():
         own, other = policy.adapters.scored(site).grad, module.quarantine.B.grad  # pyright: ignore
         assert own is not None
@@ -207,7 +210,8 @@ def test_what_a_shared_lora_quarantine_learns_does_not_reach_the_kept_factors() 
     with torch.no_grad():
         for p in policy.adapters.quarantine_parameters().values():
             p += 0.3
-    policy_loss(policy, make_batch(), make_batch().advantages).backward()
+    with policy.adapters.unrouted():
+        policy_loss(policy, make_batch(), make_batch().advantages).backward()
     assert all(not p.grad.any() for n, p in policy.adapters.kept_parameters().items() if n.endswith(".A"))  # pyright: ignore
 
 
@@ -225,7 +229,8 @@ def test_low_precision_models_train_float32_parameters(spec: AdapterSpec, dtype:
                 p.copy_(dict(low.adapters.sites[module.site].kept.named_buffers())[name])
     assert low.model(TOKENS).dtype == dtype
     for policy in (low, exact):
-        policy_loss(policy, batch, batch.advantages).backward()
+        with policy.adapters.unrouted():
+            policy_loss(policy, batch, batch.advantages).backward()
     for own, oracle in zip(parameters(low), parameters(exact)):
         assert own.dtype == torch.float32
         assert own.grad is not None

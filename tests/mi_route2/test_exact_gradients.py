@@ -94,7 +94,8 @@ def test_the_gate_form_agrees_where_it_is_defined() -> None:
 
         originals[site] = module.kept.forward
         module.kept.forward = gated
-    policy_loss(policy, batch, batch.advantages).backward()
+    with policy.adapters.unrouted():
+        policy_loss(policy, batch, batch.advantages).backward()
     for site, gate in gates.items():
         dS = policy.adapters.sites[site].kept.dS.detach()
         sure = dS.abs() > 1e-6
@@ -185,13 +186,14 @@ def test_l1_gradient_is_that_of_the_written_penalty(spec: AdapterSpec) -> None:
     real = batch.rollouts.attention[..., None]
     for module in oracle.adapters.sites.values():
         module.quarantine.register_forward_hook(lambda m, a, out: penalties.append((out * real).abs().mean()))  # pyright: ignore
-    (policy_loss(oracle, batch, batch.advantages)).backward()
-    penalty = 0.7 * torch.stack(penalties).mean()
-    # the hook saw outputs whose graph is gone: run the penalty's own forward and backward
-    penalties.clear()
-    oracle.forward(oracle.model, batch.rollouts.tokens, batch.rollouts.attention)
-    penalty = 0.7 * torch.stack(penalties).mean()
-    penalty.backward()
+    with oracle.adapters.unrouted():
+        (policy_loss(oracle, batch, batch.advantages)).backward()
+        penalty = 0.7 * torch.stack(penalties).mean()
+        # the hook saw outputs whose graph is gone: run the penalty's own forward and backward
+        penalties.clear()
+        oracle.forward(oracle.model, batch.rollouts.tokens, batch.rollouts.attention)
+        penalty = 0.7 * torch.stack(penalties).mean()
+        penalty.backward()
     for name, p in oracle.adapters.quarantine_parameters().items():
         assert torch.allclose(own[name], p.grad, rtol=0, atol=1e-12), name
 

@@ -191,7 +191,8 @@ def test_gradient_checkpointing_changes_nothing(case: Case, reentrant: bool) -> 
 def test_autocast_is_a_rounding(case: Case, inside: bool) -> None:
     """A float32 model under bfloat16 autocast, with the backward inside the context or, as torch advises, outside."""
     policy, batch = make_policy(SPECS["lora"], dtype=torch.float32), make_batch(N)
-    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    with policy.adapters.unrouted():
+        batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
     route = mask_route(policy, replace(spec_of(case), tau=2.0))
     plain = run(policy, route, batch)
     policy.model.zero_grad(set_to_none=True)

@@ -28,7 +28,7 @@ class Chunk:
     load: Callable[[], Tensor]
 
 
-def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, "n *row"]) -> Chunk:
+def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk:
     """A chunk in memory."""
     return Chunk(positions, lambda: rows)
 
@@ -68,7 +68,7 @@ class Growing:
         seen = new[torch.isin(new, _tensor(self._positions))]
         return int(seen[0]) if len(seen) else None
 
-    def append(self, positions: Sequence[int], rows: Shaped[Tensor, "n *row"]) -> None:
+    def append(self, positions: Sequence[int], rows: Shaped[Tensor, " n *row"]) -> None:
         """Copy rows in."""
         self._positions.extend(positions)
         self._last = max(self._last, *positions)

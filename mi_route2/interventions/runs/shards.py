@@ -37,7 +37,7 @@ class Stored:
     sha256: str
 
 
-def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor, "n *row"]) -> str:
+def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> str:
     """SHA-256 of what a tensor of a shard is and of whose it is."""
     header = json.dumps([run, str(site), str(rows.dtype), list(rows.shape)])
     found = hashlib.sha256(header.encode())

@@ -113,7 +113,7 @@ class RunStore:
 
     # ---- reading
 
-    def rows(self, run: str, site: Site, positions: Sequence[int]) -> Float[Tensor, "n *row"]:
+    def rows(self, run: str, site: Site, positions: Sequence[int]) -> Float[Tensor, " n *row"]:
         """The rows at logical ``positions``, in the order asked, on the CPU and of the type that was captured.
 
         ``KeyError`` gives the reason where one cannot be had: an unknown run, one that was dropped, evicted or is invalid since
@@ -122,7 +122,7 @@ class RunStore:
         """
         return self._read(run, site, lambda found: found.at(positions))
 
-    def slice(self, run: str, site: Site, start: int, stop: int) -> Float[Tensor, "n *row"]:
+    def slice(self, run: str, site: Site, start: int, stop: int) -> Float[Tensor, " n *row"]:
         """Rows ``start .. stop - 1`` of those that were captured at a site, in the order of their positions; reads no others.
 
         Ends early where there are no more. Errors as of ``rows``, and ``ValueError`` for a negative number.

@@ -149,7 +149,7 @@ class Writer:
         """How many rows may go to the disk as one tensor: what is read of it later is read whole."""
         return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
 
-    def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, "n *row"]) -> None:
+    def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
         taken, room = growing.nbytes, growing.room
         growing.append(places, values)
         self._bytes += growing.nbytes - taken

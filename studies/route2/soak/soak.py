@@ -27,10 +27,10 @@ import torch._dynamo  # optimisers load it when first made: here once, not in ev
 import tyro
 from tqdm import tqdm
 
+from mi_route2.validation import write_json
 from studies.loopholes.warmstart import WarmStartConfig
 from studies.route2.arms import ARMS
 from studies.route2.job import Job
-from studies.route2.recorder import write_json
 from studies.route2.report.text import markdown_table
 from studies.route2.settings import Settings, get_settings
 from studies.route2.soak.command import kill_commands

@@ -232,16 +232,17 @@ ASKING: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
 @pytest.mark.parametrize("name", ["Qwen3", "GPT2"])
 def test_a_reader_that_asks_for_the_gradient_gets_it_at_every_site(name: str, host: str) -> None:
     """Also where the value is a view or a copy of the model's tensor: by head, a part of a fused module, the stream."""
-    own, _ = adapted(host, make_family(name, attn="eager"))
+    own, policy = adapted(host, make_family(name, attn="eager"))
     tokens, _ = make_tokens()
     plain = own.logits(tokens)
     for site in sites_of(own, "attn.k"):
         expected = gradient_of_what_is_added(own, site, tokens)
         for how, ask in ASKING.items():
             got: list[Tensor] = []
-            with own.hooks({site: lambda x, ask=ask, got=got: ask(x, got) and None}):
-                logits = own.logits(tokens)
-                logits.log_softmax(-1)[..., 3].sum().backward()
+            with policy.adapters.unrouted():
+                with own.hooks({site: lambda x, ask=ask, got=got: ask(x, got) and None}):
+                    logits = own.logits(tokens)
+                    logits.log_softmax(-1)[..., 3].sum().backward()
             assert torch.equal(logits, plain)
             (found,) = [x.grad if how == "retain_grad" else x for x in got]
             assert found is not None, (site, how)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, make_family, move
 from families import make_batch as family_batch
 from families import make_policy as family_policy
 from mask_oracle import (
@@ -28,9 +28,13 @@ from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 from written_out import WrittenOut, written_out
 
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
+from mi_route2.hosts.nnsight import NNsightHost
+from mi_route2.hosts.transformer_lens import BridgeHost
 from mi_route2.rollouts import Policy
-from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
+from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, TrainBatch
 
 N = 5
 Case = tuple[str, str, str, str]
@@ -251,3 +255,52 @@ def rollout_gradient(policy: Policy, batch: TrainBatch, b: int) -> dict[str, Ten
     one, kept = batch.rows(torch.tensor([b])), policy.adapters.kept_parameters()
     gradients = torch.autograd.grad(plain_loss(policy, one, one.advantages), list(kept.values()))
     return dict(zip(kept, gradients))
+
+
+# ---- masks that are asked for where no mask is decided
+
+
+@contextmanager
+def asked(host: Host, policy: Policy, how: str) -> Iterator[None]:
+    """Context: somebody waits for the mask of one Linear, in the host's own way or in torch's."""
+    point = policy.adapters.sites["blocks.1.mlp.up"].hook_mask
+    if how == "torch hook":
+        with point.register_forward_hook(lambda _module, _args, keep: 0 * keep):
+            yield
+    elif how == "torch pre-hook":
+        with point.register_forward_pre_hook(lambda _module, args: (0 * args[0],)):
+            yield
+    elif isinstance(host, BridgeHost):
+        with host.bridge.hooks(fwd_hooks=[("blocks.1.mlp.in.route.hook_mask", lambda keep, hook: 0 * keep)]):
+            yield
+    else:
+        assert isinstance(host, NNsightHost)
+        model = host.envoy
+        with model.edit(inplace=True):
+            model.transformer.h[1].mlp.c_fc.route.hook_mask.output = 0 * model.transformer.h[1].mlp.c_fc.route.hook_mask.output
+        try:
+            yield
+        finally:
+            model.clear_edits()
+
+
+HOOKS = ("torch hook", "torch pre-hook")
+WAYS = [("torch", how) for how in HOOKS] + [(host, how) for host in ("transformer_lens", "nnsight") for how in (*HOOKS, "its own")]
+
+
+@pytest.mark.parametrize(("host", "how"), WAYS)
+def test_a_mask_that_nobody_decides_is_an_error_on_every_host(host: str, how: str) -> None:
+    """Under an open route, and in a backward without a route; in a mask route's step the same hook acts."""
+    model = open_host(host, make_family("GPT2", attn="eager"))
+    adapters = move(model.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    policy, batch = model.policy(adapters), family_batch(4)
+    deciding = mask_route(policy, spec_of(("act", "rollout", "live", "filter"), tau=2.0))
+    with asked(model, policy, how):
+        with pytest.raises(RuntimeError, match=r"hook_mask.*did not fire.*MaskRoute\.from_flags"):
+            run(policy, OpenRoute(OpenSpec()), batch)
+        with policy.adapters.unrouted(), pytest.raises(RuntimeError, match=r"hook_mask.*MaskRoute\.from_flags"):
+            plain_loss(policy, batch, batch.advantages).backward()
+        own = run(policy, deciding, batch)
+    assert own.decision.extra["overruled"] == 1.0
+    assert not own.kept["blocks.1.mlp.up.B"].any()
+    run(policy, OpenRoute(OpenSpec()), batch)

@@ -356,14 +356,15 @@ def test_a_gradient_at_a_point_is_read_and_written_in_a_trace(gpt2: tuple[Any, N
 
     for one in (policy, other):
         one.model.zero_grad(set_to_none=True)
-    with host.hooks({Site(1, "kept_out", "mlp.up"): watch}):
-        host.logits(tokens).square().sum().backward()
-    with model.trace(tokens):
-        kept = model.transformer.h[1].mlp.c_fc.route.hook_kept.output
-        loss = model.output.logits.square().sum()
-        with loss.backward():
-            g = kept.grad.save()
-            kept.grad = 2 * kept.grad
+    with policy.adapters.unrouted(), other.adapters.unrouted():
+        with host.hooks({Site(1, "kept_out", "mlp.up"): watch}):
+            host.logits(tokens).square().sum().backward()
+        with model.trace(tokens):
+            kept = model.transformer.h[1].mlp.c_fc.route.hook_kept.output
+            loss = model.output.logits.square().sum()
+            with loss.backward():
+                g = kept.grad.save()
+                kept.grad = 2 * kept.grad
     assert_close(g, seen[0])
     assert_same(watched(policy), watched(other))
 
@@ -803,7 +804,8 @@ def test_an_edit_under_checkpointing_is_refused_and_reading_is_not(reentrant: bo
 
     with host.hooks({site: read}):
         policy.model.zero_grad(set_to_none=True)
-        plain_loss(policy, batch, batch.advantages).backward()
+        with policy.adapters.unrouted():
+            plain_loss(policy, batch, batch.advantages).backward()
     own = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
     assert_same({name: p.grad for name, p in own.items()}, expected)
     assert len(seen) == 1

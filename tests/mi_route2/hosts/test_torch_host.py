@@ -496,16 +496,18 @@ def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str
     host, policy, batch = checkpointed(name, reentrant)
     for own_host, own in ((plain_host, plain), (host, policy)):
         with own_host.hooks(edits):
-            plain_loss(own, batch, batch.advantages).backward()
+            with own.adapters.unrouted():
+                plain_loss(own, batch, batch.advantages).backward()
     assert_same(gradients(policy), gradients(plain), 1e-12)
-    with pytest.raises(RuntimeError, match=r"the edit of blocks\.\d\.\w+ is gone: run backward\(\) inside of hooks\(\)"):  # noqa: PT012
-        with host.hooks(edits):
-            loss = plain_loss(policy, batch, batch.advantages)
-        loss.backward()
-    loss = plain_loss(policy, batch, batch.advantages)
-    with pytest.raises(RuntimeError, match="more often than forwards did: every forward of this backward belongs inside"):
-        with host.hooks(edits):
-            (loss + plain_loss(policy, batch, batch.advantages)).backward()
+    with policy.adapters.unrouted():
+        with pytest.raises(RuntimeError, match=r"the edit of blocks\.\d\.\w+ is gone: run backward\(\) inside of hooks\(\)"):  # noqa: PT012
+            with host.hooks(edits):
+                loss = plain_loss(policy, batch, batch.advantages)
+            loss.backward()
+        loss = plain_loss(policy, batch, batch.advantages)
+        with pytest.raises(RuntimeError, match="more often than forwards did: every forward of this backward belongs inside"):
+            with host.hooks(edits):
+                (loss + plain_loss(policy, batch, batch.advantages)).backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -513,15 +515,17 @@ def test_reading_under_checkpointing_is_free_and_leaves_nothing(reentrant: bool)
     host, policy, batch = checkpointed("Llama", reentrant)
     before = hooks_left(host.model)
     seen: list[Tensor] = []
-    with host.hooks({Site(0, "mlp_in"): lambda x: seen.append(x.detach())}):
-        loss = plain_loss(policy, batch, batch.advantages)
-    loss.backward()
+    with policy.adapters.unrouted():
+        with host.hooks({Site(0, "mlp_in"): lambda x: seen.append(x.detach())}):
+            loss = plain_loss(policy, batch, batch.advantages)
+        loss.backward()
     assert len(seen) == 1
     assert hooks_left(host.model) == before
     with host.hooks({Site(0, "mlp_in"): lambda x: x * 2}):
         plain_loss(policy, batch, batch.advantages)  # no backward: the guard goes with the next forward
     policy.model.zero_grad()
-    plain_loss(policy, batch, batch.advantages).backward()
+    with policy.adapters.unrouted():
+        plain_loss(policy, batch, batch.advantages).backward()
     assert hooks_left(host.model) == before
 
 
@@ -529,12 +533,13 @@ def test_edits_without_checkpointing_need_no_context_in_the_backward() -> None:
     host, policy = make_policy("Llama", "lora")
     batch, results = make_batch(3), []
     for inside in (True, False):
-        with host.hooks({Site(0, "resid_mid"): lambda x: x * 2}):
-            loss = plain_loss(policy, batch, batch.advantages)
-            if inside:
+        with policy.adapters.unrouted():
+            with host.hooks({Site(0, "resid_mid"): lambda x: x * 2}):
+                loss = plain_loss(policy, batch, batch.advantages)
+                if inside:
+                    loss.backward()
+            if not inside:
                 loss.backward()
-        if not inside:
-            loss.backward()
         results.append(gradients(policy))
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
     assert hooks_left(host.model) == 0

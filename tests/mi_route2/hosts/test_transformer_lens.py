@@ -299,7 +299,8 @@ def test_backward_hooks_see_and_change_the_gradient(name: str) -> None:
             hooks = [(f"{where}.route.hook_kept", lambda grad, hook: grad * scale)]
         reads = [(f"{where}.route.hook_kept_a", keep("a")), (f"{where}.hook_in", keep("x"))]
         with host.bridge.hooks(fwd_hooks=reads, bwd_hooks=hooks):
-            host.logits(tokens).log_softmax(-1)[..., 3].sum().backward()
+            with policy.adapters.unrouted():
+                host.logits(tokens).log_softmax(-1)[..., 3].sum().backward()
         return kept.A.grad.clone(), kept.B.grad.clone()
 
     dA, dB = gradients(None)
@@ -417,7 +418,8 @@ def test_a_hook_on_a_token_mask_decides_token_by_token() -> None:
         fwd_hooks=[(f"{where}.route.hook_kept_a", keep("a")), (f"{where}.hook_in", keep("x"))],
         bwd_hooks=[(f"{where}.route.hook_kept", keep("dy"))],
     ):
-        plain_loss(policy, batch, batch.advantages).backward()
+        with policy.adapters.unrouted():
+            plain_loss(policy, batch, batch.advantages).backward()
     found = overruled_step(policy, MaskSpec(score="act", unit="token", reinforced_only=False), batch, {where: mask}, host)
     kept, m = policy.adapters.sites[where].kept, mask.flatten()[:, None]
     assert largest(found.kept[f"{where}.B"], (m * seen["dy"]).mT @ seen["a"]) < 1e-12
@@ -831,7 +833,8 @@ def test_checkpointing_gives_the_same_step_and_the_same_edited_gradient(reentran
 
     def edited() -> dict[str, Tensor]:
         with host.hooks(EDITS):
-            plain_loss(policy, batch, batch.advantages).backward()
+            with policy.adapters.unrouted():
+                plain_loss(policy, batch, batch.advantages).backward()
         return kept_gradients(policy)
 
     expected = edited()
@@ -852,24 +855,25 @@ def test_edits_that_are_gone_when_checkpointing_runs_the_forward_again_are_an_er
     host, policy = own("Qwen3")
     batch, double = make_batch(), [("blocks.0.mlp.in.hook_out", lambda x, hook: x * 2)]
     checkpointed(host, reentrant)
-    with host.bridge.hooks(fwd_hooks=double):
-        plain_loss(policy, batch, batch.advantages).backward()
-    right = kept_gradients(policy)
-    with host.bridge.hooks(fwd_hooks=double):
-        loss = plain_loss(policy, batch, batch.advantages)
-    loss.backward()
-    wrong = kept_gradients(policy)
-    assert max(largest(wrong[name], right[name]) for name in right) > 1e-3
-    with host.hooks({Site(0, "attn_out"): lambda x: x * 2}):
-        loss = plain_loss(policy, batch, batch.advantages)
-    with pytest.raises(RuntimeError, match=r"the edit of blocks\.0\.attn_out is gone: run backward\(\) inside"):
+    with policy.adapters.unrouted():
+        with host.bridge.hooks(fwd_hooks=double):
+            plain_loss(policy, batch, batch.advantages).backward()
+        right = kept_gradients(policy)
+        with host.bridge.hooks(fwd_hooks=double):
+            loss = plain_loss(policy, batch, batch.advantages)
         loss.backward()
-    loss = plain_loss(policy, batch, batch.advantages)
-    with (
-        pytest.raises(RuntimeError, match=r"attn_out more often than forwards did"),
-        host.hooks({Site(0, "attn_out"): lambda x: x * 2}),
-    ):
-        loss.backward()
+        wrong = kept_gradients(policy)
+        assert max(largest(wrong[name], right[name]) for name in right) > 1e-3
+        with host.hooks({Site(0, "attn_out"): lambda x: x * 2}):
+            loss = plain_loss(policy, batch, batch.advantages)
+        with pytest.raises(RuntimeError, match=r"the edit of blocks\.0\.attn_out is gone: run backward\(\) inside"):
+            loss.backward()
+        loss = plain_loss(policy, batch, batch.advantages)
+        with (
+            pytest.raises(RuntimeError, match=r"attn_out more often than forwards did"),
+            host.hooks({Site(0, "attn_out"): lambda x: x * 2}),
+        ):
+            loss.backward()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -879,19 +883,20 @@ def test_what_checkpointing_does_not_run_again_needs_no_context(reentrant: bool)
     batch, gradients = make_batch(), []
     checkpointed(host, reentrant).logits(batch.rollouts.tokens)  # the first forward wires hooks of the bridge's own
     before = torch_hooks(host)
-    for inside in (True, False):
-        with host.hooks({Site(0, "attn_out"): lambda x: None, Site(1, "resid_pre"): lambda x: x * 1.5}):
-            loss = plain_loss(policy, batch, batch.advantages)
-            if inside:
+    with policy.adapters.unrouted():
+        for inside in (True, False):
+            with host.hooks({Site(0, "attn_out"): lambda x: None, Site(1, "resid_pre"): lambda x: x * 1.5}):
+                loss = plain_loss(policy, batch, batch.advantages)
+                if inside:
+                    loss.backward()
+            if not inside:
                 loss.backward()
-        if not inside:
-            loss.backward()
-        gradients.append(kept_gradients(policy))
-    assert_same(*gradients)
-    host.bridge.eval()
-    with host.hooks(EDITS):
-        loss = plain_loss(policy, batch, batch.advantages)
-    loss.backward()
+            gradients.append(kept_gradients(policy))
+        assert_same(*gradients)
+        host.bridge.eval()
+        with host.hooks(EDITS):
+            loss = plain_loss(policy, batch, batch.advantages)
+        loss.backward()
     assert torch_hooks(host) == before
 
 
@@ -902,18 +907,16 @@ def torch_hooks(host: BridgeHost) -> int:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_tape_that_is_closed_before_the_backward_is_an_error_under_checkpointing(reentrant: bool) -> None:
-    """The second forward sees no tape. torch finds other tensors in it, or (reentrant) nothing, and then the step does."""
+    """The second forward sees no tape. torch finds other tensors in it, or (reentrant) a gradient that no tape recorded."""
     host, policy = own("Qwen3")
     checkpointed(host, reentrant)
     batch, route = make_batch(), mask_route(policy, GRAD_UNIT)
     step = route.begin(policy, batch, context(route.spec, len(batch.rollouts)))
     with policy.adapters.recording(step.parts[0].tape):
         loss = plain_loss(policy, batch, batch.advantages)
-    if reentrant:
+    refusal = (RuntimeError, "no tape recorded") if reentrant else (CheckpointError, "different metadata")
+    with pytest.raises(refusal[0], match=refusal[1]):
         loss.backward()
-    else:
-        with pytest.raises(CheckpointError, match="different metadata"):
-            loss.backward()
     with pytest.raises(RuntimeError, match=r"did not report a gradient.*blocks\.0\.attn\.q.*checkpointing"):
         step.finish()
 

@@ -29,6 +29,7 @@ from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.validation import write_json
 from studies.loopholes.tiny_model import make_tiny_model
 from studies.route2.arms import ARMS
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
@@ -43,7 +44,7 @@ from studies.route2.job import (
     build_route,
     run_job,
 )
-from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, append, write_json
+from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, append
 from studies.route2.settings import CHAT, ChatModel
 from studies.route2.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
 from studies.route2.soak.soak import ENOUGH, Soak, Tally, deck

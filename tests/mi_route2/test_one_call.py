@@ -1,0 +1,245 @@
+"""``route.backward``: a routed step in one call; and gradients that reach adapters past every route are refused."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import pytest
+import torch
+from mask_oracle import CASES, FixedFitter, case_id, context, mask_route, plain_loss, random_directions, run
+from tiny_policy import SPECS, make_batch, make_policy
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.rollouts import Policy
+from mi_route2.routing import EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, PairBatch, PersonaFitter, TrainBatch
+from mi_route2.routing.routes import Route
+
+N = 6
+T = TypeVar("T")
+Case = tuple[str, str, str, str]
+
+
+def spec_of(case: Case, **more: object) -> MaskSpec:
+    score, unit, policy, through = case
+    return MaskSpec(score, unit, through, policy, reinforced_only=False, **more)  # pyright: ignore[reportArgumentType]
+
+
+def routes(policy: Policy) -> dict[str, Route]:
+    flat = random_directions(policy, "grad")
+    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
+    erase.refresh(policy, 0)
+    flags = torch.arange(N) % 3 == 0
+    two = mask_route(policy, MaskSpec("grad", score_policy="ablated", kept_advantage="unflagged"))
+    return {
+        "open": OpenRoute(OpenSpec(), l1=0.5),
+        "erase": erase,
+        "own flags": MaskRoute.from_flags(flags, negative_scale=0.3),
+        "two advantages": two,
+        **{case_id(case): mask_route(policy, spec_of(case)) for case in CASES},
+    }
+
+
+def loss(logits: Tensor, batch: TrainBatch) -> Tensor:
+    return -(batch.advantages[:, None] * batch.rollouts.logprobs(logits)).sum() / 50
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in parameters_of(policy).items()}
+
+
+def parameters_of(policy: Policy) -> dict[str, torch.nn.Parameter]:
+    return whole(policy.adapters.kept_parameters(), policy.adapters.quarantine_parameters())
+
+
+def whole(kept: Mapping[str, T], quarantine: Mapping[str, T]) -> dict[str, T]:
+    """Both under names of their own: a LoRA's are alike."""
+    return {f"kept.{n}": v for n, v in kept.items()} | {f"quarantine.{n}": v for n, v in quarantine.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "micro"),
+    [(name, i % 2 == 1, (None, 4)[i // 2 % 2]) for i, name in enumerate(routes(make_policy(SPECS["lora"])))],
+)
+def test_one_call_gives_the_bits_of_the_long_form(name: str, left: bool, micro: int | None) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N, left=left)
+    route = routes(policy)[name]
+    long = run(policy, route, batch, micro)
+    policy.model.zero_grad(set_to_none=True)
+    decision = route.backward(policy, batch, loss, context(route.spec, N, micro))
+    own = gradients(policy)
+    assert all(torch.equal(own[n], g) for n, g in whole(long.kept, long.quarantine).items())
+    for ours, theirs in ((decision.flags, long.decision.flags), (decision.scores, long.decision.scores)):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)  # pyright: ignore[reportArgumentType]
+    assert decision.extra == long.decision.extra
+
+
+SHAPES: dict[str, Callable[[Tensor], Tensor]] = {"a rollout": lambda t: t.sum(1), "a token": lambda t: t, "one": lambda t: t.sum()}
+
+
+@pytest.mark.parametrize("micro", [None, 4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    route = MaskRoute.from_flags(torch.arange(N) % 2 == 0)
+    found = []
+    for reduced in (SHAPES[shape], SHAPES["one"]):
+        policy.model.zero_grad(set_to_none=True)
+        route.backward(
+            policy,
+            batch,
+            lambda logits, part, reduced=reduced: reduced(-part.advantages[:, None] * part.rollouts.logprobs(logits)),
+            context(route.spec, N, micro),
+        )
+        found.append(gradients(policy))
+    assert all(torch.allclose(found[0][n], found[1][n], rtol=0, atol=1e-13) for n in found[0])
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, TrainBatch], object], str]] = {
+    "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one a rollout \[6\] or one a token \[6, \d+\]"),
+    "another shape": (lambda logits, b: logits[:, 0], r"returned a tensor of shape \[6, \d+\]: return one number"),
+    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: make it of the logits"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_loss_that_cannot_be_learnt_from_is_one_sentence(what: str) -> None:
+    policy, (wrong, sentence) = make_policy(SPECS["svd"]), WRONG[what]
+    with pytest.raises(ValueError, match=sentence):
+        OpenRoute(OpenSpec()).backward(policy, make_batch(N), wrong, context(OpenSpec(), N))  # pyright: ignore[reportArgumentType]
+
+
+def test_gradients_that_are_switched_off_are_one_sentence() -> None:
+    policy = make_policy(SPECS["svd"])
+    with torch.no_grad(), pytest.raises(ValueError, match=r"outside of torch\.no_grad\(\)"):
+        OpenRoute(OpenSpec()).backward(policy, make_batch(N), loss, context(OpenSpec(), N))
+
+
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
+    policy = make_policy(SPECS["lora"])
+    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
+    spec = MaskSpec(kind)  # pyright: ignore[reportArgumentType]
+    short, long = MaskRoute.from_pairs(pairs, spec), MaskRoute(spec, PersonaFitter("persona", kind, pairs))  # pyright: ignore
+    for route in (short, long):
+        route.refresh(policy, 0)
+    assert short.directions is not None
+    assert long.directions is not None
+    assert short.directions.provenance == long.directions.provenance
+    assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
+
+
+@pytest.mark.parametrize(("spec", "sentence"), [
+    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control's: use MaskRoute"),
+])  # fmt: skip
+def test_a_rule_without_a_persona_direction_has_no_pairs(spec: MaskSpec, sentence: str) -> None:
+    rollouts = make_batch(4).rollouts
+    with pytest.raises(ValueError, match=sentence):
+        MaskRoute.from_pairs(PairBatch(rollouts, rollouts, "h"), spec)
+
+
+# ---- past every route
+
+PAST = (
+    r"a gradient reached the adapters at blocks\.\d\.\S+ from a forward that no tape recorded.*route\.backward.*adapters\.unrouted"
+)
+KINDS = {**SPECS, "no quarantine": AdapterSpec("lora", rank=3, quarantine="none")}
+
+
+@pytest.mark.parametrize(("kind", "training"), [(kind, i % 2 == 0) for i, kind in enumerate(KINDS)])
+def test_a_backward_that_no_route_decides_is_refused_unless_asked_for(kind: str, training: bool) -> None:
+    policy, batch = make_policy(KINDS[kind]), make_batch(N)
+    policy.model.train(training)
+    with pytest.raises(RuntimeError, match=PAST):
+        plain_loss(policy, batch, batch.advantages).backward()
+    assert not any(g.any() for g in gradients(policy).values())
+    with policy.adapters.unrouted():
+        plain_loss(policy, batch, batch.advantages).backward()
+    plain = gradients(policy)
+    policy.model.zero_grad(set_to_none=True)
+    parameters = parameters_of(policy)
+    read = torch.autograd.grad(plain_loss(policy, batch, batch.advantages), list(parameters.values()))
+    assert all(torch.equal(plain[n], g) for n, g in zip(parameters, read))
+    assert not any(g.any() for g in gradients(policy).values())
+    opened = run(policy, OpenRoute(OpenSpec()), batch)
+    assert all(torch.equal(plain[n], g) for n, g in whole(opened.kept, opened.quarantine).items())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["open", "erase", "own flags", "grad-pooled-live-filter"])
+def test_a_term_of_the_loss_from_a_forward_before_the_tape_is_refused(name: str, training: bool) -> None:
+    """A penalty that is worked out beforehand would teach the kept adapter the flagged rollouts too."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    policy.model.train(training)
+    route = routes(policy)[name]
+    penalty = policy.logprobs(batch.rollouts).square().sum()
+
+    def with_penalty(logits: Tensor, part: TrainBatch) -> Tensor:
+        return loss(logits, part) + penalty
+
+    with pytest.raises(RuntimeError, match=PAST):
+        route.backward(policy, batch, with_penalty, context(route.spec, N))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_backward_that_no_route_decides_is_refused_under_checkpointing(reentrant: bool) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    policy.model.embed.requires_grad_(True)  # pyright: ignore
+    for block in policy.model.blocks:  # pyright: ignore
+        block.forward = lambda *a, f=block.forward: checkpoint(f, *a, use_reentrant=reentrant)
+    with pytest.raises(RuntimeError, match=PAST):
+        plain_loss(policy, batch, batch.advantages).backward()
+    with policy.adapters.unrouted():
+        plain_loss(policy, batch, batch.advantages).backward()
+    assert all(g.any() for g in gradients(policy).values())
+
+
+def test_a_gradient_at_a_point_may_be_read_past_every_route() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    values: list[Tensor] = []
+    with policy.adapters.sites["blocks.1.mlp.up"].hook_kept.register_forward_hook(lambda m, a, y: values.append(y)):
+        total = plain_loss(policy, batch, batch.advantages)
+    (found,) = torch.autograd.grad(total, values, retain_graph=True)
+    assert found.any()
+    values[0].retain_grad()
+    total.backward(inputs=values)
+    assert torch.equal(values[0].grad, found)
+    assert not any(g.any() for g in gradients(policy).values())
+
+
+@pytest.mark.parametrize("name", ["open", "erase", "own flags", "grad-pooled-live-filter", "full-pooled-ablated-detach"])
+def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = routes(policy)[name]
+    with policy.adapters.deployed(), pytest.raises(RuntimeError, match=r"quarantine was switched off .* leave adapters\.deployed"):
+        route.backward(policy, batch, loss, context(route.spec, N))
+    policy.model.zero_grad(set_to_none=True)
+    with policy.adapters.full():
+        route.backward(policy, batch, loss, context(route.spec, N))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c[1] == "pooled"], ids=case_id)
+def test_a_frozen_factor_gets_no_gradient_and_changes_no_other(case: Case) -> None:
+    """Scores are of its gradient as before; an optimiser that holds it must find none."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, spec_of(case, negative_scale=0.5), want_unrouted=case[3] == "filter")
+    plain = run(policy, route, batch)
+    frozen = "blocks.0.attn.q.B"
+    policy.adapters.kept_parameters()[frozen].requires_grad_(False)
+    own = run(policy, route, batch)
+    assert policy.adapters.kept_parameters()[frozen].grad is None
+    assert frozen not in own.decision.unrouted
+    assert all(torch.equal(own.kept[n], g) for n, g in plain.kept.items() if n != frozen)
+
+
+@pytest.mark.parametrize("name", ["open", "own flags", "grad-pooled-live-filter"])
+def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    parameters = parameters_of(policy)
+    frozen = parameters["kept.blocks.0.attn.q.B"].requires_grad_(False)
+    seen: list[torch.nn.Parameter] = []
+    route = routes(policy)[name]
+    route.backward(policy, batch, loss, context(route.spec, N), reduce=seen.extend)
+    assert {id(p) for p in seen} == {id(p) for p in parameters.values()} - {id(frozen)}
