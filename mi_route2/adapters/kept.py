@@ -18,9 +18,6 @@ from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
 from mi_route2.adapters.tape import Lane, Tape
 
-Point = Callable[[Tensor], Tensor]
-"""A place in the forward where a hook may read or write."""
-
 
 def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
     """``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that every device and type starts alike."""
@@ -53,7 +50,7 @@ class SVDKept(nn.Module):
         return x @ self.Vh.mT
 
     def forward(
-        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Point = same
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Callable[[Tensor], Tensor] = same
     ) -> Float[Tensor, "*batch d_out"]:
         return apply_factor(point(self.bottleneck(x)), self.dS, tape, lane, site, "dS") @ self.U.mT
 
@@ -93,7 +90,7 @@ class LoRA(nn.Module):
         return x @ self.A.to(x.dtype).mT
 
     def forward(
-        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Point = same
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str, point: Callable[[Tensor], Tensor] = same
     ) -> Float[Tensor, "*batch d_out"]:
         a = apply_factor(x, self.A, tape, lane, site, "A")
         return apply_factor(point(a), self.B, tape, lane, site, "B")

@@ -34,7 +34,7 @@ from mi_route2.engine.rulebook import RuleBook
 from mi_route2.engine.runner import Ran, Runner
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
-from mi_route2.engine.sequence import Sequence, refuse
+from mi_route2.engine.sequence import EngineRequest, refuse
 from mi_route2.engine.slots import Slots
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
@@ -100,7 +100,7 @@ class Engine:
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
         model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
         grain = block if exact else 1
-        self.scheduler: Scheduler[Sequence] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
         self.steering = SteeringState(
             model.shape, rows=steering_rows, dtype=kind, device=device, quarantine_sites=model.quarantines()
         )
@@ -129,7 +129,7 @@ class Engine:
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
             raise ValueError("these controllers belong to another engine: give each engine its own")
         self.controllers.sync.insert(0, self._residents.rules)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, EngineRequest] = {}
         self._arrivals = 0
         self._done: list[Result] = []
 
@@ -155,7 +155,7 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
-        sequence = Sequence(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
+        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
         self._sequences[number] = sequence
         self.scheduler.add(sequence)
         return number
@@ -226,7 +226,7 @@ class Engine:
         done, self._done = self._done, []
         return done
 
-    def _run(self, pieces: list[tuple[Sequence, int]]) -> None:
+    def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """The step's forwards, a token for each request that is due, and the end of those that are through."""
         self._residents.note(pieces)
         ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
@@ -270,7 +270,7 @@ class Engine:
         if not self._sequences:
             self._runner.close()
 
-    def _find(self, request: int) -> Sequence:
+    def _find(self, request: int) -> EngineRequest:
         if request not in self._sequences:
             raise KeyError(f"request {request} is not here: it has ended, or was never submitted")
         return self._sequences[request]
@@ -328,9 +328,9 @@ class Engine:
             return sampling
         return replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
 
-    def _append(self, due: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Finish, str | None]]:
+    def _append(self, due: list[EngineRequest], logits: Tensor) -> list[tuple[EngineRequest, Finish, str | None]]:
         """Each request's next token; who ended with it, and how."""
-        ended: list[tuple[Sequence, Finish, str | None]] = []
+        ended: list[tuple[EngineRequest, Finish, str | None]] = []
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
         chosen, values = choose(logits, [one.sampling for one in due], uniforms)
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
@@ -353,7 +353,7 @@ class Engine:
                 ended.append((one, "length", None))
         return ended
 
-    def _view(self, pieces: list[tuple[Sequence, int]], ran: Ran, ended: set[Sequence]) -> StepView:
+    def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
         """The step as controllers see it."""
         readings: dict[int, Mapping[str, Reading]] = {}
         for each in ran.readings:
@@ -377,7 +377,7 @@ class Engine:
             )
         return StepView(self.steps, tuple(views))
 
-    def _stopped(self, one: Sequence) -> bool:
+    def _stopped(self, one: EngineRequest) -> bool:
         """Whether a stop text has come; the result's text ends before it."""
         text = self.tokenizer.decode(one.result.ids)
         places = [text.find(stop) for stop in one.request.sampling.stop if stop in text]
@@ -391,13 +391,13 @@ class Engine:
             self._hand_out(one, "error", reason)
         self._residents.failed.clear()
 
-    def _end(self, one: Sequence, finish: Finish, error: str | None = None) -> None:
+    def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         """A request is through: what it held is given back."""
         self.scheduler.remove(one)
         self._residents.leave(one)
         self._hand_out(one, finish, error)
 
-    def _hand_out(self, one: Sequence, finish: Finish, error: str | None = None) -> None:
+    def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         del self._sequences[one.id]
         result = one.result
         result.finish, result.error = finish, error

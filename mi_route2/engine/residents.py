@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from mi_route2.engine.prefix import Prefixes
 from mi_route2.engine.rulebook import RuleBook
 from mi_route2.engine.scheduler import Answer, Scheduler, Turn
-from mi_route2.engine.sequence import Sequence
+from mi_route2.engine.sequence import EngineRequest
 from mi_route2.engine.slots import Slots
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.runs import RunStore
@@ -39,14 +39,14 @@ class Residents:
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.patch_slots, self.exact = store, patch_slots, exact
         self.rules = RuleBook()
-        self.failed: list[tuple[Sequence, str]] = []
-        self.lost: dict[Sequence, str] = {}
+        self.failed: list[tuple[EngineRequest, str]] = []
+        self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()
         """Sites at whose patch slots somebody waits in this turn."""
-        self._rows: list[Sequence] = []
+        self._rows: list[EngineRequest] = []
         self._patches: Counter[Site] = Counter()
 
-    def plan(self, scheduler: Scheduler[Sequence]) -> Turn[Sequence]:
+    def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """The next step."""
         try:
             return scheduler.plan(self.admit, self.put_back)
@@ -54,7 +54,7 @@ class Residents:
             self._short.clear()
             self.steering.rows.closed = False
 
-    def admit(self, one: Sequence) -> Answer:
+    def admit(self, one: EngineRequest) -> Answer:
         """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""
         try:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
@@ -73,7 +73,7 @@ class Residents:
             self._reuse(one)
         return "run"
 
-    def lacking(self, one: Sequence) -> str:
+    def lacking(self, one: EngineRequest) -> str:
         """Why a request waits although nobody runs."""
         asked = one.request
         try:
@@ -84,14 +84,14 @@ class Residents:
             "what it waits for is held, and no request that could give it back runs: drop a configuration, or raise steering_rows"
         )
 
-    def put_back(self, one: Sequence) -> None:
+    def put_back(self, one: EngineRequest) -> None:
         """Preempted: keys and values go out of their row, everything else stays."""
         one.saved = self.slots.save(one.row, one.computed)
         one.result.preemptions += 1
         self.steering.preempted(one.id)
         self._vacate(one)
 
-    def leave(self, one: Sequence) -> None:
+    def leave(self, one: EngineRequest) -> None:
         """A request is through: what it held is given back."""
         if one.row >= 0:
             self.publish(one)
@@ -101,7 +101,7 @@ class Residents:
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.patches)
 
-    def note(self, pieces: Iterable[tuple[Sequence, int]]) -> None:
+    def note(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
         """What is computed next is computed under the steering that is in force now."""
         if not self.prefixes.budget:
             return
@@ -116,7 +116,7 @@ class Residents:
                 one.acts.steered(max(start, one.prompt), b"" if idle else self.steering.content(one.id, decode=True))
                 one.noted = changes
 
-    def publish(self, one: Sequence) -> None:
+    def publish(self, one: EngineRequest) -> None:
         """Whole blocks that a request computed may be used by others."""
         blocks, size = one.computed // self.prefixes.block, self.prefixes.block
         if not self.prefixes.budget or blocks <= one.published:
@@ -125,7 +125,7 @@ class Residents:
         self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
         one.published = blocks
 
-    def _reserve(self, one: Sequence) -> bool:
+    def _reserve(self, one: EngineRequest) -> bool:
         demand = Counter(patch.site for patch in one.patches)
         asked = one.request
         if any(site in self._short or self._patches[site] + count > self.patch_slots for site, count in demand.items()):
@@ -140,7 +140,7 @@ class Residents:
             self._open(one, self.store)
         return True
 
-    def _steered(self, one: Sequence) -> bool:
+    def _steered(self, one: EngineRequest) -> bool:
         """Takes its steering rows; ``False`` where they are not free now, or somebody before it waits for such."""
         asked = one.request
         try:
@@ -155,7 +155,7 @@ class Residents:
             return False
         return True
 
-    def _open(self, one: Sequence, store: RunStore) -> None:
+    def _open(self, one: EngineRequest, store: RunStore) -> None:
         assert one.request.run is not None
         try:
             one.writer = store.writing(
@@ -168,7 +168,7 @@ class Residents:
             self._patches -= Counter(patch.site for patch in one.patches)
             raise
 
-    def _reuse(self, one: Sequence) -> None:
+    def _reuse(self, one: EngineRequest) -> None:
         """Takes over the blocks of its prompt that were computed before under the same interventions.
 
         The last token of the prompt is always computed, and so is whatever has to be captured.
@@ -186,11 +186,11 @@ class Residents:
         one.computed = one.result.cached = len(found) * size
         one.published = len(found)
 
-    def _name(self, one: Sequence, blocks: int) -> None:
+    def _name(self, one: EngineRequest, blocks: int) -> None:
         salt = repr((self.state.current, self.exact)).encode()
         self.prefixes.extend(one.keys, salt, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
 
-    def _vacate(self, one: Sequence) -> None:
+    def _vacate(self, one: EngineRequest) -> None:
         row, one.row = one.row, -1
         last = self._rows.pop()
         if self.slots.free(row) is not None:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.engine.forward import Forward, Work
-from mi_route2.engine.sequence import Sequence
+from mi_route2.engine.sequence import EngineRequest
 from mi_route2.engine.slots import Slots
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.interventions.layout import Layout, Piece
@@ -18,7 +18,7 @@ from mi_route2.interventions.patches import firing
 from mi_route2.interventions.steering import Readings, SteeringState
 from mi_route2.sites import Site
 
-Group = list[tuple[Sequence, int, int]]
+Group = list[tuple[EngineRequest, int, int]]
 """Requests, and the position and number of the tokens that each computes in one forward."""
 
 WASTE = 2
@@ -34,11 +34,11 @@ class Ran:
     why.
     """
 
-    due: list[Sequence]
+    due: list[EngineRequest]
     logits: Float[Tensor, "n v"] | None
     readings: list[Readings]
     seen: dict[int, dict[Site, Tensor]]
-    failed: dict[Sequence, str]
+    failed: dict[EngineRequest, str]
 
 
 class Runner:
@@ -53,7 +53,7 @@ class Runner:
         """Take all hooks off."""
         self._forward.close()
 
-    def run(self, pieces: Iterable[tuple[Sequence, int]], wants: frozenset[Site] = frozenset()) -> Ran:
+    def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
         """Computes the pieces; ``wants`` are sites to be seen at the last token of each.
 
         A forward that fails is run again for each of its requests alone, so that one which cannot be run ends alone.
@@ -87,7 +87,7 @@ class Runner:
         whole = torch.cat(logits) if len(logits) > 1 else logits[0]
         return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
 
-    def _groups(self, pieces: Iterable[tuple[Sequence, int]]) -> Iterator[Group]:
+    def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[Group]:
         if self._exact:
             for sequence, count in pieces:
                 yield from ([cut] for cut in self._cuts(sequence, count))
@@ -106,7 +106,7 @@ class Runner:
         if group:
             yield sorted(group, key=lambda one: one[0].row)
 
-    def _cuts(self, sequence: Sequence, count: int) -> Iterator[tuple[Sequence, int, int]]:
+    def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
         """Prompts in pieces that end at multiples of the grain, generated tokens one by one: whatever ``count`` is, the same."""
         start, stop = sequence.computed, sequence.computed + count
         while start < stop:
@@ -146,8 +146,8 @@ class Runner:
         """What is to be done at which site, by row and column of the forward."""
         work: dict[Site, Work] = {}
         for row, (one, start, count) in enumerate(group):
-            for column, patch in firing(one.patches, start, count) if one.patches else ():
-                work.setdefault(patch.site, Work()).patches.append((row, column, patch))
+            for column, placed in firing(one.patches, start, count) if one.patches else ():
+                work.setdefault(placed.site, Work()).patches.append((row, column, placed))
             for number, capture in enumerate(one.request.capture):
                 columns = capture.where.rows(one.tokens[start : start + count], start, one.prompt)
                 if columns:

@@ -16,7 +16,7 @@ from mi_route2.sites import Site
 
 
 @dataclass(eq=False)
-class Sequence:
+class EngineRequest:
     """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back.
     ``lost`` is told where the run that it writes cannot go on; ``noted`` is the count of steering's changes when ``acts`` was told
     what acts on generated tokens."""
@@ -37,7 +37,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None
-    lost: Callable[["Sequence", str], object] | None = None
+    lost: Callable[["EngineRequest", str], object] | None = None
     captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformer_lens import TransformerBridge
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.routed import RoutedLinear

@@ -19,8 +19,7 @@ from mi_route2.validation import read_object
 from studies.lanes.found import load
 from studies.lanes.report import ARMS_TABLE, JSON, TABLE, write_report
 from studies.lanes.settings import FILE, Settings
-from studies.route2.packing import compact, repacked
-from studies.route2.publish import replace_folder
+from studies.publishing import compact, repacked, replace_folder
 
 COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})
 NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"

@@ -29,9 +29,7 @@ from studies.lanes.parts import read_part, write_part
 from studies.lanes.settings import Settings, open_text
 from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
-from studies.route2.job import held
-from studies.route2.processes import end_silently
-from studies.route2.schedule import exclusive
+from studies.route2.processes import end_silently, exclusive, held
 
 TRAIN = "train"
 LOOPED_COST = 1.7  # of a looped arm against a plain one, in time

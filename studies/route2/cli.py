@@ -16,10 +16,11 @@ from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
 from studies.route2.memory import plan
 from studies.route2.probing import Probes
+from studies.route2.processes import exclusive
 from studies.route2.publish import Publish
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
 from studies.route2.report.load import MODES
-from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.schedule import run_jobs
 from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
 from studies.route2.trackers import TRACKERS, require
 from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, weights_hash

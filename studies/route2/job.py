@@ -5,8 +5,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -42,7 +41,7 @@ from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpo
 from studies.route2.evaluate import evaluate
 from studies.route2.grpo import train
 from studies.route2.memory import ADVICE, out_of_memory
-from studies.route2.processes import locked
+from studies.route2.processes import held
 from studies.route2.randomness import derive, torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.route2.settings import Settings
@@ -201,15 +200,6 @@ def own_pairs(world: World, path: Path) -> list[Pair]:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"cannot read persona pairs from {path}: {getattr(error, 'strerror', None) or error}") from error
     return pairs
-
-
-@contextmanager
-def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
-    """Hold a job's folder, made where it is missing. A worker that outlives its killed parent may be at its last step there:
-    wait ``patience`` seconds for it, then ``ValueError``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
-        yield
 
 
 def build_policy(job: Job, cache: Path) -> Policy:

@@ -76,6 +76,27 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
         os.close(handle)
 
 
+@contextmanager
+def exclusive(root: Path) -> Iterator[None]:
+    """Hold the run folder; ``ValueError`` where another process does, or where it cannot be written."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        (root / ".lock").touch()
+    except OSError as error:
+        raise ValueError(f"cannot write to {root} ({error.strerror}): choose another --out") from error
+    with locked(root / ".lock", f"another process is writing to {root}; wait for it, or choose another --out"):
+        yield
+
+
+@contextmanager
+def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
+    """Hold a job's folder, made where it is missing. A worker that outlives its killed parent may be at its last step there:
+    wait ``patience`` seconds for it, then ``ValueError``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
+        yield
+
+
 def end_silently() -> None:
     """For the workers of an executor: end at once, without a traceback and leaving no half part.
 

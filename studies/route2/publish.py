@@ -29,10 +29,10 @@ import tyro
 from mi_route2.plots import write_whole
 from mi_route2.stats import Summary, mean, summary
 from mi_route2.validation import read_object
+from studies.publishing import compact, repacked, replace_folder
 from studies.route2.arms import ARMS
 from studies.route2.headline import DEVELOPMENT, EARLY, QUALITIES, Quality, Result, headline, seeds_text, short, tables
 from studies.route2.headline_figure import write_headline_figure
-from studies.route2.packing import compact, packed, repacked
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
@@ -281,18 +281,30 @@ def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str 
     return found
 
 
-def replace_folder(new: Path, place: Path) -> None:
-    """``new`` becomes ``place``; what was there is put aside first, and comes back where that fails."""
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
-    if place.exists():
-        place.rename(old)
-    try:
-        new.rename(place)
-    except OSError:
-        if old.exists():
-            old.rename(place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def packed(runs: RunSet) -> str:
+    """runs.json: ``{"arm_specs": {arm: spec}, "runs": [{"eval", "manifest"}]}``; a manifest's ``arm_spec`` is in ``arm_specs``.
+
+    ``ValueError`` where an arm's spec differs between seeds.
+    """
+    specs: dict[str, Any] = {}
+    records = []
+    for (arm, seed), run in runs.runs.items():
+        manifest = json.loads((run.folder / "manifest.json").read_text(encoding="utf-8"))
+        spec = manifest.pop("arm_spec")
+        if specs.setdefault(arm, spec) != spec:
+            raise ValueError(f"arm {arm} is defined differently on seed {seed}: run it again on every seed")
+        records.append({"eval": json.loads((run.folder / "eval.json").read_text(encoding="utf-8")), "manifest": manifest})
+    return compact({"arm_specs": specs, "runs": records})
+
+
+def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]:
+    """``(arm, seed)`` to its eval.json and manifest.json, from the text of runs.json."""
+    content = json.loads(text)
+    out = {}
+    for record in content["runs"]:
+        manifest = record["manifest"] | {"arm_spec": content["arm_specs"][record["manifest"]["arm"]]}
+        out[manifest["arm"], manifest["seed"]] = (record["eval"], manifest)
+    return out
 
 
 def update_readme(path: Path, text: str) -> None:

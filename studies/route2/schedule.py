@@ -13,8 +13,6 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -27,7 +25,7 @@ import torch
 from studies.route2.follow import Tracked
 from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
 from studies.route2.live import Display, open_display
-from studies.route2.processes import locked, start
+from studies.route2.processes import start
 from studies.route2.recorder import METRICS
 from studies.route2.tracking import Tracking
 from studies.route2.worlds import base_model
@@ -35,18 +33,6 @@ from studies.route2.worlds import base_model
 ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to stop, and then to tidy up
 PROJECT = Path(__file__).parents[2]
 LOOKS = 0.25  # seconds between two looks at what is to be shown
-
-
-@contextmanager
-def exclusive(root: Path) -> Iterator[None]:
-    """Hold the run folder; ``ValueError`` where another process does, or where it cannot be written."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        (root / ".lock").touch()
-    except OSError as error:
-        raise ValueError(f"cannot write to {root} ({error.strerror}): choose another --out") from error
-    with locked(root / ".lock", f"another process is writing to {root}; wait for it, or choose another --out"):
-        yield
 
 
 @dataclass(eq=False)

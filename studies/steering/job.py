@@ -19,8 +19,9 @@ from torch import Tensor
 
 from mi_route2.adapters.store import read_tensors, write_tensors
 from mi_route2.validation import read_object, write_json
-from studies.route2.job import MANIFEST, Job, build_hosted, held, read_manifest
+from studies.route2.job import MANIFEST, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy
+from studies.route2.processes import held
 from studies.route2.worlds import open_world
 from studies.steering import designs
 from studies.steering.cells import Bench, Cell

@@ -11,8 +11,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 
-from studies.route2.packing import compact, repacked
-from studies.route2.publish import replace_folder
+from studies.publishing import compact, repacked, replace_folder
 from studies.steering.report import write_report
 from studies.steering.results import load_study
 

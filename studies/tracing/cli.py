@@ -19,7 +19,8 @@ from studies.loopholes.world import MicroWorld
 from studies.route2.arms import get_arms
 from studies.route2.cli import override
 from studies.route2.job import Job
-from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.processes import exclusive
+from studies.route2.schedule import run_jobs
 from studies.route2.settings import Settings as Training
 from studies.route2.settings import get_settings
 from studies.route2.worlds import open_world

@@ -9,9 +9,8 @@ import os
 import shutil
 from pathlib import Path
 
+from studies.publishing import compact, repacked, replace_folder
 from studies.route2.headline import seeds_text
-from studies.route2.packing import compact, repacked
-from studies.route2.publish import replace_folder
 from studies.route2.settings import PRESETS
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
 from studies.tracing.measures import Found, load

@@ -65,8 +65,8 @@ def attribute(
         # A difference of half-precision numbers would lose what the gradient is to be multiplied with.
         step = widened(patch(here, source, float(alpha))) - widened(here)
         change = (step * widened(slope)).flatten(1).sum(1)
-        for position, places in question.columns:
-            values[target, position] = pair.scores[1] + float(change[list(places)].sum())
+        for position, columns in question.columns:
+            values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
     layers = count_layers(host)
     return pair.grid(targets, values, layers=layers, alpha=float(alpha), kind="attribution", forwards="whole", seconds=seconds)

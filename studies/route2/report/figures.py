@@ -105,7 +105,7 @@ def _page(runs: RunSet, arms: Sequence[str], table: dict[tuple[str, str, str], S
         tick.set_fontweight("bold" if role == "method" else "normal")
         tick.set_fontstyle("italic" if role in ("control", "bound") else "normal")
     figure.supxlabel("rate", fontsize=8)
-    _legend(figure)
+    _outcome_legend(figure)
     return figure
 
 
@@ -143,7 +143,7 @@ def _shade_blocks(ax: Axes, runs: RunSet, arms: Sequence[str]) -> None:
             ax.axhspan(row - 0.5, row + 0.5, color=SHADE, linewidth=0, zorder=0)
 
 
-def _legend(figure: Figure) -> None:
+def _outcome_legend(figure: Figure) -> None:
     handles: list[Line2D | Patch] = [
         Line2D([], [], color=each.color, marker=each.marker, markeredgecolor="white", markersize=5, label=each.name)
         for each in SERIES

@@ -14,7 +14,7 @@ from studies.loopholes.pairs import make_pairs
 from studies.loopholes.presets import get_world
 from studies.route2.arms import ARMS
 from studies.route2.job import MANIFEST
-from studies.route2.schedule import exclusive
+from studies.route2.processes import exclusive
 from studies.route2.settings import PRESETS, Settings
 
 ROOT = Path(__file__).parents[3]

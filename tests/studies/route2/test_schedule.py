@@ -23,9 +23,10 @@ import studies.route2.schedule as schedule
 from studies.loopholes.presets import get_world
 from studies.loopholes.warmstart import warm_start
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
-from studies.route2.job import MANIFEST, Job, held, run_job
+from studies.route2.job import MANIFEST, Job, run_job
+from studies.route2.processes import exclusive, held
 from studies.route2.recorder import METRICS, TIMINGS
-from studies.route2.schedule import exclusive, run_jobs
+from studies.route2.schedule import run_jobs
 
 pytestmark = pytest.mark.process
 

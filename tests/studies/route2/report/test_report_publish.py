@@ -19,11 +19,11 @@ from PIL import Image
 import studies.route2.headline_figure as figure_module
 import studies.route2.publish as publish_module
 from studies.commands import read_seeds
+from studies.publishing import repacked
 from studies.route2.arms import ARMS as REAL_ARMS
 from studies.route2.cli import override
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, seeds_text, short, tables
 from studies.route2.headline_figure import write_headline_figure
-from studies.route2.packing import repacked, unpacked
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
     END,
@@ -35,6 +35,7 @@ from studies.route2.publish import (
     figure_list,
     placeholder,
     publish,
+    unpacked,
     update_readme,
 )
 from studies.route2.report import write_leakage, write_tables
