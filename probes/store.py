@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.checks import checked
 from mi_route2.validation import parse_json
 from probes.affine import AffineProbe

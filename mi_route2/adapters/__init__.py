@@ -1,8 +1,7 @@
 """Kept adapter and quarantine at a Linear, and the exact per-rollout backward."""
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
-from mi_route2.adapters.export import export_merged, export_peft
-from mi_route2.adapters.store import from_pretrained, load_adapters, save_adapters, save_pretrained
+from mi_route2.adapters.io import export_merged, export_peft, from_pretrained, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.tape import Tape
 
 __all__ = [

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mi_route2.adapters.kept import Kept, LoRA, SVDKept
-from mi_route2.adapters.quarantine import Quarantine, SharedQuarantine
-from mi_route2.adapters.routed import Branch, RoutedLinear, Switchboard
+from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, RoutedLinear, SharedQuarantine, SVDKept, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import weights_hash
@@ -192,14 +190,14 @@ class Adapters:
         self, folder: Path | str, which: Literal["full", "deployed"] = "deployed", *, overwrite: bool = False
     ) -> None:
         """Write a folder; see ``store.save_pretrained``. The quarantine is in it only where ``which="full"`` asks for that."""
-        from mi_route2.adapters.store import save_pretrained  # the store imports this module
+        from mi_route2.adapters.io import save_pretrained  # the store imports this module
 
         save_pretrained(self, folder, which, overwrite=overwrite)
 
     @staticmethod
     def from_pretrained(model: Any, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None) -> "Adapters":
         """Attach to a torch model, or to any host, what ``save_pretrained`` wrote; see ``store.from_pretrained``."""
-        from mi_route2.adapters.store import from_pretrained
+        from mi_route2.adapters.io import from_pretrained
 
         return from_pretrained(model, folder, any_base=any_base, cache_dir=cache_dir)
 

@@ -19,7 +19,7 @@ import xxhash
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from mi_route2.adapters.routed import Branch, RoutedLinear
+from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import WRAPPED
 from mi_route2.sites import Slot
 

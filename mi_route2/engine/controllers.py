@@ -1,27 +1,193 @@
-"""Who decides about steering while requests run: code beside the engine, or in its step.
+"""Who decides about steering while requests run, what they may do, one small change at a time, and a ready-made policy."""
 
-    AsyncController    any thread submits actions; they apply at the start of the next step
-    SyncController     is asked after each step, on the engine's thread: having read token N, it acts from token N+1 on
-    Monitor            is a part of the forward itself and gates the very token that it reads (``interventions/specs.py``)
-
-The token that a prompt's last position predicts is out before any controller saw anything: none acts on it. What a finished request
-left (a captured run) can only steer a later request.
-"""
-
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.engine.actions import Action, Ledger, Outcome, apply_all
-from mi_route2.interventions.steering import Reading, SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Number, Steer, Vector, VectorLike, score
+from mi_route2.steering.state import Held, Reading, SteeringState
+
+
+@dataclass(frozen=True)
+class SetTier:
+    """These dynamic vectors, and no others, act on every generated token, times the tier's gain."""
+
+    entries: Sequence[Steer]
+
+
+@dataclass(frozen=True)
+class ClearTier:
+    """No dynamic vectors, and a gain of 1."""
+
+
+@dataclass(frozen=True)
+class Override:
+    """Route a request to one of its own configurations, or to one that the state holds; ``None`` is its own row."""
+
+    request: int
+    config: str | None
+
+
+@dataclass(frozen=True)
+class ClearOverride:
+    """Route a request to its own row; also where it is not routed elsewhere."""
+
+    request: int
+
+
+@dataclass(frozen=True)
+class SetScale:
+    """Scale the static vectors of a request, or of a held configuration, or (neither) the tier: finite, not negative."""
+
+    scale: Number
+    request: int | None = None
+    config: str | None = None
+
+
+@dataclass(frozen=True)
+class SetMonitor:
+    """Watch a request, or (``None``) all of them."""
+
+    monitor: Monitor
+    request: int | None = None
+
+
+@dataclass(frozen=True)
+class ClearMonitor:
+    """End what ``SetMonitor`` began; also where there is none."""
+
+    name: str
+    request: int | None = None
+
+
+Action = SetTier | ClearTier | Override | ClearOverride | SetScale | SetMonitor | ClearMonitor
+
+
+@dataclass(frozen=True)
+class Applied:
+    action: object
+    source: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    action: object
+    source: str
+    reason: str
+
+
+Outcome = Applied | Rejected
+
+
+def apply(state: SteeringState, action: object, source: str = "") -> Outcome:
+    """Do one thing, or say why not; nothing that an action holds can raise, and a rejected one leaves the state as it was."""
+    try:
+        _do(state, action)
+    except Exception as error:  # isolated: what is wrong with one action is no matter of the others, nor of the engine
+        return Rejected(action, source, str(error) or type(error).__name__)
+    return Applied(action, source)
+
+
+def _do(state: SteeringState, action: object) -> None:
+    match action:
+        case SetTier(entries):
+            state.set_tier(entries)
+        case ClearTier():
+            state.clear_tier()
+        case Override(request, config):
+            state.override(request, config)
+        case ClearOverride(request):
+            state.override(request, None)
+        case SetScale(scale, request, config):
+            state.set_scale(scale, request=request, config=config)
+        case SetMonitor(monitor, request):
+            state.set_monitor(monitor, request=request)
+        case ClearMonitor(name, request):
+            state.clear_monitor(name, request=request)
+        case _:
+            raise ValueError(f"{type(action).__name__} is no action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
+
+
+ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
+
+
+def apply_all(state: SteeringState, actions: Iterable[object], source: str = "") -> list[Outcome]:
+    """The actions of one source in one step, in order.
+
+    An override whose monitor is rejected would act on every token instead of those that the monitor picks. So it fails closed: a
+    rejected ``SetMonitor`` of a request puts its row and scale back to what they were before this call, and an override of that
+    request further down is rejected.
+    """
+    before: dict[int, tuple[Held | None, float]] = {}
+    closed: set[int] = set()
+    outcomes: list[Outcome] = []
+    for action in actions:
+        request = getattr(action, "request", None)
+        if not isinstance(request, int) or request not in state:
+            outcomes.append(apply(state, action, source))
+            continue
+        if isinstance(action, Override | SetScale) and request in closed:
+            outcomes.append(Rejected(action, source, f"the monitor of request {request} was rejected, and this goes with it"))
+            continue
+        if isinstance(action, Override | ClearOverride | SetScale) and request not in before:
+            before[request] = state.routing(request), state.scale_of(request)
+        outcomes.append(apply(state, action, source))
+        if isinstance(action, SetMonitor) and isinstance(outcomes[-1], Rejected):
+            closed.add(request)
+            if request in before:
+                routing, scale = before[request]
+                state.route(request, routing)
+                state.set_scale(scale, request=request)
+    return outcomes
+
+
+class Ledger:
+    """Counts what was done by source, and keeps the last of it."""
+
+    def __init__(self, recent: int = 256):
+        self.counts: dict[str, Counter[str]] = {}
+        self.recent: deque[dict[str, Any]] = deque(maxlen=recent)
+
+    def record(self, outcomes: Iterable[Outcome], step: int) -> None:
+        """Count what ``apply_all`` answered."""
+        for outcome in outcomes:
+            rejected = isinstance(outcome, Rejected)
+            self._count(outcome.source, "rejected" if rejected else "applied", 1)
+            entry = {"step": step, "source": outcome.source, "action": described(outcome.action)}
+            self.recent.append(entry | ({"rejected": outcome.reason} if rejected else {}))
+
+    def note(self, source: str, what: str, reason: str, step: int, count: int = 1) -> None:
+        """Count something else that befell a source (dropped, failed), and keep why."""
+        self._count(source, what, count)
+        self.recent.append({"step": step, "source": source, what: reason})
+
+    def _count(self, source: str, what: str, count: int) -> None:
+        self.counts.setdefault(source, Counter())[what] += count
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Plain data: counts by source, and the recent actions, the oldest first."""
+        return {"sources": {source: dict(counts) for source, counts in self.counts.items()}, "recent": list(self.recent)}
+
+
+def described(action: object) -> str:
+    """An action in one short line, without the numbers of its vectors."""
+    match action:
+        case SetTier(entries):
+            return f"SetTier({', '.join(str(getattr(entry, 'site', entry)) for entry in entries)})"
+        case SetMonitor(monitor, request):
+            return f"SetMonitor({getattr(monitor, 'name', monitor)}, request={request})"
+        case _:
+            return f"{action!r:.120}"
+
 
 QUEUE = 1024
 
@@ -167,3 +333,124 @@ class Controllers:
         took = {"median": median(times), "longest": max(times)} if times else {}
         queues = {queue.name: queue.snapshot() for queue in self.queues}
         return {**self.ledger.snapshot(), "queues": queues, "step": self.step, "milliseconds": took}
+
+
+STEP, UNSEEN = 0.05, 16
+"""How far the gain moves before it is said again; after how many steps a request that was not seen is forgotten."""
+
+
+class Decision(NamedTuple):
+    """What was decided after a step; ``score`` is the smoothed one, ``gain`` what an engaged request gets."""
+
+    step: int
+    request: int
+    engaged: bool
+    score: float
+    gain: float
+
+
+@dataclass
+class Follow:
+    """What is remembered of a request."""
+
+    score: float
+    seen: int
+    engaged: bool = False
+    gain: float = 0.0
+
+
+class ProbePolicy:
+    """See the module.
+
+    Args:
+        config: the held configuration to which an engaged request is routed.
+        threshold: in units of the score.
+        hysteresis: in the same units; not negative, and positive for ``proportional``.
+        monitor: the name of the monitor whose score is read. Or:
+        site: where the engine captures at the request's last token, for the score ``h.probe``.
+        probe: the vector of that score.
+        gain: see the module; so is ``proportional``.
+        smoothing: ``a`` there.
+        generated: count scores of generated tokens alone, on which monitors act in the forward: a threshold that was set on such
+            tokens says nothing of a prompt's last one.
+    """
+
+    def __init__(
+        self,
+        config: str,
+        threshold: float,
+        hysteresis: float = 0.0,
+        *,
+        monitor: str | None = None,
+        site: Site | None = None,
+        probe: VectorLike | None = None,
+        gain: float = 1.0,
+        proportional: bool = False,
+        smoothing: float = 0.25,
+        generated: bool = False,
+        name: str = "policy",
+        keep: int = 4096,
+    ):
+        if (monitor is None) == (site is None) or (site is None) != (probe is None):
+            raise ValueError("the policy reads a monitor, or a probe at a site: give monitor, or site and probe")
+        if not (math.isfinite(threshold) and math.isfinite(hysteresis) and hysteresis >= 0 and math.isfinite(gain) and gain >= 0):
+            raise ValueError("threshold, hysteresis and gain are finite, and neither hysteresis nor gain is negative")
+        if proportional and hysteresis == 0:
+            raise ValueError("a proportional gain rises over the hysteresis: give one above 0")
+        if not 0 < smoothing <= 1:
+            raise ValueError(f"smoothing={smoothing} is not between 0 and 1: 1 takes each score as it is")
+        self.name, self.config, self.threshold, self.hysteresis = name, config, threshold, hysteresis
+        self.gain, self.proportional, self.smoothing = gain, proportional, smoothing
+        self.wants = frozenset[Site]() if site is None else frozenset({site})
+        self._monitor, self._site, self._generated = monitor, site, generated
+        self._probe = None if probe is None else Vector(probe).data
+        self.follows: dict[int, Follow] = {}
+        self.decisions: deque[Decision] = deque(maxlen=keep)
+        """The last flips and moves of the gain, the oldest first."""
+
+    def on_step(self, view: StepView) -> list[Action]:
+        """What is to change for the requests of this step, and for those that were not seen for too long."""
+        actions: list[Action] = []
+        for request in view.requests:
+            if request.finished:
+                self.follows.pop(request.request, None)
+            elif (value := self._score(request)) is not None:
+                actions += self._decide(view.step, request.request, value)
+        for request in [number for number, follow in self.follows.items() if view.step - follow.seen > UNSEEN]:
+            if self.follows.pop(request).engaged and self.gain:
+                actions += (ClearOverride(request), SetScale(1.0, request))
+        return actions
+
+    def _score(self, request: RequestView) -> float | None:
+        if request.token is None or (self._generated and request.position < request.prompt):
+            return None
+        if self._monitor is not None:
+            reading = request.readings.get(self._monitor)
+            value = None if reading is None else reading.score
+        else:
+            row = None if self._site is None else request.captured.get(self._site)
+            value = None if row is None or self._probe is None else float(score(row.flatten(), self._probe.to(row.device)))
+        return value if value is not None and math.isfinite(value) else None
+
+    def _decide(self, step: int, request: int, value: float) -> list[Action]:
+        follow = self.follows.get(request)
+        if follow is None:
+            follow = self.follows[request] = Follow(value, step)
+        else:
+            follow.score, follow.seen = (1 - self.smoothing) * follow.score + self.smoothing * value, step
+        low = self.threshold - self.hysteresis
+        was, follow.engaged = follow.engaged, follow.score >= (low if follow.engaged else self.threshold)
+        gain = self._gain(follow.score - low) if follow.engaged else 0.0
+        if was == follow.engaged and abs(gain - follow.gain) < STEP:
+            return []
+        follow.gain = gain
+        self.decisions.append(Decision(step, request, follow.engaged, follow.score, gain))
+        if not self.gain:
+            return []
+        if not follow.engaged:
+            return [ClearOverride(request), SetScale(1.0, request)]
+        scale = SetScale(gain, request)
+        return [scale] if was else [Override(request, self.config), scale]
+
+    def _gain(self, above: float) -> float:
+        return self.gain * min(max(above / self.hysteresis, 0.0), 1.0) if self.proportional else self.gain

@@ -26,25 +26,22 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.checks import checked
+from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
-from mi_route2.engine.prefix import Prefixes
-from mi_route2.engine.request import Finish, Request, Result, Token
+from mi_route2.engine.forward import Ran, Runner
+from mi_route2.engine.request import EngineRequest, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
-from mi_route2.engine.rulebook import RuleBook
-from mi_route2.engine.runner import Ran, Runner
+from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
-from mi_route2.engine.sequence import EngineRequest, refuse
-from mi_route2.engine.slots import Slots
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.patches import FromRun, Resolved, resolve
-from mi_route2.interventions.readings import Reading
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.runs.gone import invalid
-from mi_route2.interventions.specs import VectorLike, looker
-from mi_route2.interventions.state import ModelState
-from mi_route2.interventions.steering import SteeringState
+from mi_route2.patching.patches import FromRun, Resolved, resolve
+from mi_route2.runs import RunStore
+from mi_route2.runs.disk import invalid
+from mi_route2.steering.plan import Reading
+from mi_route2.steering.specs import VectorLike, looker
+from mi_route2.steering.state import ModelState, SteeringState
 
 
 @checked

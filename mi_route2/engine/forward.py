@@ -1,24 +1,24 @@
-"""One forward over pieces of many requests, with each request's own interventions at each site.
+"""Runs what the scheduler chose: pieces of many requests in one forward, with each request's own interventions at each site."""
 
-The order at a site is: capture (what the model itself computed), patch, steer and clamp. A site where nothing is to be done for any
-token of this forward gives back the very tensor that it was given, and rows that nobody asked to change keep their bits.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.engine.slots import View
+from mi_route2.engine.cache import Slots, View
+from mi_route2.engine.request import EngineRequest
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.edits import patch, wide
-from mi_route2.interventions.layout import Layout
-from mi_route2.interventions.patches import Resolved
-from mi_route2.interventions.steering import Readings, SteeringState
+from mi_route2.patching.patches import Resolved, firing
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.specs import patch, wide
+from mi_route2.steering.state import Readings, SteeringState
 
 Sink = Callable[[Tensor], None]
 """Takes the captured rows ``[n, ...]`` of one request at one site."""
@@ -131,3 +131,151 @@ class Forward:
 
 class _ClosedError(Exception):
     """Ends a context of hooks."""
+
+
+Group = list[tuple[EngineRequest, int, int]]
+"""Requests, and the position and number of the tokens that each computes in one forward."""
+
+WASTE = 2
+"""In one forward over pieces of prompts no piece is longer than this many times the shortest."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ran:
+    """Output of one engine step.
+
+    ``due`` are the requests whose next token is due, with their logits ``[n v]`` in float32 at least; ``readings`` what monitors
+    read, forward by forward; ``seen`` what was to be seen at the last token of each request; ``failed`` whose forward raised, and
+    why.
+    """
+
+    due: list[EngineRequest]
+    logits: Float[Tensor, "n v"] | None
+    readings: list[Readings]
+    seen: dict[int, dict[Site, Tensor]]
+    failed: dict[EngineRequest, str]
+
+
+class Runner:
+    """See the module. ``exact`` runs every request alone, in pieces that end at multiples of ``grain`` or with the prompt."""
+
+    def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
+        self.decoder, self.slots, self.steering = decoder, slots, steering
+        self._exact, self._grain = exact, grain
+        self._forward = Forward(decoder, steering)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        self._forward.close()
+
+    def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
+        """Computes the pieces; ``wants`` are sites to be seen at the last token of each.
+
+        A forward that fails is run again for each of its requests alone, so that one which cannot be run ends alone.
+        """
+        ran = Ran([], None, [], {}, {})
+        logits: list[Tensor] = []
+        waiting = deque(self._groups(pieces))
+        while waiting:
+            group = [one for one in waiting.popleft() if one[0] not in ran.failed]
+            if not group:
+                continue  # an earlier piece of the same request failed
+            work = self._work(group)
+            for site in wants:
+                _watch(work.setdefault(site, Work()), site, group, ran.seen)
+            try:
+                found, read = self._one(group, work)
+            except Exception as error:  # isolated: out of memory, a hook that did not fire, whatever a model may raise
+                if len(group) == 1:
+                    why = " ".join(str(error).split()) or "it says no more"
+                    ran.failed[group[0][0]] = f"a forward of this request failed with {type(error).__name__}: {why:.400}"
+                waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
+                continue
+            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
+            if ends:
+                ran.due.extend(group[i][0] for i in ends)
+                logits.append(found if len(ends) == len(group) else found[ends])
+            if read is not None:
+                ran.readings.append(read)
+        if not ran.due:
+            return ran
+        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
+        return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
+
+    def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[Group]:
+        if self._exact:
+            for sequence, count in pieces:
+                yield from ([cut] for cut in self._cuts(sequence, count))
+            return
+        ordered = sorted(pieces, key=lambda piece: piece[0].row)
+        if singles := [(sequence, sequence.computed, 1) for sequence, count in ordered if count == 1]:
+            yield singles
+        longer = [(sequence, sequence.computed, count) for sequence, count in ordered if count > 1]
+        longer.sort(key=lambda piece: -piece[2])
+        group: Group = []
+        for piece in longer:
+            if group and piece[2] * WASTE < group[0][2]:
+                yield sorted(group, key=lambda one: one[0].row)
+                group = []
+            group.append(piece)
+        if group:
+            yield sorted(group, key=lambda one: one[0].row)
+
+    def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
+        """Prompts in pieces that end at multiples of the grain, generated tokens one by one: whatever ``count`` is, the same."""
+        start, stop = sequence.computed, sequence.computed + count
+        while start < stop:
+            end = min((start // self._grain + 1) * self._grain, sequence.prompt) if start < sequence.prompt else start + 1
+            assert end <= stop, (start, stop, end)
+            yield sequence, start, end - start
+            start = end
+
+    def _one(self, group: Group, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
+        """One forward. Each request's ``computed`` grows; the logits are those at the end of its piece."""
+        device = self.decoder.device
+        layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
+        width = layout.positions.shape[1]
+        if width == 1:
+            tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
+        else:
+            rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
+            tokens = torch.tensor(rows, device=device)
+            columns = sorted({count - 1 for _, _, count in group})
+            if self._unembedding(work):
+                columns = list(range(width))  # its adapters are read and written at every column
+            keep = torch.tensor(columns, device=device)
+        cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
+        logits, readings = self._forward.run(layout, tokens, cache, work, keep)
+        for one, start, count in group:
+            one.computed = start + count
+        if keep is None:
+            return logits[:, 0], readings
+        ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
+        return logits[torch.arange(len(group), device=device), ends], readings
+
+    def _unembedding(self, work: dict[Site, Work]) -> bool:
+        """Whether something is to be done at the unembedding's adapters."""
+        return any(site.layer is None for site in (*work, *self.steering.sites()))
+
+    def _work(self, group: Group) -> dict[Site, Work]:
+        """What is to be done at which site, by row and column of the forward."""
+        work: dict[Site, Work] = {}
+        for row, (one, start, count) in enumerate(group):
+            for column, placed in firing(one.patches, start, count) if one.patches else ():
+                work.setdefault(placed.site, Work()).patches.append((row, column, placed))
+            for number, capture in enumerate(one.request.capture):
+                columns = capture.where.rows(one.tokens[start : start + count], start, one.prompt)
+                if columns:
+                    sink = partial(one.keep, number, [start + column for column in columns])
+                    work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))
+        return work
+
+
+def _watch(work: Work, site: Site, group: Group, seen: dict[int, dict[Site, Tensor]]) -> None:
+    """The last token of each request of the group, at one site."""
+
+    def keep(rows: Tensor) -> None:
+        for (one, *_), row in zip(group, rows, strict=True):
+            seen.setdefault(one.id, {})[site] = row
+
+    work.captures.append((keep, [(row, count - 1) for row, (_, _, count) in enumerate(group)]))

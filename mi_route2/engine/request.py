@@ -1,21 +1,24 @@
-"""Request and result types."""
+"""Requests and results, and one request on its way through the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import nan
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
 
+import torch
 from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
+from mi_route2.engine.cache import Acts, Saved
 from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, TokenIds
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import At, Plain, Steering, several
-from mi_route2.interventions.where import Where
+from mi_route2.patching.patches import Patch, Resolved
+from mi_route2.runs.record import Where
+from mi_route2.runs.writer import Writer
 from mi_route2.sites import Site
+from mi_route2.steering.specs import At, Plain, Steering, several
 from mi_route2.validation import validated
 
 Finish = Literal["length", "stop", "cancelled", "error"]
@@ -99,3 +102,132 @@ class Result:
     def logprobs(self) -> list[float]:
         """Their log-probabilities."""
         return [token.logprob for token in self.tokens]
+
+
+@dataclass(eq=False)
+class EngineRequest:
+    """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back.
+    ``lost`` is told where the run that it writes cannot go on; ``noted`` is the count of steering's changes when ``acts`` was told
+    what acts on generated tokens."""
+
+    id: int
+    arrival: int
+    request: Request
+    result: Result
+    sampling: Sampling
+    patches: tuple[Resolved, ...] = ()
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    row: int = -1
+    saved: Saved | None = None
+    admitted: bool = False
+    acts: Acts = field(default_factory=Acts)
+    noted: int = -1
+    keys: list[bytes] = field(default_factory=list)
+    published: int = 0
+    writer: Writer | None = None
+    lost: Callable[["EngineRequest", str], object] | None = None
+    captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+        self.priority = self.request.priority
+        self.prompt = len(self.tokens)
+        self.uniforms = self.sampling.uniforms()
+        self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def generated(self) -> int:
+        """How many tokens were generated."""
+        return len(self.tokens) - self.prompt
+
+    @property
+    def reach(self) -> int:
+        """Positions that can be computed at the most: the last token that is generated is not read."""
+        return self.prompt + self.request.sampling.max_new - 1
+
+    def lowest_capture(self) -> int:
+        """The first position of the prompt that is captured, or the prompt's length: it has to be computed."""
+        first = [capture.where.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
+        return min((row for rows in first for row in rows), default=self.prompt)
+
+    def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
+        """Takes what capture ``number`` saw."""
+        self.kept.add(number)
+        if self.request.run is not None:
+            self._write(self.request.capture[number].site, positions, rows)
+            return
+        held = self.captured.setdefault(number, ([], []))
+        held[0].extend(positions)
+        held[1].append(rows.detach())
+
+    def _write(self, site: Site, positions: list[int], rows: Tensor) -> None:
+        """To the run, as long as there is one: a store that is full, closed or has ended the run is no matter of the neighbours."""
+        if self.writer is None:
+            return
+        try:
+            self.writer.append(site, positions, rows)
+        except (ValueError, RuntimeError, OSError) as error:
+            self.writer.abort()
+            self.writer = None
+            if self.lost is not None:
+                self.lost(self, str(error))
+
+    def settle(self) -> None:
+        """What was captured goes into the result, or its run is finished; of a request that failed no run is kept."""
+        result = self.result
+        result.unfired = self.unfired()
+        for number, (positions, rows) in self.captured.items():
+            result.captured[self.request.capture[number].site] = Captured(tuple(positions), torch.cat(rows))
+        if self.writer is not None and result.finish == "error":
+            self.writer.abort()
+        elif self.writer is not None:
+            try:
+                self.writer.add_tokens(result.ids)
+                self.writer.close()
+            except (ValueError, RuntimeError, OSError) as error:
+                result.finish, result.error = "error", str(error)
+
+    def unfired(self) -> list[str]:
+        """Captures and patches at positions that were never computed."""
+        missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
+        for number, capture in enumerate(self.request.capture):
+            if capture.where.positions is None and number not in self.kept:
+                missed.append(f"capture at {capture.site}, of which no token came")
+            missed += [f"capture at {capture.site}, position {position}" for position in capture.where.missing(self.computed)]
+        return missed
+
+
+def refuse(request: Request, context: int, vocabulary: int) -> None:
+    """``ValueError``, in one sentence, for a request that cannot be run by any engine over this model."""
+    length = len(request.prompt)
+    if not length:
+        raise ValueError("the prompt is empty: give at least one token")
+    if wrong := [token for token in (*request.prompt, *request.sampling.logprob_token_ids) if not 0 <= token < vocabulary]:
+        raise ValueError(f"token {wrong[0]} is outside the vocabulary: its ids are 0..{vocabulary - 1}")
+    if (request.sampling.logprobs or 0) > vocabulary:
+        raise ValueError(f"logprobs = {request.sampling.logprobs} exceeds the vocabulary of {vocabulary}")
+    reach = length + request.sampling.max_new - 1
+    if reach > context:
+        raise ValueError(
+            f"a prompt of {length} tokens and max_new = {request.sampling.max_new} need {reach} positions, but the context has "
+            f"{context}"
+        )
+    for one in request.patch:
+        if one.position >= reach:
+            raise ValueError(f"the patch at {one.site} names position {one.position}, but this request computes 0..{reach - 1}")
+    _refuse_captures(request.capture, reach)
+
+
+def _refuse_captures(captures: tuple[Capture, ...], reach: int) -> None:
+    sites = [capture.site for capture in captures]
+    if twice := [site for site in sites if sites.count(site) > 1]:
+        raise ValueError(f"two captures name {twice[0]}: give one capture a site, with all its positions")
+    for capture in captures:
+        if missing := capture.where.missing(reach):
+            raise ValueError(f"the capture at {capture.site} names position {missing[0]}, but this request computes 0..{reach - 1}")

@@ -8,16 +8,14 @@ override lives as long as the request) and its patches; its keys and values wait
 from collections import Counter
 from collections.abc import Iterable
 
-from mi_route2.engine.prefix import Prefixes
-from mi_route2.engine.rulebook import RuleBook
+from mi_route2.engine.cache import Prefixes, Slots
+from mi_route2.engine.request import EngineRequest
+from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.scheduler import Answer, Scheduler, Turn
-from mi_route2.engine.sequence import EngineRequest
-from mi_route2.engine.slots import Slots
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.state import ModelState
-from mi_route2.interventions.steering import Full, SteeringState
+from mi_route2.runs import RunStore
 from mi_route2.sites import Site
+from mi_route2.steering.state import Full, ModelState, SteeringState
 
 
 class Residents:

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from pydantic import Field, PlainValidator
 from torch import Tensor
 
-from mi_route2.interventions.specs import Plain
+from mi_route2.steering.specs import Plain
 from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from mi_route2.adapters.routed import Branch
+from mi_route2.adapters.linear import Branch
 from mi_route2.architectures import Architecture, config_of
 from mi_route2.hosts.base import Host
 from mi_route2.sites import Site, module_at

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mi_route2.adapters.routed import Branch
+from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream

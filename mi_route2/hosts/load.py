@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from mi_route2.adapters.store import from_pretrained, read_config
+from mi_route2.adapters.io import from_pretrained, read_config
 from mi_route2.architectures import ARCHITECTURES
 from mi_route2.checks import checked
 from mi_route2.hosts import host_class

@@ -1,42 +1,301 @@
-"""A TransformerLens bridge as a host: captures and edits at its hook points, adapters with hook points of their own.
+"""A TransformerLens bridge as a host: captures and edits at its hook points, adapters with hook points of their own."""
 
-    host = BridgeHost(model)                                  a transformers model, MicroGPT, a native model or a bridge
-    adapters = host.attach("blocks.*", spec=spec, generator=g)
-    host.bridge.run_with_cache(tokens, names_filter="blocks.0.attn.q.route.hook_kept_a")
-
-What the adapters add is addressable as everything else is in TransformerLens: ``route.hook_kept_a``, ``route.hook_kept``,
-``route.hook_quarantine`` and ``route.hook_mask`` under ``blocks.<layer>.attn.q`` .k .v .o, ``mlp.gate`` .in .out, and ``unembed``.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformer_lens.config import TransformerBridgeConfig
+from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
+from transformer_lens.model_bridge.generalized_components import (
+    AttentionBridge,
+    BlockBridge,
+    EmbeddingBridge,
+    LinearBridge,
+    MLPBridge,
+    NormalizationBridge,
+    UnembeddingBridge,
+)
+from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
+from transformer_lens.model_bridge.sources import build_bridge_from_module
+from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.routed import RoutedLinear
-from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_POINTS
+from mi_route2.adapters.linear import Branch, RoutedLinear
+from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, whole_stream
-from mi_route2.hosts.bridge import (
-    ROUTE,
-    boot,
-    linears,
-    list_points,
-    refuse_batching,
-    refuse_bypassed,
-    refuse_config,
-    refuse_foreign,
-    refuse_left_padding,
-    refuse_lost,
-    refuse_processed,
-    wrapped_model,
-)
 from mi_route2.hosts.huggingface import HOOKS, Replays
 from mi_route2.sites import Site, Slot, matching, no_adapter
+
+ROUTE = "route"
+ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
+BYPASSES: Mapping[str, tuple[str, ...]] = {
+    "use_split_qkv_input": ("attn.q", "attn.k", "attn.v"),
+    "use_attn_in": ("attn.q", "attn.k", "attn.v"),
+    "use_attn_result": ("attn.o",),
+}
+"""Settings under which a bridge multiplies by the weights of these Linears itself, and calls neither them nor their adapters.
+
+Those that pass q, k and v by take the stream from in front of the norm, so that an edit of ``attn_in`` is lost as well."""
+
+_LAYOUT = "_weight_layout_in_out"
+_PROCESSORS = ("enable_compatibility_mode", "process_weights")
+_PROCESSING = (
+    "it folds norms into the weights that adapters are trained on and saved for: boot a fresh bridge and leave its weights raw "
+    "(enable_compatibility_mode(no_processing=True) does)"
+)
+
+
+class Inner(nn.Module):
+    """A module with MicroGPT's tree under a name of its own: ``embed``, ``blocks`` and ``unembed`` are names of the bridge."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        # under left padding the bridge counts positions for every model that takes them; beside a 2-D mask this one counts its own
+        told = attention_mask is not None and attention_mask.ndim == 4
+        return self.inner(input_ids, attention_mask, cache, position_ids if told else None)
+
+
+class InnerAdapter(ArchitectureAdapter):
+    """The bridge's components wrap MicroGPT's own modules, so that its own forward runs, its attention and cache included."""
+
+    supports_compatibility_mode = False
+    supports_kv_cache = False  # generate() knows transformers' cache alone; a call may pass the module's own
+
+    def __init__(self, cfg: TransformerBridgeConfig):
+        super().__init__(cfg)
+
+        def norm(name: str) -> NormalizationBridge:
+            return NormalizationBridge(name=name, config=self.cfg, use_native_layernorm_autograd=True)
+
+        attention = AttentionBridge(name="attn", config=self.cfg, submodules={n: LinearBridge(name=n) for n in "qkvo"})
+        mlp = MLPBridge(name="mlp", submodules={"in": LinearBridge(name="up"), "out": LinearBridge(name="down")})
+        block = {"ln1": norm("ln1"), "attn": attention, "ln2": norm("ln2"), "mlp": mlp}
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name="inner.embed"),
+            "pos_embed": EmbeddingBridge(name="inner.pos_embed"),  # PosEmbedBridge would expand one cached token to the batch
+            "blocks": BlockBridge(name="inner.blocks", config=self.cfg, submodules=block),
+            "ln_final": norm("inner.ln_f"),
+            "unembed": UnembeddingBridge(name="inner.unembed"),
+        }
+
+
+def boot(model: nn.Module) -> TransformerBridge:
+    """A bridge around ``model``, which is rewritten in place. ``ValueError`` for an unknown class, or one that has adapters."""
+    row, kind = known_architecture(model), type(model).__name__
+    if any(isinstance(module, RoutedLinear) for module in model.modules()):
+        raise ValueError(
+            "this model already has adapters, which booting a bridge would bypass or leave without hook points: call "
+            "adapters.detach(), boot the bridge, then host.attach(...)"
+        )
+    if isinstance(model, NativeModel):
+        return build_bridge_from_module(model, "TransformerLensNative", tl_config=model.cfg)
+    if row.name != "MicroGPT":
+        return build_bridge_from_module(model, kind, hf_config=model.config)
+    ArchitectureAdapterFactory.register_adapter(kind, InnerAdapter)  # pyright: ignore[reportArgumentType]
+    return build_bridge_from_module(Inner(model), kind, tl_config=_micro_config(model.config))
+
+
+BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+"""transformers' continuous batching: it calls for an attention of its own, and the bridge's is another."""
+
+
+def refuse_batching(bridge: TransformerBridge) -> None:
+    """From now on transformers' continuous batching of the bridged model is an error: it gives wrong numbers in silence."""
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError(
+            "transformers' continuous batching gives wrong numbers on a bridged model: use mi_route2.engine.Engine, or generate()"
+        )
+
+    for model in (bridge, bridge.original_model):
+        for name in BATCHED:
+            if hasattr(model, name):
+                setattr(model, name, refuse)
+
+
+def _micro_config(config: Any) -> TransformerBridgeConfig:
+    return TransformerBridgeConfig(
+        d_model=config.d,
+        d_head=config.d // config.heads,
+        n_layers=config.layers,
+        n_ctx=config.context,
+        n_heads=config.heads,
+        d_mlp=config.mlp,
+        d_vocab=config.vocab,
+        act_fn="gelu",
+        normalization_type="LN",
+    )
+
+
+def wrapped_model(bridge: TransformerBridge) -> nn.Module:
+    """The model that a bridge was booted around."""
+    model = bridge.original_model
+    return model.inner if isinstance(model, Inner) else model
+
+
+@dataclass(frozen=True)
+class Place:
+    """A logical Linear of a bridge: the component at ``path``, which wraps the Linear."""
+
+    path: str
+    component: nn.Module
+    transposed: bool
+
+    @property
+    def wrapped(self) -> nn.Module:
+        return getattr(self.component, WRAPPED)
+
+    def slot(self, name: str) -> Slot:
+        return Slot(name, f"{self.path}.{WRAPPED}", self.wrapped, None, self.transposed)
+
+
+def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, Place]:
+    """Every logical Linear of a bridge, in the order of the torch host: the same draws from a generator go to the same adapters."""
+    where = {**BRIDGE_LINEARS, **architecture.bridge_linears}
+    found = {}
+    for layer in range(len(bridge.blocks)):
+        for linear, at in architecture.linears.items():
+            path = f"blocks.{layer}.{where[linear]}"
+            component = bridge.get_submodule(path)
+            held = getattr(component, WRAPPED)
+            base = held.base if isinstance(held, RoutedLinear) else held
+            plain = isinstance(base, nn.Linear)  # a part of a Conv1D is copied into a Linear
+            found[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
+    found["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
+    return found
+
+
+def refuse_config(model: nn.Module, architecture: Architecture) -> None:
+    """``ValueError`` for a value of the model's config that the bridge does not heed."""
+    for key, usual in architecture.bridge_config.items():
+        if (value := getattr(config_of(model), key, usual)) != usual:
+            raise ValueError(
+                f"the bridge does not heed {key}={value!r} of this {type(model).__name__} and would be another model: "
+                "use the torch or the nnsight host"
+            )
+
+
+def refuse_processed(bridge: TransformerBridge) -> None:
+    """``RuntimeError`` for a bridge whose weights were processed."""
+    if bridge._weights_processed:
+        raise RuntimeError(f"weight processing was applied to this bridge, and {_PROCESSING}")
+
+
+def refuse_foreign(bridge: TransformerBridge) -> None:
+    """``ValueError`` for a bridge around a model that had adapters before the boot."""
+    for module in bridge.original_model.modules():
+        if isinstance(module, Branch) and not isinstance(module.hook_mask, HookPoint):
+            raise ValueError(
+                f"the adapters at {module.site} were attached before the bridge was booted, which bypasses them or leaves them "
+                "without hook points: detach them, boot the bridge, then host.attach(...)"
+            )
+
+
+def refuse_bypassed(bridge: TransformerBridge, sites: Iterable[str]) -> None:
+    """``RuntimeError`` where a setting of the bridge passes by the Linears at ``sites``."""
+    for flag, passed in BYPASSES.items():
+        if getattr(bridge.cfg, flag, False) and (past := [site for site in sites if site.endswith(passed)]):
+            raise RuntimeError(_bypass(flag, past[0]))
+
+
+def _bypass(flag: str, site: str) -> str:
+    return f"under {flag} the bridge multiplies by the weights of {site} itself and passes its adapters by: set_{flag}(False)"
+
+
+def refuse_lost(bridge: TransformerBridge, site: Site) -> None:
+    """``RuntimeError`` for an edit that a setting of the bridge would lose."""
+    for flag, passed in BYPASSES.items():
+        if site.point == "attn_in" and "attn.q" in passed and getattr(bridge.cfg, flag, False):
+            raise RuntimeError(
+                f"under {flag} the bridge reads the stream in front of {site}, and loses an edit there: set_{flag}(False)"
+            )
+
+
+def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
+    """``ValueError`` where upstream gives NaN: a float64 mask is -inf in its float32 softmax, and a leading pad reads nothing."""
+    leading, exact = not bool(attention[:, 0].all()), next(bridge.parameters()).dtype == torch.float64
+    affected = isinstance(bridge.blocks[0].attn, PositionEmbeddingsAttentionBridge) and not bridge.compatibility_mode
+    if leading and exact and affected:
+        raise ValueError(
+            "the bridge's attention gives NaN for padding on the left in float64, because its softmax is float32: pad on the "
+            "right, load the model in float32, or call bridge.enable_compatibility_mode(no_processing=True)"
+        )
+
+
+def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[str, Place]) -> None:
+    """Give the adapters TransformerLens hook points, and list them under their component; ``adapters.detach()`` undoes it.
+
+    The scan adds to the registry. A cleared one, scanned anew, would call shared points by their aliases: ``hook.name`` of
+    ``blocks.0.attn.hook_out`` would be ``blocks.0.hook_attn_out``.
+    """
+    for site, branch in adapters.sites.items():
+        for point in ROUTE_POINTS:
+            setattr(branch, point, HookPoint().train(branch.training))
+        # nn.Module's own: a component would hand the name on to what it wraps, which has a route too
+        nn.Module.__setattr__(places[site].component, ROUTE, branch)
+    bridge._scan_existing_hooks(bridge, "")
+    standing = [places[site] for site in adapters.sites]
+    for parent in _parents(bridge, standing):
+        vars(parent)[_LAYOUT] = partial(_stored_in_out, parent)
+    guarded = _guard(bridge, list(adapters.sites))
+    adapters.on_detach.append(partial(_unlist, bridge, standing, guarded))  # no closure: a deep copy then undoes its own
+
+
+def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterable[str]) -> None:
+    for place in places:
+        delattr(place.component, ROUTE)
+        for point in ROUTE_POINTS:
+            bridge._hook_registry.pop(f"{place.path}.{ROUTE}.{point}", None)
+    for parent in _parents(bridge, places):
+        vars(parent).pop(_LAYOUT)
+    for method in guarded:
+        vars(bridge).pop(method, None)
+
+
+def _parents(bridge: TransformerBridge, places: Iterable[Place]) -> list[nn.Module]:
+    """The attention and MLP components around ``places``."""
+    paths = dict.fromkeys(place.path.rpartition(".")[0] for place in places)
+    return [parent for parent in map(bridge.get_submodule, paths) if hasattr(parent, _LAYOUT)]
+
+
+def _stored_in_out(parent: Any, component: nn.Module) -> bool | None:
+    """Whether a weight is stored ``[d_in d_out]``, for ``W_O``, ``OV`` and the like.
+
+    The bridge tells by the class of what it wraps, and guesses by the shape where that is a routed Linear: a square one comes out
+    transposed.
+    """
+    held = getattr(component, WRAPPED)
+    return held.transposed if isinstance(held, RoutedLinear) else getattr(type(parent), _LAYOUT)(parent, component)
+
+
+def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
+    """Put refusals over the methods that would change weights under the adapters, or pass them by; their names."""
+    whys = {name: f"{name}() is refused while adapters stand: {_PROCESSING}" for name in _PROCESSORS}
+    for flag, passed in BYPASSES.items():
+        if past := [site for site in sites if site.endswith(passed)]:
+            whys[f"set_{flag}"] = _bypass(flag, past[0])
+    for name, why in whys.items():
+        vars(bridge)[name] = partial(_refuse, bridge, name, why)
+    return list(whys)
+
+
+def _refuse(bridge: TransformerBridge, method: str, why: str, *args: Any, **kwargs: Any) -> Any:
+    if args == (False,) or kwargs.get("no_processing"):  # what is off stays off, what is raw stays raw
+        return getattr(type(bridge), method)(bridge, *args, **kwargs)
+    raise RuntimeError(why)
 
 
 class BridgeHost(Host):

@@ -3,7 +3,7 @@ such state alone."""
 
 from torch import Tensor
 
-from mi_route2.adapters.routed import RoutedLinear, Switchboard
+from mi_route2.adapters.linear import RoutedLinear, Switchboard
 from mi_route2.adapters.weights import checksum
 from mi_route2.hosts.base import Host
 

@@ -1,30 +1,126 @@
-"""Persona directions: site -> unit vector, with where they came from.
-
-    act, grad   v = unit( mean_i  f(hack_i) - f(clean_i) )
-    full        v = unit( mean_i  unit(G(hack_i)) - unit(G(clean_i)) )
-    top-k       right singular vectors of the stacked per-pair differences, each turned so that most pairs agree with it, and
-                dropped where its singular value lies in the lowest quarter over all modules (the noise floor)
-
-A fitter whose ``refreshes`` is true is asked again at every refresh and answers from the policy as it then is. A control's
-fitter is asked once a run: a control that a refresh overwrites is no control.
-"""
+"""Persona directions, a unit vector at each site, and the features of rollouts that they are fitted on and scores are read from."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, added, compact, rounding, wide
+from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.adapters.linear import Branch, SVDKept
+from mi_route2.adapters.svd import decompose
+from mi_route2.adapters.tape import LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.features import FeatureKind, Features, collect, coordinates, floors
 from mi_route2.validation import Natural, read_record, validated
+
+FeatureKind = Literal["act", "grad", "full"]
+Features = Mapping[str, Feature]
+
+
+def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
+    """``Vh`` of every site's base weight: the coordinates of activation directions.
+
+    They are those of ``dS``, the adapter's own, and all of them where the kept adapter is a LoRA, which has none of its own.
+    """
+
+    def of(branch: Branch) -> Tensor:
+        return branch.kept.Vh if isinstance(branch.kept, SVDKept) else decompose(branch.weight, adapters.cache_dir).Vh
+
+    return {site: of(branch) for site, branch in adapters.sites.items()}
+
+
+class ActivationReader:
+    """Pools each site's input over predictor positions as the forward runs; ``features()`` gives ``Vh`` times the mean.
+
+    The mean commutes with ``Vh``, so the projection is of one vector a rollout.
+    """
+
+    def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
+        self._mask = predictors
+        self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
+        self._basis = basis
+        self._features: dict[str, list[Written]] = {}
+
+    def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
+        dtype = wide(x.dtype)
+        # where, not a product: padding may hold anything, NaN included
+        kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
+        mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
+        feature = Written(mean @ self._basis[site].to(mean).mT, mean.norm(dim=1))
+        self._features.setdefault(site, []).append(feature)
+
+    def features(self) -> dict[str, Written]:
+        """The mean over the calls of a site, which are one but where modules are shared."""
+        return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._features.items()}
+
+
+def _mean(calls: list[Written]) -> Written:
+    return Written(
+        torch.stack([call.values() for call in calls]).mean(dim=0), torch.stack([call.magnitude() for call in calls]).mean(dim=0)
+    )
+
+
+class GradientReader:
+    """A lane that learns nothing and holds each rollout's gradient on the scored factor."""
+
+    detach = False
+
+    def __init__(self, scored: frozenset[str] = frozenset({"dS", "B"})):
+        self._scored = scored
+        self.features: dict[str, FactorGradient | Written] = {}
+
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
+        if factor in self._scored:
+            self.features[site] = added(self.features.get(site), compact(pair, scored=True))
+
+    def decide(self, site: str) -> None:
+        return None
+
+    def weights(self, site: str) -> Tensor:
+        raise RuntimeError(f"a reading lane has no weights (asked at {site})")
+
+
+class FullGradientReader:
+    """Holds the pair (x, dL/dy) of every site: its inner products and norms are those of ``G_b``."""
+
+    def __init__(self) -> None:
+        self.features: dict[str, FactorGradient | Written] = {}
+
+    def read(self, site: str, pair: Pairs) -> None:
+        self.features[site] = added(self.features.get(site), Pairs(pair.h.detach(), pair.dy.detach()))
+
+
+def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
+    """Per site, the norm ``[b]`` up to which a feature is rounding: of its own sum, and for gradients of the whole backward."""
+    if kind == "act":
+        return {site: rounding([feature]) for site, feature in features.items()}
+    return dict.fromkeys(features, rounding(features.values())) if features else {}
+
+
+def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor]) -> Features:
+    """Features of ``rollouts`` at every site, quarantine ablated; no parameter's ``.grad`` is touched."""
+    b, s = rollouts.tokens.shape
+    with policy.adapters.deployed():
+        if kind == "act":
+            acts = ActivationReader(rollouts.predictors, basis)
+            with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts)):
+                policy.forward(policy.model, rollouts.tokens, rollouts.attention)
+            return acts.features()
+        lane, full = GradientReader(), FullGradientReader()
+        tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=lane)
+        with torch.enable_grad(), policy.adapters.recording(tape):
+            (-policy.logprobs(rollouts).sum()).backward()
+        tape.assert_fired(policy.adapters.sites, backward=True)
+        return full.features if kind == "full" else lane.features
+
 
 FORMAT = "mi-route2 directions 1"
 Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]

@@ -18,8 +18,7 @@ from torch.nn import functional
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.directions import Provenance, unit
-from mi_route2.routing.features import FeatureKind, coordinates
+from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, unit
 from studies.benchmarks.flops import Size
 from studies.benchmarks.paired import Contender
 

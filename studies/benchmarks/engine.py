@@ -33,8 +33,8 @@ from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
-from mi_route2.interventions.specs import Monitor, Steer, Steering
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks import command
 from studies.benchmarks.paired import Ratio, machine, ratio
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mi_route2.interventions.layout import Layout, Piece
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
-from mi_route2.interventions.steering import SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.steering.state import SteeringState
 from studies.benchmarks import command
 from studies.benchmarks.paired import Contender, machine, measure
 

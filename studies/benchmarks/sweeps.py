@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import nn
 
 from mi_route2.hosts import open_host
-from mi_route2.interventions.sweeps import Grid, sweep
+from mi_route2.patching import Grid, sweep
 from studies.benchmarks import command
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 

@@ -21,9 +21,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.adapters.kept import Kept, SVDKept
-from mi_route2.adapters.quarantine import SharedQuarantine
-from mi_route2.adapters.routed import Branch
+from mi_route2.adapters.linear import Branch, Kept, SharedQuarantine, SVDKept
 from mi_route2.validation import AtLeastOne, Positive, validated
 from studies.lanes.config import BOS, VOCABULARY
 from studies.lanes.symmetry import Reading, Trace, relative, rows_at

@@ -30,7 +30,7 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing.directions import Fitter
-from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
 from studies.loopholes.base import World
 from studies.loopholes.micro import MicroGPT

@@ -17,9 +17,9 @@ from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import Host
-from mi_route2.interventions.specs import Steering
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steering
 from studies.loopholes.base import World
 from studies.loopholes.modes import get_mode
 from studies.loopholes.prompts import Prompt

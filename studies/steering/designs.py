@@ -8,9 +8,9 @@ quarantine  always on, deleted, or gated token by token by a probe, at every thr
 from collections.abc import Iterator
 from typing import Literal
 
-from mi_route2.engine.policy import ProbePolicy
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.engine.controllers import ProbePolicy
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from studies.steering.cells import Cell
 from studies.steering.fitting import Fitted, Gate
 from studies.steering.late import CERTAIN, Late, QuarantineSwitch, saturated

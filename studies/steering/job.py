@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.validation import read_object, write_json
 from studies.route2.job import MANIFEST, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy

@@ -3,10 +3,9 @@
 from collections import deque
 from collections.abc import Sequence
 
-from mi_route2.engine.actions import Action, ClearMonitor, SetMonitor
-from mi_route2.engine.controllers import AsyncController, RequestView, StepView, SyncController
-from mi_route2.interventions.specs import Monitor
+from mi_route2.engine.controllers import Action, AsyncController, ClearMonitor, RequestView, SetMonitor, StepView, SyncController
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor
 
 CERTAIN = 1e6
 """No score comes near: a gate with this threshold is always shut, with the opposite one always open."""

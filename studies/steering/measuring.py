@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mi_route2.engine.controllers import Controllers
-from mi_route2.engine.policy import ProbePolicy
+from mi_route2.engine.controllers import Controllers, ProbePolicy
 from mi_route2.engine.request import Result
 from mi_route2.sites import Site
 from studies.loopholes.modes import get_mode

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import trange
 
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from studies.loopholes.modes import LOOPHOLES, MODES, SHARED_RETURN
 from studies.loopholes.prompts import Prompt

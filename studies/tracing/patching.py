@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.hosts.base import Edit, Host
-from mi_route2.interventions.edits import patch
 from mi_route2.sites import Site
+from mi_route2.steering.specs import patch
 from studies.tracing.cells import OUT, Cell
 from studies.tracing.pairs import SIDES, Pairs, others
 

@@ -16,9 +16,9 @@ from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
 
 DEVICE = os.environ.get("ROUTE2_TEST_DEVICE", "cuda")

@@ -15,10 +15,9 @@ from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.patches import FromRun, Patch
-from mi_route2.interventions.record import record
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.where import Where
+from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import Where, record
 from mi_route2.sites import Site
 from tests.support.families import SPECS, VOCAB, make_family, make_tokens, move
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.sweeps import Grid, Target, attribute, paths, sweep
+from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
 from tests.support.families import SPECS, make_family, move
 

@@ -21,13 +21,23 @@ from safetensors.torch import save_file
 from tiny_policy import SPECS, make_model, make_policy, make_rollouts
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
-from mi_route2.adapters.export import export_merged, export_peft
-from mi_route2.adapters.routed import RoutedLinear
-from mi_route2.adapters.store import BASES, CONFIG, HEADER, TENSORS, from_pretrained, read_tensors, save_pretrained, write_tensors
+from mi_route2.adapters.io import (
+    BASES,
+    CONFIG,
+    HEADER,
+    TENSORS,
+    export_merged,
+    export_peft,
+    from_pretrained,
+    read_tensors,
+    save_pretrained,
+    write_tensors,
+)
+from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.adapters.svd import SVD, _cached, _keep, weight_hash
 from mi_route2.hosts import HOSTS, open_host
-from mi_route2.interventions.runs.shards import read_shard, write_shard
 from mi_route2.routing.directions import Directions, Provenance
+from mi_route2.runs.disk import read_shard, write_shard
 from mi_route2.sites import Site, select
 from probes.direction import DirectionProbe
 from probes.store import load_probe, save_probe

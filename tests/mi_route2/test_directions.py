@@ -25,8 +25,7 @@ from mi_route2.routing import (
     TopKFitter,
 )
 from mi_route2.routing import directions as directions_module
-from mi_route2.routing.directions import unit
-from mi_route2.routing.features import collect, coordinates
+from mi_route2.routing.directions import collect, coordinates, unit
 
 KINDS = ("act", "grad", "full")
 

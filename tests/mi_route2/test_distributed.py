@@ -14,7 +14,7 @@ from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor, nn
 from two_ranks import HALVES, cases, routed
 
-from mi_route2.routing.distributed import sum_over_ranks
+from mi_route2.routing.optimizer import sum_over_ranks
 
 pytestmark = pytest.mark.process
 

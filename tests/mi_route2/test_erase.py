@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Directions, EraseRoute, EraseSpec, OpenRoute, OpenSpec, StepContext
-from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import hack_component
 
 

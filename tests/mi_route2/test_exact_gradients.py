@@ -12,7 +12,7 @@ from mi_route2.adapters import AdapterSpec, Tape
 from mi_route2.adapters.gradients import Diagonal, FactorGradient, Pairs, compact
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, StepContext
-from mi_route2.routing.features import GradientReader
+from mi_route2.routing.directions import GradientReader
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 

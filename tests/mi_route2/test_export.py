@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.adapters.export import export_merged, export_peft, factors, places
-from mi_route2.adapters.kept import LoRA, SVDKept
-from mi_route2.adapters.store import from_pretrained, save_pretrained
+from mi_route2.adapters.io import export_merged, export_peft, factors, from_pretrained, places, save_pretrained
+from mi_route2.adapters.linear import LoRA, SVDKept
 from mi_route2.adapters.svd import decompose
 from mi_route2.hosts import HOSTS, open_host
 from mi_route2.sites import slots

@@ -17,8 +17,8 @@ from torch.func import functional_call, grad, vmap
 
 from mi_route2.adapters import AdapterSpec, Tape, attach
 from mi_route2.adapters.gradients import FactorGradient
-from mi_route2.adapters.routed import RoutedLinear
-from mi_route2.adapters.store import load_adapters, save_adapters
+from mi_route2.adapters.io import load_adapters, save_adapters
+from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
 from mi_route2.sites import Slot

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW
 
 
 def parameters(seed: int = 0) -> list[nn.Parameter]:

@@ -39,7 +39,7 @@ from mi_route2.routing import (
     TopKFitter,
     TrainBatch,
 )
-from mi_route2.routing.features import collect
+from mi_route2.routing.directions import collect
 
 Case = tuple[str, str, str, str]
 N = 6

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from mi_route2 import AdapterSpec, Rollouts, export_peft
 from mi_route2.engine import Engine, Request, Sampling
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.sweeps import sweep
 from mi_route2.models import smollm2, smollm2_folder, smollm2_tokenizer
+from mi_route2.patching import sweep
+from mi_route2.patching.patches import Patch
 from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext, TrainBatch, group_advantages
 from mi_route2.sites import Site
 

@@ -48,7 +48,7 @@ def test_a_step_changes_what_its_name_says(monkeypatch: pytest.MonkeyPatch) -> N
 
 def spied(last: list[torch.Tensor]):
     """``SteeringState.at``, which also keeps what it returned."""
-    from mi_route2.interventions.steering import SteeringState
+    from mi_route2.steering.state import SteeringState
 
     at = SteeringState.at
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mi_route2.engine.request import Request
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.specs import Vector
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Vector
 
 
 @dataclass

@@ -12,8 +12,7 @@ import torch
 from families import HEADS
 from torch import Tensor, nn
 
-from mi_route2.adapters.kept import LoRA
-from mi_route2.adapters.quarantine import SharedQuarantine
+from mi_route2.adapters.linear import LoRA, SharedQuarantine
 from mi_route2.rollouts import Policy
 
 Replaced = Mapping[tuple[int, str], Tensor]

@@ -13,8 +13,7 @@ from written_out import WrittenOut, written_out
 
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Directions, MaskRoute, MaskSpec, Privileged, RouteSpec, StepContext, TrainBatch
-from mi_route2.routing.directions import Provenance
-from mi_route2.routing.features import coordinates
+from mi_route2.routing.directions import Provenance, coordinates
 from mi_route2.routing.routes import Decision, Route
 from mi_route2.routing.spec import LEGAL
 

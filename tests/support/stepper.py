@@ -13,9 +13,9 @@ from transformers import DynamicCache
 
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.interventions.layout import Layout, Piece
-from mi_route2.interventions.steering import SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.state import SteeringState
 
 WIDTH = 16
 PROMPTS = torch.randint(3, 50, (3, 4), generator=torch.Generator().manual_seed(11))

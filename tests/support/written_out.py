@@ -14,9 +14,7 @@ import torch
 from tiny_policy import make_model
 from torch import Tensor, nn
 
-from mi_route2.adapters.kept import LoRA, SVDKept
-from mi_route2.adapters.quarantine import SharedQuarantine
-from mi_route2.adapters.routed import Branch
+from mi_route2.adapters.linear import Branch, LoRA, SharedQuarantine, SVDKept
 from mi_route2.rollouts import Policy, Rollouts
 
 Loss = Callable[[Tensor], Tensor]

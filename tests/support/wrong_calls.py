@@ -36,13 +36,13 @@ from mi_route2 import (
 )
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.capture import capture
-from mi_route2.interventions.patches import FromRun, Patch
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
-from mi_route2.interventions.sweeps import CleanRun, Grid, Target, attribute, cells, paths, sweep
-from mi_route2.interventions.where import Where
+from mi_route2.hosts.capture import capture
+from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, paths, sweep
+from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.routing import Directions, PairBatch, StepContext, TrainBatch, group_advantages
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import Where
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from probes.auroc import auroc
 from probes.dataset import Dataset
 from probes.direction import DirectionFitter

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import mi_route2.adapters.store as store_module
+import mi_route2.adapters.io as store_module
 import studies.loopholes.chat_sampling as chat_sampling_module
 import studies.loopholes.sampling as sampling_module
 import studies.route2.checkpoint as checkpoint_module
 import studies.route2.grpo as grpo_module
 import studies.route2.job as job_module
 import studies.route2.recorder as recorder_module
-from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
 from studies.route2.job import DEPLOYED, EVAL, FULL, MANIFEST
 

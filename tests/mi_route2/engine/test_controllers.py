@@ -9,21 +9,25 @@ import torch
 from stepper import PROMPTS, Stepper, direction, new_host, new_state
 from torch import Tensor
 
-from mi_route2.engine.actions import (
+from mi_route2.engine.controllers import (
+    QUEUE,
     Action,
     Applied,
+    AsyncController,
     ClearOverride,
+    Controllers,
     Override,
     Rejected,
     SetMonitor,
     SetScale,
     SetTier,
+    StepView,
+    SyncController,
     apply_all,
 )
-from mi_route2.engine.controllers import QUEUE, AsyncController, Controllers, StepView, SyncController
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.interventions.specs import Monitor, Steer, Steering
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 V, W = direction(1), direction(2)

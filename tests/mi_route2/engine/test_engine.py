@@ -13,10 +13,10 @@ from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import DECODERS, Decoder
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steer, Steering
-from mi_route2.interventions.where import Where
+from mi_route2.patching.patches import Patch
+from mi_route2.runs.record import Where
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steer, Steering
 from tests.support.alone import alone
 from tests.support.families import SPECS, VOCAB, make_family, move
 

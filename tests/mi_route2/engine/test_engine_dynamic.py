@@ -6,19 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mi_route2.engine.actions import Action, Override, SetScale, SetTier
-from mi_route2.engine.controllers import AsyncController, Controllers, StepView
+from mi_route2.engine.controllers import Action, AsyncController, Controllers, Override, SetScale, SetTier, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
 from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.patches import FromRun, Patch
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.specs import Monitor, Steer, Steering
-from mi_route2.interventions.where import Where
+from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import Where
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.families import SPECS, VOCAB, make_family, move
 
 ALL = tuple(range(VOCAB))

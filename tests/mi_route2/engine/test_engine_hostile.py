@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from mi_route2.adapters import Adapters
-from mi_route2.engine.actions import Action
-from mi_route2.engine.controllers import Controllers, StepView
+from mi_route2.engine.controllers import Action, Controllers, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Work
 from mi_route2.engine.request import Capture, Request, Result
@@ -21,12 +20,11 @@ from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
-from mi_route2.interventions.edits import patch
-from mi_route2.interventions.patches import FromRun, Patch, resolve
-from mi_route2.interventions.record import record
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.specs import Monitor, Steer, Steering
+from mi_route2.patching.patches import FromRun, Patch, resolve
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import record
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering, patch
 from tests.support.families import SPECS, VOCAB, make_family, move
 
 PROMPT, ASK = tuple(range(3, 23)), Sampling(max_new=3, logprob_token_ids=tuple(range(VOCAB)))
@@ -349,8 +347,8 @@ _WRONG = """
 import torch
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts import open_host
-from mi_route2.interventions.patches import FromRun, Patch
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.sites import Site
 from studies.loopholes.micro import MicroConfig, MicroGPT
 

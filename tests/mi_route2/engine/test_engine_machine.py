@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
 from mi_route2.hosts import open_host
-from mi_route2.interventions.patches import Patch
-from mi_route2.interventions.specs import Steer, Steering
+from mi_route2.patching.patches import Patch
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steer, Steering
 from tests.support.families import VOCAB, make_family
 
 pytestmark = pytest.mark.machine

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mi_route2.engine.prefix import Acts, Prefixes
+from mi_route2.engine.cache import Acts, Prefixes, Saved, Slots
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, urgency
-from mi_route2.engine.slots import Saved, Slots
-from mi_route2.interventions.layout import Layout, Piece
+from mi_route2.steering.plan import Layout, Piece
 
 
 @dataclass(eq=False)

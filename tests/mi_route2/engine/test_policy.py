@@ -8,12 +8,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepper import Stepper, direction, new_host, new_state
 
-from mi_route2.engine.actions import Action, ClearOverride, Override, SetScale
-from mi_route2.engine.controllers import Controllers, RequestView, StepView
-from mi_route2.engine.policy import STEP, UNSEEN, ProbePolicy
-from mi_route2.interventions.specs import Monitor, Steer, Steering
-from mi_route2.interventions.steering import Reading
+from mi_route2.engine.controllers import (
+    STEP,
+    UNSEEN,
+    Action,
+    ClearOverride,
+    Controllers,
+    Override,
+    ProbePolicy,
+    RequestView,
+    SetScale,
+    StepView,
+)
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.state import Reading
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 

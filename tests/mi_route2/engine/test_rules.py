@@ -8,12 +8,11 @@ import torch
 from stepper import PROMPTS, Stepper, direction, new_host, new_state
 
 from mi_route2.engine.controllers import Controllers
-from mi_route2.engine.rulebook import RuleBook
-from mi_route2.engine.rules import RULES, SWITCHED, Probe, Rule, parse_rules
+from mi_route2.engine.rules import RULES, SWITCHED, Probe, Rule, RuleBook, parse_rules
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.interventions.specs import Monitor, Steer, Steering
-from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.state import Full, SteeringState
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 PROBE, V, W = direction(1), direction(2), direction(3)

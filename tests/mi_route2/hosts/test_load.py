@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import OPTConfig, OPTForCausalLM
 
 from mi_route2.adapters import attach
-from mi_route2.adapters.export import export_merged, export_peft
-from mi_route2.adapters.store import from_pretrained, save_pretrained
+from mi_route2.adapters.io import export_merged, export_peft, from_pretrained, save_pretrained
 from mi_route2.hosts import HOSTS
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load

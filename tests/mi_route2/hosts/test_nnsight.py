@@ -28,7 +28,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from mi_route2 import attach
 from mi_route2.adapters import load_adapters, save_adapters
-from mi_route2.adapters.routed import RoutedLinear
+from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.base import positions

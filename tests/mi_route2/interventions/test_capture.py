@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mi_route2.interventions.capture import capture
+from mi_route2.hosts.capture import capture
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mi_route2.interventions.edits import attenuate, clamp, gate, patch, score, steer
+from mi_route2.steering.specs import attenuate, clamp, gate, patch, score, steer
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 HOSTILE = (math.inf, -math.inf, math.nan, -0.0, 0.0, 1e38, -1e-40)

@@ -11,8 +11,7 @@ from torch import Tensor
 from mi_route2.architectures import ADAPTER_POINTS, LINEARS, POINTS
 from mi_route2.hosts import host_class
 from mi_route2.hosts.base import Host
-from mi_route2.interventions.order import precedes
-from mi_route2.sites import Site
+from mi_route2.sites import Site, precedes
 
 ALL = [Site(layer, point) for layer in range(LAYERS) for point in POINTS]
 ALL += [Site(layer, point, linear) for layer in range(LAYERS) for linear in LINEARS for point in ADAPTER_POINTS]

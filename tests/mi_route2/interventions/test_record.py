@@ -15,9 +15,8 @@ from torch import Tensor
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.interventions.record import record
-from mi_route2.interventions.runs import RunStore
-from mi_route2.interventions.where import PARTS, Where
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import PARTS, Where, record
 from mi_route2.sites import Site
 
 FAMILY = "Qwen3"

@@ -24,11 +24,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mi_route2.interventions.runs import RunStore, Writer
-from mi_route2.interventions.runs import disk as disk_module
-from mi_route2.interventions.runs import gone as gone_module
-from mi_route2.interventions.runs.memory import LEAST, MOST, automatic, available
-from mi_route2.interventions.runs.shards import Stored
+from mi_route2.runs import RunStore, Writer
+from mi_route2.runs import disk as disk_module
+from mi_route2.runs import disk as gone_module
+from mi_route2.runs.disk import Stored
+from mi_route2.runs.rows import LEAST, MOST, automatic, available
 from mi_route2.sites import Site
 
 MID, PRE, KEPT, UNEMBED = Site(0, "resid_mid"), Site(1, "resid_pre"), Site(1, "kept_a", "mlp.down"), Site(None, "kept_a", "unembed")

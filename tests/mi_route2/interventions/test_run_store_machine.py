@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
-from mi_route2.interventions.runs import RunStore, Writer
+from mi_route2.runs import RunStore, Writer
 from mi_route2.sites import Site
 
 pytestmark = pytest.mark.machine

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from mi_route2.interventions.patches import FromRun, Patch
-from mi_route2.interventions.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
+from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.sites import Site
+from mi_route2.steering.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
 
 EARLY, SITE, LATE = Site(0, "resid_pre"), Site(1, "resid_mid"), Site(1, "resid_post")
 QUARANTINE = Site(1, "quarantine_out", "mlp.down")

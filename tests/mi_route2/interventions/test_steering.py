@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters, AdapterSpec
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.interventions.layout import Layout, Piece
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering, Vector
-from mi_route2.interventions.steering import Full, Readings, SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.steering.state import Full, Readings, SteeringState
 
 EARLY, MID, LATE = Site(0, "resid_post"), Site(1, "resid_mid"), Site(1, "resid_post")
 QUERY, BOTTLENECK = Site(1, "q"), Site(0, "kept_a", "mlp.down")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor
 
-from mi_route2.engine.actions import (
+from mi_route2.engine.controllers import (
     Action,
     Applied,
     ClearMonitor,
@@ -25,11 +25,11 @@ from mi_route2.engine.actions import (
     SetTier,
     apply,
 )
-from mi_route2.interventions.layout import Layout, Piece
-from mi_route2.interventions.rows import row_key
-from mi_route2.interventions.specs import Clamp, Monitor, Steer, Steering, Vector
-from mi_route2.interventions.steering import Full, SteeringState
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.steering.state import Full, SteeringState
+from mi_route2.steering.table import row_key
 
 pytestmark = pytest.mark.machine
 

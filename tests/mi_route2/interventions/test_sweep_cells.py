@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.interventions.sweeps import CleanRun, Grid, Target, cells, prepare, sweep
+from mi_route2.patching import CleanRun, Grid, Target, cells, prepare, sweep
 from mi_route2.sites import Site
 
 ANSWER, FOIL, LENGTH = 4, 9, 6

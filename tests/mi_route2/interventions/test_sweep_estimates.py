@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from mi_route2.architectures import POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
-from mi_route2.interventions.sweeps import Target, attribute, paths, sweep
+from mi_route2.patching import Target, attribute, paths, sweep
 from mi_route2.sites import Site
 from studies.loopholes.micro import MicroConfig, MicroGPT
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 
-from mi_route2.adapters.store import write_tensors
-from mi_route2.interventions.sweeps import Alignment, Cell, Grid, Target
-from mi_route2.interventions.sweeps.grading import Grader
-from mi_route2.interventions.sweeps.question import Skip
+from mi_route2.adapters.io import write_tensors
+from mi_route2.patching import Alignment, Cell, Grid, Target
+from mi_route2.patching.question import Grader, Skip
 from mi_route2.sites import Site
 
 SITES = (Target(Site(2, "resid_pre")), Target(Site(5, "z"), 1), Target(Site(None, "kept_a", "unembed")))

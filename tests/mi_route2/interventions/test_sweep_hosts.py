@@ -11,7 +11,7 @@ from transformer_lens import patching
 
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.interventions.sweeps import Grid, sweep
+from mi_route2.patching import Grid, sweep
 from mi_route2.sites import Site
 
 ANSWER, FOIL, LENGTH = 4, 9, 4

@@ -13,10 +13,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mi_route2.hosts import Host, open_host
-from mi_route2.interventions.sweeps import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
-from mi_route2.interventions.sweeps.plan import Costs, needed, plan, spent
-from mi_route2.interventions.sweeps.prompts import places, read
-from mi_route2.interventions.sweeps.targets import choose, known_sites
+from mi_route2.patching import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
+from mi_route2.patching.forwards import Costs, needed, plan, spent
+from mi_route2.patching.question import places, read
+from mi_route2.patching.targets import choose, known_sites
 from mi_route2.sites import Site
 from studies.loopholes.vocabulary import Vocabulary
 

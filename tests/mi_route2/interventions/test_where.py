@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mi_route2.interventions.where import PARTS, Where
+from mi_route2.runs.record import PARTS, Where
 
 TOKENS = st.sets(st.integers(0, 4), min_size=1)
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, HaarFitter, MaskSpec, PairBatch, PersonaFitter
-from mi_route2.routing.directions import Fitter
-from mi_route2.routing.features import FeatureKind, Features, collect, coordinates
-from mi_route2.routing.lane import TokenReader, cosine
+from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect, coordinates
+from mi_route2.routing.mask import TokenReader, cosine
 from mi_route2.validation import write_json
 from studies.loopholes.modes import HELD_OUT, LOOPHOLES
 from studies.loopholes.presets import get_world

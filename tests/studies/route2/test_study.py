@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
 import studies.route2.job as job_module
-from mi_route2.adapters.store import read_tensors
+from mi_route2.adapters.io import read_tensors
 from studies.loopholes.oracle import Oracle
 from studies.loopholes.protocol import Verdict
 from studies.route2.arms import ARMS, Arm

@@ -25,10 +25,10 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.route2.job as job_module
-from mi_route2.adapters.store import read_tensors, write_tensors
+from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
-from mi_route2.routing.optimiser import RoutedAdamW
+from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.loopholes.tiny_model import make_tiny_model
 from studies.route2.arms import ARMS

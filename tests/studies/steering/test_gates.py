@@ -4,14 +4,12 @@ import pytest
 import torch
 from tiny_steering import Made
 
-from mi_route2.engine.actions import SetMonitor
-from mi_route2.engine.controllers import Controllers, RequestView, StepView
-from mi_route2.engine.policy import ProbePolicy
+from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, SetMonitor, StepView
 from mi_route2.engine.request import Request, Result
 from mi_route2.engine.sampling import Sampling
-from mi_route2.interventions.specs import Monitor, Steer, Steering
-from mi_route2.interventions.steering import Reading
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.state import Reading
 from studies.steering.cells import Bench
 from studies.steering.designs import away, delayed, steered
 from studies.steering.fitting import Fitted

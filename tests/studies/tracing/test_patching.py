@@ -6,7 +6,7 @@ import torch
 from tiny_tracing import VOCABULARY, make_host, make_pairs
 from torch import Tensor
 
-from mi_route2.interventions.sweeps import sweep
+from mi_route2.patching import sweep
 from mi_route2.sites import Site
 from studies.loopholes.vocabulary import ASSIGN
 from studies.tracing.cells import Cell, cells, every_site

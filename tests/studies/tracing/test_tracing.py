@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_study import tiny_settings
 
-from mi_route2.adapters.store import read_tensors
+from mi_route2.adapters.io import read_tensors
 from studies.loopholes.modes import LOOPHOLES, MODES, NONE
 from studies.loopholes.warmstart import WarmStartConfig
 from studies.loopholes.world import MicroWorld

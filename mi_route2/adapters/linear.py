@@ -1,0 +1,340 @@
+"""The adapters at one Linear: a kept one that stays in the deployed model, a quarantine that is deleted before deployment,
+and the frozen Linear with both beside it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.svd import SVD
+from mi_route2.adapters.tape import L1, NO_MASK, Lane, ReadOutput, Refuse, Tape, apply_factor, requested
+from mi_route2.sites import Slot
+
+
+def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
+    """``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that every device and type starts alike."""
+    d_in = weight.shape[1]
+    draw = torch.randn(rows, d_in, generator=generator, dtype=torch.float64) / d_in**0.5
+    return draw.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
+
+
+def same(x: Tensor) -> Tensor:
+    """The point where nobody listens."""
+    return x
+
+
+class SVDKept(nn.Module):
+    """``U (dS * (Vh x))``: one trainable number a singular direction."""
+
+    U: Tensor
+    Vh: Tensor
+    scored = "dS"
+
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], svd: SVD):
+        super().__init__()
+        dtype = weight.dtype
+        self.register_buffer("U", svd.U.to(dtype), persistent=False)
+        self.register_buffer("Vh", svd.Vh.to(dtype), persistent=False)
+        self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
+
+    def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
+        """``a = Vh x``: the coordinates that ``dS`` scales."""
+        return x @ self.Vh.mT
+
+    def forward(
+        self,
+        x: Float[Tensor, "*batch d_in"],
+        tape: Tape | None,
+        lane: Lane | None,
+        site: str,
+        point: Callable[[Tensor], Tensor] = same,
+    ) -> Float[Tensor, "*batch d_out"]:
+        return apply_factor(point(self.bottleneck(x)), self.dS, tape, lane, site, "dS") @ self.U.mT
+
+    def delta(self) -> Float[Tensor, "d_out d_in"]:
+        """The weight that this adapter adds."""
+        return (self.U * self.dS.to(self.U.dtype)) @ self.Vh
+
+    @torch.no_grad()
+    def basis(self) -> float:
+        """A number by which another basis is told: ``p^T U w / |w|`` with ``w_i = (1 + i/r) <v_i, q>`` and fixed Gaussian p, q.
+
+        Rounding moves it by as much as it turns the vectors. An independent choice of them draws it anew from N(0, 1).
+        """
+        generator = torch.Generator().manual_seed(0)
+        p, q = (gaussian(1, side, generator)[0] * side.shape[1] ** 0.5 for side in (self.U.mT, self.Vh))
+        w = torch.linspace(1, 2, self.dS.numel(), dtype=p.dtype, device=p.device) * (self.Vh.to(p.dtype) @ q)
+        return float(p @ (self.U.to(p.dtype) @ w) / w.norm())
+
+    def extra_repr(self) -> str:
+        return f"rank={self.dS.numel()}"
+
+
+class LoRA(nn.Module):
+    """``B (A x)``: a kept adapter, or a quarantine in a basis of its own."""
+
+    scored = "B"
+
+    def __init__(self, weight: Float[Tensor, "d_out d_in"], rank: int, generator: torch.Generator):
+        super().__init__()
+        if not 1 <= rank <= min(weight.shape):
+            raise ValueError(f"rank {rank} is outside 1..{min(weight.shape)} of this Linear")
+        self.A = nn.Parameter(gaussian(rank, weight, generator))
+        self.B = nn.Parameter(torch.zeros(weight.shape[0], rank, dtype=self.A.dtype, device=self.A.device))
+
+    def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
+        """``A x``, without a lane."""
+        return x @ self.A.to(x.dtype).mT
+
+    def forward(
+        self,
+        x: Float[Tensor, "*batch d_in"],
+        tape: Tape | None,
+        lane: Lane | None,
+        site: str,
+        point: Callable[[Tensor], Tensor] = same,
+    ) -> Float[Tensor, "*batch d_out"]:
+        a = apply_factor(x, self.A, tape, lane, site, "A")
+        return apply_factor(point(a), self.B, tape, lane, site, "B")
+
+    def delta(self) -> Float[Tensor, "d_out d_in"]:
+        """The weight that this adapter adds."""
+        return self.B @ self.A
+
+    def extra_repr(self) -> str:
+        return f"rank={self.A.shape[0]}"
+
+
+Kept = SVDKept | LoRA
+
+
+class SharedQuarantine(nn.Module):
+    """A second ``dS`` (or a second ``B``) behind the kept adapter's own bottleneck."""
+
+    def __init__(self, kept: Kept):
+        super().__init__()
+        # A tuple hides the kept adapter from nn.Module: its parameters are not the quarantine's.
+        self._kept = (kept,)
+        self.shared = nn.Parameter(torch.zeros_like(getattr(kept, kept.scored)))
+
+    def forward(
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str
+    ) -> Float[Tensor, "*batch d_out"]:
+        (kept,) = self._kept
+        if isinstance(kept, SVDKept):
+            return apply_factor(kept.bottleneck(x), self.shared, tape, lane, site, "shared") @ kept.U.mT
+        # A belongs to the kept adapter: what the quarantine learns must not reach it.
+        return apply_factor(x @ kept.A.detach().to(x.dtype).mT, self.shared, tape, lane, site, "shared")
+
+    def delta(self) -> Float[Tensor, "d_out d_in"]:
+        """The weight that this adapter adds."""
+        (kept,) = self._kept
+        if isinstance(kept, SVDKept):
+            return (kept.U * self.shared.to(kept.U.dtype)) @ kept.Vh
+        return self.shared @ kept.A.detach()
+
+
+Quarantine = LoRA | SharedQuarantine
+
+
+@dataclass
+class Switchboard:
+    """What is on, for all routed Linears of one model; owned by ``Adapters``, changed only through its contexts."""
+
+    kept: bool = True
+    quarantine: bool = True
+    merged: bool = False
+    tape: Tape | None = None
+    unrouted: bool = False
+    sites: int = 0
+
+
+_REFUSE = Refuse()
+
+
+def _note(tape: Tape, site: str, _gradient: Tensor) -> None:
+    tape.saw_backward(site, "output")
+
+
+def _refuse_unmasked(site: str, _gradient: Tensor) -> None:
+    raise RuntimeError(f"a hook stands at {site}.hook_mask, but this backward runs outside of a route's step: {NO_MASK}")
+
+
+class Point(nn.Identity):
+    """A place where hooks read or write; the value passes through."""
+
+
+class Branch(nn.Module):
+    """The adapters at one logical Linear, and the points at which hooks see them.
+
+    hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]
+    hook_kept         what the kept adapter adds, [b s d_out] (under ``fold`` it is not computed apart, and does not fire)
+    hook_quarantine   what the quarantine adds, [b s d_out]
+    hook_mask         1 where the kept adapter learns and 0 where it is flagged, [b] or [b s], in a pass under a mask route: what
+                      a hook returns is what happens. It fires in the forward where flags exist by then, else in the backward,
+                      and for pooled gradient flags when the step is finished
+
+    Nothing fires while weights are merged.
+    """
+
+    S: Tensor
+
+    def __init__(self, slot: Slot, kept: Kept, quarantine: Quarantine | None, board: Switchboard, fold: Tensor | None):
+        super().__init__()
+        self.site, self.kept, self.quarantine = slot.name, kept, quarantine
+        self._slot, self._board = (slot,), board  # a tuple hides the base module: it is not a part of this one
+        self.register_buffer("S", fold, persistent=False)
+        self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.hook_mask = Point(), Point(), Point(), Point()
+
+    @property
+    def weight(self) -> Float[Tensor, "d_out d_in"]:
+        """The frozen base weight of this logical Linear."""
+        return self._slot[0].weight
+
+    @property
+    def folded(self) -> bool:
+        """Whether the base matmul is a part of the kept adapter's."""
+        return self.S is not None and self._board.kept
+
+    @property
+    def fires(self) -> frozenset[str]:
+        """Which of the points kept_a, kept_out and quarantine_out hooks see now."""
+        board = self._board
+        kept = () if not board.kept else ("kept_a",) if self.folded else ("kept_a", "kept_out")
+        quarantine = ("quarantine_out",) if board.quarantine and self.quarantine is not None else ()
+        return frozenset(() if board.merged else (*kept, *quarantine))
+
+    def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
+        """``y``, the base's output, with the adapters added (``None``: the base is folded in)."""
+        board, tape = self._board, self._board.tape
+        if tape is not None:
+            self._read(x, tape)
+        if y is None:
+            y = self._folded_kept(x, tape)
+        elif board.kept:
+            y = y + self.hook_kept(self.kept(x, tape, self._lane("kept"), self.site, self.hook_kept_a))
+        if board.quarantine and self.quarantine is not None:
+            y = y + self.hook_quarantine(self._quarantined(x, tape))
+        if tape is not None and torch.is_grad_enabled():
+            tape.without_quarantine |= self.quarantine is not None and not board.quarantine
+            if tape.outputs is not None:
+                y = ReadOutput.apply(y, x, tape, self.site)
+            elif tape.kept is None and y is not None and y.requires_grad:  # no lane notes the backward
+                y.register_hook(partial(_note, tape, self.site))
+        elif tape is None and board.kept and torch.is_grad_enabled() and self.mask_requested:
+            y.register_hook(partial(_refuse_unmasked, self.site))  # pyright: ignore[reportOptionalMemberAccess]
+        return y  # pyright: ignore[reportReturnType]
+
+    @property
+    def mask_requested(self) -> bool:
+        """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
+        return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
+
+    def _lane(self, adapter: Literal["kept", "quarantine"]) -> Lane | None:
+        """What this adapter learns by; ``None``: ordinary autograd."""
+        tape = self._board.tape
+        if tape is None:
+            return None if self._board.unrouted else _REFUSE
+        return tape.kept if adapter == "kept" else tape.quarantine
+
+    def _read(self, x: Tensor, tape: Tape) -> None:
+        rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
+        if not tape.saw_forward(self.site, self.hook_mask):
+            return  # a replay shows what was seen before
+        if tape.inputs is not None:
+            tape.inputs.read(self.site, rows)
+        if tape.kept is not None and self._board.kept:
+            tape.kept.decide(self.site)
+
+    def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
+        kept, lane = self.kept, self._lane("kept")
+        assert isinstance(kept, SVDKept)
+        a = self.hook_kept_a(kept.bottleneck(x))
+        scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, lane, self.site, "dS")
+        return functional.linear(scaled, kept.U, self._slot[0].module.bias)  # pyright: ignore[reportArgumentType]
+
+    def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:
+        assert self.quarantine is not None
+        y = self.quarantine(x, tape, self._lane("quarantine"), self.site)
+        if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
+            real = None if tape.real is None else tape.real.reshape(y.shape[:-1])
+            y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)
+        return y  # pyright: ignore[reportReturnType]
+
+    def merged(self, weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
+        """``weight`` and the weights of what is switched on."""
+        if self._board.kept:
+            weight = weight + self.kept.delta().to(weight.dtype)
+        if self._board.quarantine and self.quarantine is not None:
+            weight = weight + self.quarantine.delta().to(weight.dtype)
+        return weight
+
+
+class RoutedLinear(nn.Module):
+    """Wraps ``base`` (frozen) with the branches of its logical Linears: ``route``, or ``route_q`` and so on where it is fused."""
+
+    merged_weight: Tensor
+
+    def __init__(self, slots: Sequence[Slot], branches: Sequence[Branch], board: Switchboard):
+        super().__init__()
+        self.base, self.transposed, self.board = slots[0].module, slots[0].transposed, board
+        self._names: list[str] = []
+        for slot, branch in zip(slots, branches, strict=True):
+            self._names.append("route" if slot.rows is None else f"route_{slot.name.rpartition('.')[2]}")
+            self.add_module(self._names[-1], branch)
+            self.register_buffer(f"{self._names[-1]}_rows", slot.rows, persistent=False)
+        self.register_buffer("merged_weight", None, persistent=False)
+        self.train(self.base.training)  # a model that was in eval() has no module in training afterwards
+
+    @property
+    def branches(self) -> list[tuple[Branch, Tensor | None]]:
+        """Every branch with its rows of the output (``None``: all)."""
+        return [(getattr(self, name), getattr(self, f"{name}_rows")) for name in self._names]
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen base weight, as the base stores it."""
+        return self.base.get_parameter("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen base bias."""
+        return self.base.bias  # pyright: ignore[reportReturnType]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0 if self.transposed else 1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[1 if self.transposed else 0]
+
+    def forward(self, x: Float[Tensor, "*batch d_in"], *args: Any, **kwargs: Any) -> Float[Tensor, "*batch d_out"]:
+        if self.board.merged:
+            return functional.linear(x, self.merged_weight, self.bias)
+        branches = self.branches
+        if branches[0][0].folded:
+            return branches[0][0](x, None)
+        y = self.base(x, *args, **kwargs)
+        for branch, rows in branches:
+            y = branch(x, y) if rows is None else y.index_copy(-1, rows, branch(x, y[..., rows]))
+        return y
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Write ``W`` plus what is switched on into one weight, for fast generation without gradients."""
+        weight = self.weight.detach()
+        total = (weight.mT if self.transposed else weight).to(torch.float64)
+        for branch, rows in self.branches:
+            total = branch.merged(total) if rows is None else total.index_copy(0, rows, branch.merged(total[rows]))
+        self.merged_weight = total.to(weight.dtype)
+
+    def unmerge(self) -> None:
+        self.register_buffer("merged_weight", None, persistent=False)

@@ -1,0 +1,228 @@
+"""Keys and values: of running requests, in slots, a row a request; and of prefixes computed before, in blocks, found by content."""
+
+import hashlib
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from mi_route2.steering.plan import Layout
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One request's keys and values out of their row, ``[layer, 2, h, length, dh]``."""
+
+    data: Float[Tensor, "l 2 h n dh"]
+
+
+class Slots:
+    """Room for ``rows`` requests; grows with the longest."""
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        start: int = 16,
+    ):
+        self.rows, self.used = rows, 0
+        self._data = torch.zeros(layers, 2, rows, heads, start, width, dtype=dtype, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Positions that there is room for now."""
+        return self._data.shape[4]
+
+    def reserve(self, length: int) -> None:
+        """Makes room for positions up to ``length``."""
+        if length <= self.capacity:
+            return
+        size = list(self._data.shape)
+        size[4] = max(length, 2 * self.capacity)
+        grown = self._data.new_zeros(size)
+        grown[:, :, : self.used, :, : self.capacity] = self._data[:, :, : self.used]  # the others are zeros
+        self._data = grown
+
+    def take(self) -> int:
+        """The next free row."""
+        if self.used == self.rows:
+            raise RuntimeError(f"all {self.rows} rows are in use")
+        self.used += 1
+        return self.used - 1
+
+    def free(self, row: int) -> int | None:
+        """Frees ``row``; the row that moved into its place, if one did."""
+        last = self.used - 1
+        if not 0 <= row <= last:
+            raise RuntimeError(f"row {row} is not in use")
+        if row != last:
+            self._data[:, :, row] = self._data[:, :, last]
+        self._data[:, :, last] = 0
+        self.used = last
+        return last if row != last else None
+
+    def save(self, row: int, length: int, start: int = 0) -> Saved:
+        """A copy of the row's positions ``start .. length - 1``."""
+        return Saved(self._data[:, :, row, :, start:length].clone())
+
+    def load(self, row: int, saved: Saved, start: int = 0) -> None:
+        """Puts a copy back, from position ``start`` on."""
+        length = start + saved.data.shape[3]
+        self.reserve(length)
+        self._data[:, :, row, :, start:length] = saved.data
+
+    def view(self, layout: Layout, rows: Sequence[int], *, aligned: bool = False) -> "View":
+        """The cache of one forward over ``layout``, whose pieces stand in ``rows``. ``aligned`` copies what is read, so that the
+        bits of a product cannot depend on where in memory a row happens to be."""
+        starts = [piece.start for piece in layout.pieces]
+        self.reserve(max(starts) + layout.positions.shape[1])
+        return View(self._data, layout, rows, starts, aligned)
+
+
+class View:
+    """``KeyValues`` of one forward, and what its queries are allowed to read."""
+
+    def __init__(self, data: Tensor, layout: Layout, rows: Sequence[int], starts: list[int], aligned: bool):
+        self._data, self._aligned, self._rows, self._starts = data, aligned, list(rows), starts
+        first, count, columns = self._rows[0], len(self._rows), layout.positions.shape[1]
+        self._span = slice(first, first + count) if self._rows == list(range(first, first + count)) else None
+        self._start = self._starts[0] if self._starts.count(self._starts[0]) == count else None
+        self._fresh = self._start == 0
+        self._length = columns if self._fresh else max(piece.start + piece.count for piece in layout.pieces)
+        self._place: tuple[Tensor, Tensor] | None = None
+        self._positions = layout.positions
+
+    @property
+    def whole(self) -> bool:
+        """Whether every query may read every key: single tokens, all at one position."""
+        return self._start is not None and self._positions.shape[1] == 1
+
+    @property
+    def allowed(self) -> Bool[Tensor, "b 1 t S"]:
+        """Which key each query may read. A padding token is at position 0 and reads the first: without any it would be NaN."""
+        keys = torch.arange(self._length, device=self._data.device)
+        return (keys <= self._positions[..., None])[:, None]
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        self._write(self._data[layer, 0], key)
+        self._write(self._data[layer, 1], value)
+        if self._fresh:
+            return key, value
+        return self._read(self._data[layer, 0]), self._read(self._data[layer, 1])
+
+    def _write(self, into: Tensor, new: Tensor) -> None:
+        if self._start is not None and self._span is not None:
+            into[self._span, :, self._start : self._start + new.shape[2]] = new
+            return
+        rows, columns = self._index(new.shape[2])
+        into[rows[:, None], :, columns] = new.transpose(1, 2)
+
+    def _read(self, held: Tensor) -> Tensor:
+        found = held[self._span, :, : self._length] if self._span is not None else held[self._index(1)[0], :, : self._length]
+        return found.clone(memory_format=torch.contiguous_format) if self._aligned else found
+
+    def _index(self, columns: int) -> tuple[Tensor, Tensor]:
+        """Rows, and the positions that each of them writes."""
+        if self._place is None:
+            device = self._data.device
+            starts = torch.tensor(self._starts, device=device)[:, None]
+            self._place = torch.tensor(self._rows, device=device), starts + torch.arange(columns, device=device)
+        return self._place
+
+
+@dataclass
+class Acts:
+    """What acted on a sequence, by position: steering from a position on, and patches at single ones."""
+
+    starts: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    patches: list[tuple[int, bytes]] = field(default_factory=list)
+
+    def steered(self, start: int, digest: bytes) -> None:
+        """From position ``start`` on (later ones come later) steering is what ``digest`` says; ``b""`` for none."""
+        if (self.digests[-1] if self.digests else b"") != digest:
+            self.starts.append(start)
+            self.digests.append(digest)
+
+    def content(self, start: int, stop: int) -> bytes:
+        """All that acted on the positions ``start .. stop - 1``; ``b""`` where nothing did."""
+        parts: list[bytes] = []
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        for i in range(first, len(self.starts)):
+            if self.starts[i] >= stop:
+                break
+            ends = self.starts[i + 1] if i + 1 < len(self.starts) else stop
+            if self.digests[i] and ends > start:
+                parts.append(b"s%d:" % (max(self.starts[i], start) - start) + b"%d:" % (min(ends, stop) - start) + self.digests[i])
+        parts += [b"p%d:" % (position - start) + digest for position, digest in self.patches if start <= position < stop]
+        return b"|".join(parts)
+
+
+class Prefixes:
+    """Blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
+
+    The least recently used leave first, and of a chain its end before its beginning: a block is of no use without those before it.
+    """
+
+    def __init__(self, block: int, budget: int):
+        self.block, self.budget = block, budget
+        self.bytes = self.hits = self.misses = 0
+        self._held: OrderedDict[bytes, Saved] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def blocks(self) -> list[Saved]:
+        """All that are held."""
+        return list(self._held.values())
+
+    def extend(
+        self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
+    ) -> None:
+        """Appends to ``keys`` until it names the sequence's first ``blocks`` blocks.
+
+        With ``prompt``, the prompt's length, blocks that were cut otherwise (prompts in blocks, generated tokens one by one) have
+        other keys: they are equal to the last but one bit, not to the last.
+        """
+        for i in range(len(keys), blocks):
+            start, stop = i * self.block, (i + 1) * self.block
+            data = hashlib.sha256(keys[-1] if keys else salt)
+            data.update(array("q", tokens[start:stop]).tobytes())
+            data.update(acts.content(start, stop))
+            if prompt is not None:
+                data.update(b"%d" % max(min(prompt - start, self.block), 0))
+            keys.append(data.digest())
+
+    def find(self, keys: Sequence[bytes]) -> list[Saved]:
+        """The longest run of blocks from the first that are held."""
+        count = next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+        for key in reversed(keys[:count]):
+            self._held.move_to_end(key)
+        self.hits += count
+        self.misses += len(keys) - count
+        return [self._held[key] for key in keys[:count]]
+
+    def keep(self, keys: Sequence[bytes], copy: Callable[[int], Saved]) -> None:
+        """Hold the chain that ``keys`` name, as far as it fits; ``copy(i)`` is asked for the blocks that are not held."""
+        for i in reversed(range(len(keys))):
+            if keys[i] in self._held:
+                self._held.move_to_end(keys[i])
+                continue
+            block = self._held[keys[i]] = copy(i)
+            self.bytes += block.data.nbytes
+            while self.bytes > self.budget:
+                self.bytes -= self._held.popitem(last=False)[1].data.nbytes
+
+    def clear(self) -> None:
+        self._held.clear()
+        self.bytes = 0

@@ -1,0 +1,476 @@
+"""Cells of a sweep as forwards: which run together, resumed over the corrupt run or whole, through any host."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.decoder import Decoder
+from mi_route2.patching.targets import Target, seen_by
+from mi_route2.sites import Site
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a forward over sequences of ``length`` tokens costs, in FLOPs.
+
+    ``column`` is a block's for one token, of which ``mlp`` the MLP's (only the scored column goes through the last one); ``pair``
+    is that of a query and a key in one block; ``unembed`` of one token; ``overhead`` is a block's call, as the FLOPs of its time.
+    ``most`` limits the tokens of a group, and a quarter of the keys, which are copied for each of its cells.
+    """
+
+    layers: int
+    length: int
+    column: float
+    mlp: float
+    pair: float
+    unembed: float
+    overhead: float
+    most: int
+
+    def flops(self, columns: int, entry: int) -> float:
+        """Of one cell that enters at block ``entry`` with so many columns."""
+        return columns * self.slope(entry) + self.mlp + self.unembed
+
+    def slope(self, entry: int) -> float:
+        """What a column more costs a cell."""
+        return (self.column + self.pair * self.length) * (self.layers - entry) - self.mlp
+
+    @property
+    def whole(self) -> float:
+        """Of a forward over the whole sequence, unembedded at each token: what a cell costs where nothing is shared."""
+        return self.length * (self.layers * (self.column + self.pair * self.length) + self.unembed)
+
+    def rows(self, columns: int) -> int:
+        """How many cells a group may have."""
+        return max(1, min(self.most // columns, 4 * self.most // self.length))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells (by number, in the order in which they enter) that run together over the columns from ``start`` on."""
+
+    start: int
+    cells: tuple[int, ...]
+
+
+def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
+    """Groups of the cells whose ``(entry, position)`` are ``places``; ``batch`` is the most cells of a group."""
+    if batch is not None and batch < 1:
+        raise ValueError(f"a batch of {batch} cells cannot be: choose at least 1, or leave it out")
+    cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
+    cuts = cut([places[cell] for cell in cells], costs, batch)
+    return [
+        Group(places[cells[low]][1], tuple(sorted(cells[low:high], key=lambda cell: places[cell][0])))
+        for low, high in zip(cuts, [*cuts[1:], len(cells)])
+    ]
+
+
+def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> list[int]:
+    """Where to cut cells in order of position: the first cell of every group. The sum of costs is the least there is."""
+    entries, columns = np.array([entry for entry, _ in places]), costs.length - np.array([position for _, position in places])
+    slopes = np.concatenate(([0.0], np.cumsum([costs.slope(int(entry)) for entry in entries])))
+    limits = np.minimum([costs.rows(int(t)) for t in columns], batch or len(columns))  # which grow with the position
+    best, before = np.zeros(len(columns) + 1), np.zeros(len(columns) + 1, dtype=int)
+    for high in range(1, len(columns) + 1):
+        low = np.arange(max(0, high - limits[high - 1]), high)
+        low = low[high - low <= limits[low]]
+        first = np.minimum.accumulate(entries[low[0] : high][::-1])[::-1]
+        total = best[low] + columns[low] * (slopes[high] - slopes[low]) + costs.overhead * (costs.layers - first)
+        before[high] = low[total.argmin()]
+        best[high] = total.min()
+    cuts, high = [], len(columns)
+    while high:
+        high = int(before[high])
+        cuts.append(high)
+    return cuts[::-1]
+
+
+def spent(groups: Sequence[Group], places: Sequence[tuple[int, int]], costs: Costs) -> float:
+    """FLOPs of the groups' forwards."""
+    return float(sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells))
+
+
+def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
+    """FLOPs of the cells one by one, each from its own position: the floor of ``spent``."""
+    return float(sum(costs.flops(costs.length - position, entry) for entry, position in places))
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sequence of a forward: the corrupt run with ``values`` [p ...] put in at ``target`` and ``positions``, or as it is.
+
+    ``place`` is the block where it enters, and its first column; a row without a target stands for any cell there.
+    """
+
+    place: tuple[int, int]
+    target: Target | None = None
+    positions: tuple[int, ...] = ()
+    values: Tensor | None = None
+
+    @property
+    def head(self) -> int | None:
+        """The target's."""
+        return None if self.target is None else self.target.head
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A run: ``values`` of sites at the positions that were asked for, and the logits behind its last token."""
+
+    values: Mapping[Site, Tensor]
+    logits: Float[Tensor, " v"]
+
+
+@runtime_checkable
+class Forwards(Protocol):
+    """How a sweep runs the model."""
+
+    name: str
+
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        """The values of ``sites`` at ``places`` in a run over ``tokens``."""
+        ...
+
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        """As ``record``, of the run that ``run`` goes on from."""
+        ...
+
+    def place(self, target: Target, position: int) -> tuple[int, int]:
+        """The block where a cell enters, and its first column."""
+        ...
+
+    def costs(self) -> Costs:
+        """What a group of cells costs, and how large it may be."""
+        ...
+
+    def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
+        """The logits behind the last token of each row."""
+        ...
+
+
+def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
+    """An edit that keeps the first sequence's values at the positions ``index``."""
+    return partial(_keep, into, site, index)
+
+
+def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) -> None:
+    into[site] = value.detach()[0].index_select(0, index)
+
+
+def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
+    """Edits that put the rows' values in, but those of rows ``apart``, in a forward over ``columns`` columns from ``start`` on."""
+    by_site: dict[Site, list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        if row.target is not None and not apart(row):
+            by_site[row.target.site].append(i)
+    return {site: partial(_write, rows, numbers, start, columns) for site, numbers in by_site.items()}
+
+
+def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
+    new = value.clone()
+    lacking = columns - value.shape[1]  # behind the last block's attention there may be the last column alone
+    for by_head in (False, True):
+        some = [i for i in numbers if (rows[i].head is not None) == by_head]
+        if some:
+            put(new, rows, some, start + lacking)
+    return new
+
+
+def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
+    """Writes the values of the rows ``numbers``, all by head or none, at their columns; the first column is position ``start``."""
+    places = [(i, position - start, rows[i].head) for i in numbers for position in rows[i].positions]
+    axes = list(zip(*places)) if places[0][2] is not None else list(zip(*places))[:2]
+    values = [rows[i].values for i in numbers]
+    new = torch.cat([value for value in values if value is not None])
+    into[tuple(torch.tensor(axis, device=into.device) for axis in axes)] = new.to(into)
+
+
+def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[Row]:
+    """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
+    if not rows:
+        return [Row(otherwise)] * count
+    found = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
+    for i in np.linspace(0, len(rows) - 1, count).round().astype(int)[::-1]:
+        found.insert(int(i), Row(found[i].place))
+    return found
+
+
+_OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
+_ACCELERATED = (2e10, 2**17)
+"""FLOPs in the time of a block's call, and the tokens of a forward that a device is quick with: a CPU core makes some 6e10 FLOPs a
+second and takes nearly 1 ms, an accelerator 1e14 and 0.2 ms. Groups are cut by this and by nothing that is measured in the run,
+so that a sweep gives the same bits again."""
+
+
+@dataclass
+class _Recording:
+    """Keeps every layer's keys and values ``[1 h s dh]``."""
+
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        self.kept[layer] = (key, value)
+        return key, value
+
+
+@dataclass(frozen=True)
+class _Prefixed:
+    """Puts the keys and values before ``start`` of a recorded run in front of those of every row."""
+
+    kept: Mapping[int, tuple[Tensor, Tensor]]
+    start: int
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        if not self.start:
+            return key, value
+        before = (old[:, :, : self.start].expand(len(key), -1, -1, -1) for old in self.kept[layer])
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(before, (key, value)))
+        return keys, values
+
+
+class Resumed:
+    """See the module. ``decoder`` calls the model; ``start`` keeps the keys, values and streams of the run to go on from."""
+
+    name = "resumed"
+
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.host = decoder, decoder.host
+        self._tokens = torch.zeros(0, dtype=torch.long)
+        self._kept: Mapping[int, tuple[Tensor, Tensor]] = {}
+        self._streams: dict[int, Tensor] = {}
+        self._costs: Costs | None = None
+
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        return self._record(tokens, sites, places, ())[0]
+
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        entries = sorted({self.place(Target(site), 0)[0] for site in sites} - {0})
+        found, self._kept, self._streams = self._record(tokens, sites, places, entries)
+        self._tokens = torch.tensor(tokens, device=self.decoder.device)
+        self._costs = self._count()
+        return found
+
+    def _record(
+        self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
+    ) -> tuple[Record, Mapping[int, tuple[Tensor, Tensor]], dict[int, Tensor]]:
+        """A whole run; the keys, values and the streams in front of the blocks ``entries`` too."""
+        if len(tokens) > self.decoder.context:
+            raise ValueError(f"the prompt has {len(tokens)} tokens, and the model takes {self.decoder.context}")
+        values: dict[Site, Tensor] = {}
+        streams: dict[int, Tensor] = {}
+        index = torch.tensor(places, device=self.decoder.device)
+        edits = {site: selecting(values, site, index) for site in sites}
+        for site in (Site(layer, "resid_pre") for layer in entries):
+            edits[site] = partial(_keep_stream, streams, site, edits.get(site))
+        given = torch.tensor([list(tokens)], device=self.decoder.device)
+        cache = _Recording()
+        with torch.no_grad(), self.host.hooks(edits):
+            # The unembedding works at every column where its adapters' values are asked for.
+            keep = None if any(site.layer is None for site in sites) else _last(given)
+            logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
+        return Record(values, logits[0, -1]), cache.kept, streams
+
+    def place(self, target: Target, position: int) -> tuple[int, int]:
+        """A block's own, or the next where the stream behind it is meant; the first block is entered with its tokens."""
+        layer, last = target.site.layer, self.decoder.layers - 1
+        if layer is None:
+            return last, position
+        return min(layer + (target.site.point == "resid_post"), last), position
+
+    def costs(self) -> Costs:
+        assert self._costs is not None, "start() comes first"
+        return self._costs
+
+    def _count(self) -> Costs:
+        block, device = self.decoder.blocks[-1], self.decoder.device.type
+        overhead, most = (table.get(device, other) for table, other in zip((_OVERHEAD, _MOST), _ACCELERATED))
+        z, stream = Site(0, "z"), Site(0, "resid_pre")
+        seen = self.host.capture([z, stream], self._tokens[None, :1])
+        return Costs(
+            layers=self.decoder.layers,
+            length=len(self._tokens),
+            column=2.0 * _weights(block),
+            mlp=2.0 * _weights(self._mlp()),
+            pair=4.0 * seen[z].numel(),
+            unembed=2.0 * self.decoder.vocabulary * seen[stream].numel(),
+            overhead=overhead,
+            most=max(int(most), len(self._tokens)),
+        )
+
+    def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
+        """``rows`` in the order in which they enter. The model is called with one sequence, to which the blocks add the others:
+        what it makes of positions and of the mask is then made once."""
+        columns, first = len(self._tokens) - group.start, rows[0].place[0]
+        tokens = self._tokens[None, group.start :]
+        found: list[Tensor] = []
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for entry in sorted({row.place[0] for row in rows}):
+                stack.callback(self._joining(rows, entry, group.start).remove)
+            for handle in self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)):
+                stack.callback(handle.remove)
+            stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
+            entering = (first, self._streams[first][None, group.start :]) if first else None
+            cache = _Prefixed(self._kept, group.start)
+            self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)
+        return found[0]
+
+    def _in_stream(self, row: Row) -> bool:
+        """Whether a row's value is put into the stream with which it enters."""
+        if row.target is None:
+            return False
+        (entry, _), site = row.place, row.target.site
+        return site == Site(entry, "resid_pre") or (site.layer == entry - 1 and site.point == "resid_post")
+
+    def _joining(self, rows: Sequence[Row], entry: int, start: int) -> RemovableHandle:
+        """Lets block ``entry`` go on with the rows that enter there as well."""
+        joining = [row for row in rows if row.place[0] == entry]
+        among = [i for i, row in enumerate(joining) if self._in_stream(row)]
+        # The first to enter take the sequence's place that the model was called with.
+        stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
+        hook = partial(_join, joining, among, start, stream)
+        return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def _seen(self, row: Row) -> bool:
+        """Whether a row writes nothing behind the last block's attention, but at the scored column."""
+        behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
+        return not behind or row.positions == (len(self._tokens) - 1,)
+
+    def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> list[RemovableHandle]:
+        """Finds the rows' logits behind the last column, and tells the model of one sequence, as it was called.
+
+        ``alone``: the last block's MLP and the unembedding see that column only. The block adds what its MLP says to every column
+        of the stream: those before the last come out wrong, and nothing reads them.
+        """
+        handles = [self.decoder.unembed.register_forward_hook(partial(_find, found, columns))]
+        if alone and columns > 1:
+            handles += [module.register_forward_pre_hook(_last_column) for module in (self._mlp(), self.decoder.unembed)]
+        return handles
+
+    def _mlp(self) -> nn.Module:
+        """The last block's MLP."""
+        at: Any = self.host.architecture.points["mlp_out"]
+        return self.decoder.blocks[-1].get_submodule(at.path)
+
+
+def _keep_stream(streams: dict[int, Tensor], site: Site, also: Edit | None, value: Tensor) -> None:
+    assert site.layer is not None
+    streams[site.layer] = value.detach()[0].clone()
+    if also is not None:
+        also(value)
+
+
+_Called = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _join(
+    joining: Sequence[Row],
+    among: Sequence[int],
+    start: int,
+    stream: Tensor | None,
+    _module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> _Called:
+    """A block's arguments with the stream of more rows; ``None`` for ``stream``: with that of these rows alone."""
+    before: Tensor = args[0] if args else kwargs["hidden_states"]
+    new = (before if stream is None else stream).repeat(len(joining), 1, 1)
+    if among:
+        put(new, joining, among, start)
+    if stream is not None:
+        new = torch.cat((before, new))
+    return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
+
+
+def _last_column(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (args[0][:, -1:], *args[1:])
+
+
+def _find(found: list[Tensor], columns: int, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    found.append(output[:, -1])
+    return output[:1, -1:].expand(1, columns, -1)
+
+
+def _weights(module: nn.Module) -> int:
+    """Numbers that a token is multiplied with."""
+    return sum(p.numel() for p in (*module.parameters(), *module.buffers()) if p.ndim >= 2)
+
+
+def _last(tokens: Tensor) -> Tensor:
+    return torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+
+
+def _causal(start: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Positions ``[1 t]`` from ``start`` on, and which keys from 0 on their queries may read ``[1 1 t S]``."""
+    positions = torch.arange(start, start + columns, device=device)
+    allowed = torch.arange(start + columns, device=device) <= positions[:, None]
+    return positions[None], allowed[None, None]
+
+
+_TOKENS = {"cpu": 2**11}
+_MANY, _ROOM = 2**17, 2**27
+"""Tokens of a forward (on an accelerator), and logits that it may hold."""
+
+
+class Whole:
+    """See the module. ``tokens`` run whole; nothing is kept between forwards."""
+
+    name = "whole"
+
+    def __init__(self, host: Host):
+        self.host, self._device = host, next(host.model.parameters()).device
+        self._tokens = torch.zeros(0, dtype=torch.long)
+        self._vocabulary = 1
+
+    def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        values: dict[Site, Tensor] = {}
+        index = torch.tensor(places, device=self._device)
+        with torch.no_grad(), self.host.hooks({site: selecting(values, site, index) for site in sites}):
+            logits = self.host.logits(torch.tensor([list(tokens)], device=self._device))
+        return Record(values, logits[0, -1])
+
+    def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
+        found = self.record(tokens, sites, places)
+        self._tokens, self._vocabulary = torch.tensor(tokens, device=self._device), len(found.logits)
+        return found
+
+    def place(self, target: Target, position: int) -> tuple[int, int]:
+        return 0, 0
+
+    def costs(self) -> Costs:
+        """Groups as large as there is room for: a forward costs the same whatever is put in."""
+        length = len(self._tokens)
+        most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
+        return Costs(layers=1, length=length, column=1.0, mlp=0.0, pair=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
+
+    def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
+        return self.under(writing(rows, 0, len(self._tokens)), len(rows))
+
+    def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:
+        """The logits behind the last token of the run that was started, ``n`` times over, under ``edits``."""
+        with torch.no_grad(), self.host.hooks(edits):
+            return self.host.logits(self._tokens.expand(n, -1))[:, -1]
+
+
+def forwards(host: Host, how: str = "auto") -> Forwards:
+    """``resumed``, ``whole``, or by itself (``auto``) the first that the host can. ``ValueError`` for another name."""
+    if how not in ("auto", "resumed", "whole"):
+        raise ValueError(f"unknown forwards {how!r}: choose among auto, resumed, whole")
+    if how == "whole":
+        return Whole(host)
+    try:
+        return Resumed(Decoder(host))
+    except ValueError:  # a decoder says so of what it does not take
+        if how == "resumed":
+            raise
+        return Whole(host)

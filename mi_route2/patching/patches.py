@@ -1,0 +1,156 @@
+"""Patches that a request carries: which value is put in, at which site and logical position, and how much of it.
+
+    h' = (1 - alpha) * h + alpha * source          alpha = 1 replaces bit for bit, alpha = 0 changes nothing
+
+    Patch(Site(3, "resid_pre"), 17, FromRun("clean", 17))          a captured run's value
+    Patch(Site(3, "kept_a", "mlp.down"), 17, "zeros")              or a tensor, or a named vector
+
+A patch fires in a forward over the tokens ``start .. start + count - 1`` of its request if and only if its position is among them,
+at that token's row. Positions may lie in tokens that are yet to be generated.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from pydantic import Field, PlainValidator
+from torch import Tensor
+
+from mi_route2.sites import Site, nearest
+from mi_route2.steering.specs import At, Number, Plain, wide
+from mi_route2.validation import Natural, validated
+
+ZEROS = "zeros"
+
+
+Position = Annotated[Natural, Plain, Field(description="a whole number: positions count from 0 at the prompt's first token")]
+
+
+@validated
+class FromRun:
+    """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""
+
+    run: str
+    position: Position
+    site: At | None = None
+
+
+def _source(given: object) -> FromRun | Tensor | str:
+    if not isinstance(given, FromRun | Tensor | str):
+        raise ValueError(
+            f"the source of a patch is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a {type(given).__name__}"
+        )
+    return given.detach().clone() if isinstance(given, Tensor) else given
+
+
+def _share(given: object) -> float | Tensor:
+    if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, float | int | np.number)):
+        raise ValueError(f"the alpha of a patch is a number, or a tensor of one a dimension, not {given!r:.60}")
+    if not bool(torch.isfinite(torch.as_tensor(given)).all()):
+        raise ValueError("the alpha of a patch holds NaN or infinity: 1 replaces a value, 0 leaves it")
+    return given.detach().clone() if isinstance(given, Tensor) else float(given)
+
+
+@validated
+class Patch:
+    """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).
+
+    Tensors are copied: whoever writes into theirs does not change a request. 1 and 1.0 are one share, also where blocks of the
+    prefix cache are named by it. ``ValueError`` for what is no position, for an ``alpha`` that is not finite and for a source that
+    is none of the three.
+    """
+
+    site: At
+    position: Position
+    source: Annotated[FromRun | Tensor | str, PlainValidator(_source)]
+    alpha: Annotated[Number | Tensor, PlainValidator(_share)] = 1.0
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # tensors have no single truth
+
+
+@dataclass(frozen=True, eq=False)
+class Resolved:
+    """A patch whose source was found: tensors in the shape of the site's value at one token."""
+
+    site: Site
+    position: int
+    source: Float[Tensor, "..."]
+    alpha: float | Float[Tensor, "..."]
+    digest: bytes
+
+
+@runtime_checkable
+class Runs(Protocol):
+    """Where captured runs are read."""
+
+    def rows(self, run: str, site: Site, positions: Sequence[int], /) -> Tensor: ...
+
+
+def resolve(
+    patches: Iterable[Patch],
+    shape: Callable[[Site], tuple[int, ...]],
+    *,
+    runs: Runs | None = None,
+    vectors: Mapping[str, Tensor] | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> tuple[Resolved, ...]:
+    """Every patch with its source at hand, by position.
+
+    ``ValueError`` for two patches at one place and for a source or alpha of another shape; ``KeyError`` for a missing source.
+    """
+    found: dict[tuple[Site, int], Resolved] = {}
+    for patch in patches:
+        place = (patch.site, patch.position)
+        if place in found:
+            raise ValueError(f"two patches name {patch.site} at position {patch.position}: one place has one patch")
+        size = shape(patch.site)
+        source = _fit(_found(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
+        alpha = patch.alpha
+        if isinstance(alpha, Tensor):
+            alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))
+        found[place] = Resolved(*place, source, alpha, _digest(patch, source, alpha))
+    return tuple(sorted(found.values(), key=lambda one: one.position))
+
+
+def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
+    """The patches whose position a forward over ``count`` tokens from ``start`` computes, with the token's place among them."""
+    return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
+
+
+def _found(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapping[str, Tensor]) -> Tensor:
+    match patch.source:
+        case Tensor() as inline:
+            return inline
+        case FromRun(run, position, site):
+            if runs is None:
+                raise KeyError(f"the patch at {patch.site} reads run {run!r}, but there is no run store: give the engine one")
+            return runs.rows(run, patch.site if site is None else site, [position])[0]
+        case str(name):
+            if name == ZEROS:
+                return torch.zeros(size)
+            if name not in vectors:
+                raise KeyError(f"no vector {name!r}: the nearest are {nearest(name, [*vectors, ZEROS])}")
+            return vectors[name]
+
+
+def _fit(value: Tensor, size: tuple[int, ...], patch: Patch, what: str) -> Tensor:
+    if value.shape == size:
+        return value
+    if value.ndim == 1 and value.numel() == torch.Size(size).numel():
+        return value.reshape(size)
+    raise ValueError(
+        f"the {what} of the patch at {patch.site} has shape {list(value.shape)}, but the site has {list(size)} a token"
+    )
+
+
+def _digest(patch: Patch, source: Tensor, alpha: float | Tensor) -> bytes:
+    """Of what the patch does, not of what its source is called."""
+    data = hashlib.sha256(f"{patch.site}|{alpha if isinstance(alpha, float) else 'masked'}|".encode())
+    for tensor in (source, *([alpha] if isinstance(alpha, Tensor) else [])):
+        data.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return data.digest()

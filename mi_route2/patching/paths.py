@@ -1,0 +1,243 @@
+"""Path patching, the direct effect of a sender through a receiver, and attribution patching, its first-order estimate."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from mi_route2.checks import checked
+from mi_route2.hosts.base import Edit, Host
+from mi_route2.patching.forwards import Row, Whole, plan, with_idle, writing
+from mi_route2.patching.grid import Grid
+from mi_route2.patching.question import CleanRun, Given, Positions, ask, places, refuse_dropout, refuse_foreign, widened
+from mi_route2.patching.sweep import REPLICAS, Pair, record
+from mi_route2.patching.targets import Choice, Target, choose, count_layers, known_sites
+from mi_route2.sites import Site, precedes
+from mi_route2.steering.specs import patch
+
+
+@checked
+def attribute(
+    host: Host,
+    *,
+    clean: Given | CleanRun,
+    corrupt: Given,
+    sites: Choice,
+    positions: Positions = None,
+    answer: int | str | None = None,
+    foil: int | str | None = None,
+    metric: str = "logit_diff",
+    alpha: float = 1.0,
+    heads: bool = False,
+    at: int | None = None,
+    tokenizer: Any = None,
+    together: bool = False,
+) -> Grid:
+    """The grid of ``sweep`` with estimates for scores (``kind="attribution"``); arguments and errors are the same.
+
+    Two recorded forwards, one more and its backward, on every host and architecture. The parameters' gradients stay as they are.
+    """
+    began = perf_counter()
+    refuse_dropout(host)
+    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
+    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
+    refuse_foreign(host, question, alpha)
+    chosen = choose(host, sites)
+    sites_used = list(dict.fromkeys(target.site for target in chosen))
+    pair = record(Whole(host), question, sites_used)
+    targets, slopes = pair.split(chosen, heads), gradients(host, pair, sites_used)
+    prepared = perf_counter()
+    values = {}
+    for target in targets:
+        here, source = pair.values(target)
+        slope = slopes[target.site] if target.head is None else slopes[target.site][:, target.head]
+        # A difference of half-precision numbers would lose what the gradient is to be multiplied with.
+        step = widened(patch(here, source, float(alpha))) - widened(here)
+        change = (step * widened(slope)).flatten(1).sum(1)
+        for position, columns in question.columns:
+            values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
+    seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
+    layers = count_layers(host)
+    return pair.grid(targets, values, layers=layers, alpha=float(alpha), kind="attribution", forwards="whole", seconds=seconds)
+
+
+def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
+    """``d score / d value`` of the corrupt run at every site, ``[p ...]`` at the positions that can be patched."""
+    question, exposed = pair.question, dict[Site, Tensor]()
+    device = pair.corrupt.logits.device
+    tokens = torch.tensor([question.corrupt.tokens[: question.at + 1]], device=device)
+    with torch.enable_grad(), host.hooks({site: partial(_expose, exposed, site) for site in sites}):
+        logits = host.logits(tokens)[:, -1]
+        score = question.grader(logits, pair.clean.logits).sum()
+        found = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
+    index = torch.tensor(list(question.sources), device=device)
+    return {
+        site: (torch.zeros_like(exposed[site]) if slope is None else slope)[0].index_select(0, index)
+        for site, slope in zip(sites, found)
+    }
+
+
+def _expose(exposed: dict[Site, Tensor], site: Site, value: Tensor) -> Tensor:
+    exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph yet
+    return exposed[site]
+
+
+_OUTPUTS = ("attn_out", "mlp_out")
+
+
+@checked
+def paths(
+    host: Host,
+    *,
+    clean: Given | CleanRun,
+    corrupt: Given,
+    senders: Choice,
+    receivers: Choice,
+    positions: Positions = None,
+    received: Positions = None,
+    answer: int | str | None = None,
+    foil: int | str | None = None,
+    metric: str = "logit_diff",
+    alpha: float | int = 1.0,
+    heads: bool = False,
+    together: bool = False,
+    at: int | None = None,
+    tokenizer: Any = None,
+    batch: int | None = None,
+    replicas: int = REPLICAS,
+    progress: bool = True,
+) -> Grid:
+    """A grid of senders x ``positions`` (``kind="path"``): scores with each one's direct path into the ``receivers`` patched.
+
+    The receivers are set at the positions ``received``, all of them where it is ``None``; ``heads`` splits the senders, and a
+    receiver is one head as a ``Target``. All else as in ``sweep``; runs whole forwards, two a batch of cells, on every host and
+    architecture. ``ValueError`` for a sender that does not stand before every receiver.
+    """
+    began, alpha = perf_counter(), float(alpha)
+    refuse_dropout(host)
+    if replicas < REPLICAS:
+        raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
+    asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
+    question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
+    refuse_foreign(host, question, alpha)
+    given, into = choose(host, senders), choose(host, receivers)
+    _refuse_backwards(given, into)
+    running = Whole(host)
+    pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
+    targets = pair.split(given, heads)
+    base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, known_sites(host))
+    columns = [p for p in places(received, question.corrupt) if p <= question.at]
+    rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
+    values, spread, prepared = {}, [], perf_counter()
+    with tqdm(total=len(rows), desc="patching paths", unit="cell", leave=False, disable=None if progress else True) as bar:
+        for group in plan([row.place for row in rows], running.costs(), batch):
+            some = [rows[i] for i in group.cells]
+            logits = base.run(running, some, columns)
+            for row, score in zip(some, question.grader(logits, pair.clean.logits).tolist()):
+                if row.target is None:
+                    spread.append(score)
+                else:
+                    values[row.target, None if together else row.positions[0]] = score
+            bar.update(len(some))
+    seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
+    said: dict[str, Any] = {"kind": "path", "replicas": spread, "forwards": "whole", "seconds": seconds}
+    return pair.grid(targets, values, layers=count_layers(host), alpha=float(alpha), **said)
+
+
+def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
+    """A row for every cell."""
+    where, rows = list(pair.question.sources), []
+    for target in targets:
+        values = patch(*pair.values(target), alpha)
+        for _, some in pair.question.columns:
+            rows.append(Row((0, 0), target, tuple(where[i] for i in some), values[list(some)]))
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class _Base:
+    """What the corrupt run ``held`` at the outputs of attentions and MLPs, ``[s d]``; and the receivers."""
+
+    held: Mapping[Site, Tensor]
+    into: Sequence[Target]
+
+    @staticmethod
+    def of(running: Whole, tokens: Sequence[int], into: Sequence[Target], known: Sequence[Site]) -> "_Base":
+        receivers, outputs = [target.site for target in into], [site for site in known if site.point in _OUTPUTS]
+        held = running.record(tokens, list(dict.fromkeys([*receivers, *outputs])), range(len(tokens))).values
+        for target in into:
+            if target.head is not None and target.head >= held[target.site].shape[1]:
+                raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{held[target.site].shape[1] - 1}")
+        return _Base({site: held[site] for site in outputs}, into)
+
+    def run(self, running: Whole, rows: Sequence[Row], columns: Sequence[int]) -> Tensor:
+        """The logits of run 2, the receivers set at ``columns``."""
+        taken = self._receive(running, rows)
+        return running.under({site: self._setting(site, value, columns) for site, value in taken.items()}, len(rows))
+
+    def _receive(self, running: Whole, rows: Sequence[Row]) -> dict[Site, Tensor]:
+        """What the receivers' sites hold in run 1, ``[n s ...]``."""
+        taken: dict[Site, Tensor] = {}
+        edits: dict[Site, list[Edit]] = {target.site: [partial(_take, taken, target.site)] for target in self.into}
+        for output, value in self.held.items():
+            which = [row.target is not None and frozen(row.target.site, output) for row in rows]
+            if any(which):
+                edits.setdefault(output, []).append(partial(_hold, which, value))
+        for site, write in writing(rows, 0, len(next(iter(self.held.values())))).items():
+            edits.setdefault(site, []).append(write)
+        running.under({site: partial(_one_after_another, some) for site, some in edits.items()}, len(rows))
+        return taken
+
+    def _setting(self, site: Site, value: Tensor, columns: Sequence[int]) -> Edit:
+        return partial(_set, [target.head for target in self.into if target.site == site], value, columns)
+
+
+def own_output(site: Site) -> Site | None:
+    """The output of the attention or MLP that a site is inside of; ``None`` for the stream, and for an output itself."""
+    if site.point.startswith("resid") or site.point in _OUTPUTS or site.layer is None:
+        return None
+    inside_mlp = site.linear.startswith("mlp") or site.point == "mlp_in"
+    return Site(site.layer, "mlp_out" if inside_mlp else "attn_out")
+
+
+def frozen(sender: Site, output: Site) -> bool:
+    """Whether a sender's direct path leaves an attention's or MLP's ``output`` as it was."""
+    return precedes(sender, output) and output != own_output(sender)
+
+
+def _take(taken: dict[Site, Tensor], site: Site, value: Tensor) -> None:
+    taken[site] = value.detach().clone()
+
+
+def _hold(which: Sequence[bool], held: Tensor, value: Tensor) -> Tensor:
+    rows = torch.tensor(which, device=value.device).view(-1, *[1] * (value.ndim - 1))
+    return torch.where(rows, held.to(value), value)
+
+
+def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], value: Tensor) -> Tensor:
+    new, at = value.clone(), torch.tensor(columns, device=value.device)
+    for head in heads:
+        if head is None:
+            new[:, at] = taken[:, at]
+        else:
+            new[:, at, head] = taken[:, at, head]
+    return new
+
+
+def _one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor:
+    for edit in edits:
+        new = edit(value)
+        value = value if new is None else new
+    return value
+
+
+def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) -> None:
+    for sender in senders:
+        for receiver in receivers:
+            if not precedes(sender.site, receiver.site):
+                raise ValueError(f"no path leads from {sender} to {receiver}: a sender stands before its receivers")

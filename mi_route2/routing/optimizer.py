@@ -1,0 +1,57 @@
+"""AdamW whose second moment may come from another gradient than the first, and the sum of adapter gradients over processes."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class RoutedAdamW(torch.optim.Optimizer):
+    """See the module. ``params`` are torch's parameter groups (``lr`` may differ between them)."""
+
+    def __init__(
+        self,
+        params: list[dict[str, object]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ):
+        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+            raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} are not settings of AdamW")
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None, *, unrouted: Mapping[nn.Parameter, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+                state["step"] += 1
+                t = float(state["step"])
+                u = p.grad if unrouted is None else unrouted.get(p, p.grad)
+                state["exp_avg"].lerp_(p.grad, 1 - b1)
+                state["exp_avg_sq"].mul_(b2).addcmul_(u, u, value=1 - b2)
+                denominator = (state["exp_avg_sq"].sqrt() / (1 - b2**t) ** 0.5).add_(group["eps"])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - b1**t))
+
+
+def sum_over_ranks(parameters: Sequence[nn.Parameter]) -> None:
+    """All-reduce (sum) the gradients in one flat buffer; a missing gradient counts as 0, so that every rank takes part."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("sum_over_ranks needs an initialised process group (torch.distributed.init_process_group)")
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    for p, piece in zip(parameters, flat.split([g.numel() for g in grads])):
+        p.grad = piece.view_as(p).clone()

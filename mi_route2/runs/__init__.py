@@ -1,0 +1,7 @@
+"""Captured runs: what is kept of forwards, to be read, compared and patched in later."""
+
+from mi_route2.runs.rows import Kind, RunInfo, Stats
+from mi_route2.runs.store import RunStore
+from mi_route2.runs.writer import Writer
+
+__all__ = ["Kind", "RunInfo", "RunStore", "Stats", "Writer"]

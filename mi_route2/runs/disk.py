@@ -1,0 +1,377 @@
+"""The disk tier: shards of finished runs in ``shards/``, and ``index.sqlite``, which says what is in them."""
+
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from jaxtyping import Int, Shaped
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mi_route2.runs.rows import DTYPES, About, Kind
+from mi_route2.sites import Site
+
+REMEMBERED = 4096
+
+
+class Gone:
+    """Reasons by run. The oldest are forgotten first."""
+
+    def __init__(self, reasons: Mapping[str, str]):
+        self._reasons = dict(reasons)
+
+    def put(self, reasons: Mapping[str, str]) -> None:
+        """Remember why runs went."""
+        for run, reason in reasons.items():
+            self._reasons.pop(run, None)
+            self._reasons[run] = reason
+        for run in list(self._reasons)[: max(0, len(self._reasons) - REMEMBERED)] if reasons else ():
+            del self._reasons[run]
+
+    def forget(self, run: str) -> None:
+        """The run is there again."""
+        self._reasons.pop(run, None)
+
+    def why(self, run: str) -> str | None:
+        """The reason; ``None`` where nothing is known of such a run."""
+        return self._reasons.get(run)
+
+
+def dropped(run: str) -> str:
+    """The reason of a run that somebody deleted."""
+    return f"run {run!r} was dropped"
+
+
+def evicted(run: str, nbytes: int, budget: int) -> str:
+    """The reason of a run that memory had no room for."""
+    return (
+        f"run {run!r} of {nbytes} bytes was evicted, the least recently used of a memory of {budget} bytes: raise the budget, give "
+        "the store a folder, or lease the run as long as it is needed"
+    )
+
+
+def invalid(run: str, old: str, new: str) -> str:
+    """The reason of a run that a change of the weights ended."""
+    return f"run {run!r} is invalid: it was captured with weights {old[:12]}, and the model now has {new[:12]}; capture it again"
+
+
+DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The rows of one site in the shard of number ``shard``, whose file has ``size`` bytes."""
+
+    run: str
+    site: Site
+    shard: int
+    size: int
+    positions: Int[Tensor, " n"]
+    kind: Kind
+    sha256: str
+
+
+def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> str:
+    """SHA-256 of what a tensor of a shard is and of whose it is."""
+    header = json.dumps([run, str(site), str(rows.dtype), list(rows.shape)])
+    found = hashlib.sha256(header.encode())
+    for tensor in (positions, rows):
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
+    """Write positions and rows by site; ``OSError`` names the file where there is no room for it, and leaves nothing there.
+
+    The bytes are made in memory and written here: what safetensors leaves behind when a write of its own fails has other names.
+    """
+    data = save({str(site): rows for site, (_, rows) in sites.items()}, metadata={"run": run})
+    partial = path.with_name(f".{path.name}.tmp")
+    try:
+        with partial.open("wb") as out:
+            out.write(data)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(
+            f"could not write {path} ({error.strerror}): make room there, or give the store another folder; "
+            f"nothing of run {run!r} is kept"
+        ) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return [
+        Stored(
+            run,
+            site,
+            shard,
+            len(data),
+            positions,
+            Kind(len(rows), rows.dtype, tuple(rows.shape[1:])),
+            seal(run, site, positions, rows),
+        )
+        for site, (positions, rows) in sites.items()
+    ]
+
+
+def read_shard(path: Path, stored: Stored) -> Tensor:
+    """The rows ``[n, ...]`` of one site. ``FileNotFoundError`` where the file is gone, ``ValueError`` where it is damaged."""
+    found = path.stat().st_size
+    if found != stored.size:
+        raise damaged(path, stored, f"it has {found} bytes, not {stored.size}")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            rows = opened.get_tensor(str(stored.site)).clone()  # mapped, it would change with the file after the check
+    except SafetensorError as error:
+        raise damaged(path, stored, str(error)) from error
+    kind = Kind(len(stored.positions), rows.dtype, tuple(rows.shape[1:]))
+    if rows.ndim == 0 or len(rows) != kind.rows or kind != stored.kind:
+        raise damaged(path, stored, f"{stored.site} is {list(rows.shape)} of {rows.dtype}, which the index does not say")
+    if seal(stored.run, stored.site, stored.positions, rows) != stored.sha256:
+        raise damaged(path, stored, f"the checksum of {stored.site} does not match")
+    return rows
+
+
+def damaged(path: Path, stored: Stored, why: str) -> ValueError:
+    """One sentence: which file, why, and what to do."""
+    return ValueError(f"{path} is damaged ({why}): drop run {stored.run!r} and capture it again")
+
+
+_APPLICATION, _VERSION = 0x52325253, 1
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE runs (run TEXT PRIMARY KEY, weights TEXT NOT NULL, about TEXT NOT NULL, sha256 TEXT NOT NULL);
+CREATE TABLE shards (shard INTEGER PRIMARY KEY, run TEXT NOT NULL REFERENCES runs ON DELETE CASCADE, size INTEGER NOT NULL);
+CREATE TABLE tensors (
+    shard INTEGER NOT NULL REFERENCES shards ON DELETE CASCADE,
+    run TEXT NOT NULL, site TEXT NOT NULL, positions BLOB NOT NULL,
+    dtype TEXT NOT NULL, shape TEXT NOT NULL, sha256 TEXT NOT NULL,
+    PRIMARY KEY (run, site, shard)
+) WITHOUT ROWID;
+CREATE INDEX shards_of_run ON shards (run);
+CREATE INDEX tensors_of_shard ON tensors (shard);
+CREATE TABLE gone (number INTEGER PRIMARY KEY, run TEXT UNIQUE NOT NULL, reason TEXT NOT NULL);
+PRAGMA application_id = {_APPLICATION};
+PRAGMA user_version = {_VERSION};
+COMMIT;
+"""
+_FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.tmp")
+
+
+class Disk:
+    """A folder of runs. All methods but ``write`` and ``load`` are for one thread at a time."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._shards, self._index = folder / "shards", folder / "index.sqlite"
+        try:
+            self._shards.mkdir(parents=True, exist_ok=True)
+            self._lock = _only_here(folder)
+        except OSError as error:
+            raise OSError(f"cannot keep runs in {folder} ({error.strerror}): choose another folder") from error
+        try:
+            self._db = self._opened()
+            self._numbers = itertools.count(self._tidy())
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        self._db.close()
+        self._lock.close()
+
+    def write(self, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
+        """Put positions and rows by site into a new shard, which ``commit`` must make known; from any thread."""
+        shard = next(self._numbers)
+        return write_shard(self._path(shard), shard, run, sites)
+
+    def load(self, stored: Stored) -> Tensor:
+        """The rows of one site of a shard, checked; from any thread."""
+        return read_shard(self._path(stored.shard), stored)
+
+    def discard(self, shards: Iterable[int]) -> None:
+        """Delete files that the index does not know, or no longer. One that stays is deleted at the next opening."""
+        for shard in shards:
+            with suppress(OSError):
+                self._path(shard).unlink(missing_ok=True)
+
+    def commit(self, run: str, about: About, stored: Sequence[Stored]) -> None:
+        """Make a finished run known, all of it or nothing."""
+        text = about.text()
+        sync = os.open(self._shards, os.O_RDONLY)
+        try:
+            os.fsync(sync)  # the names of the shards must not come to the disk after the index
+        finally:
+            os.close(sync)
+        with self._transaction() as db:
+            db.execute("DELETE FROM gone WHERE run = ?", (run,))
+            db.execute("INSERT INTO runs VALUES (?, ?, ?, ?)", (run, about.weights, text, _sealed(run, text)))
+            db.executemany("INSERT INTO shards VALUES (?, ?, ?)", sorted({(s.shard, run, s.size) for s in stored}))
+            db.executemany("INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?)", [_row(each) for each in stored])
+
+    def remove(self, reasons: Mapping[str, str]) -> None:
+        """Take runs out, and remember why."""
+        with self._transaction() as db:
+            shards = [shard for run in reasons for (shard,) in db.execute("SELECT shard FROM shards WHERE run = ?", (run,))]
+            db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
+            db.executemany("INSERT OR REPLACE INTO gone (run, reason) VALUES (?, ?)", list(reasons.items()))
+            db.execute("DELETE FROM gone WHERE number <= (SELECT max(number) FROM gone) - ?", (REMEMBERED,))
+        self.discard(shards)
+
+    def gone(self) -> dict[str, str]:
+        """Why runs are not here any more, oldest first."""
+        return dict(self._ask("SELECT run, reason FROM gone ORDER BY number"))
+
+    def runs(self) -> dict[str, str]:
+        """Every run and its weights, oldest first."""
+        return dict(self._ask("SELECT run, weights FROM runs ORDER BY rowid"))
+
+    def about(self, run: str) -> About | None:
+        """What is known of a run; ``None`` where it is not here."""
+        found = self._ask("SELECT about, sha256 FROM runs WHERE run = ?", run)
+        if not found:
+            return None
+        text, sha256 = found[0]
+        if _sealed(run, text) != sha256:
+            raise ValueError(f"{self._index} is damaged (what it says of run {run!r}): drop the run and capture it again")
+        return About.parse(text)
+
+    def kinds(self, run: str) -> dict[Site, Kind]:
+        """What a run holds at each of its sites."""
+        query = "SELECT site, dtype, shape, sum(length(positions)) / 8 FROM tensors WHERE run = ? GROUP BY site ORDER BY min(shard)"
+        found = self._ask(query, run)
+        with self._parsing():
+            return {Site.parse(site): _kind(n, dtype, shape) for site, dtype, shape, n in found}
+
+    def stored(self, run: str, site: Site) -> list[Stored]:
+        """The tensors that hold a site of a run, in the order of writing; none where the run or its site is not here."""
+        query = """SELECT shard, size, CAST(positions AS BLOB), dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
+                   WHERE tensors.run = ? AND site = ? ORDER BY shard"""
+        found = self._ask(query, run, str(site))
+        with self._parsing():
+            return [
+                Stored(run, site, shard, size, _positions(blob), _kind(len(blob) // 8, dtype, shape), sha256)
+                for shard, size, blob, dtype, shape, sha256 in found
+            ]
+
+    def has(self, shard: int) -> bool:
+        """Whether the index knows a shard."""
+        return bool(self._ask("SELECT 1 FROM shards WHERE shard = ?", shard))
+
+    def lost(self, stored: Stored) -> ValueError:
+        """The error for a shard whose file is not there."""
+        return damaged(self._path(stored.shard), stored, "the file is missing")
+
+    def size(self) -> tuple[int, int]:
+        """Bytes of the shards, and number of runs."""
+        return self._ask("SELECT coalesce(sum(size), 0), (SELECT count(*) FROM runs) FROM shards")[0]
+
+    def _path(self, shard: int) -> Path:
+        return self._shards / f"{shard:012d}.safetensors"
+
+    def _opened(self) -> sqlite3.Connection:
+        # An index without a byte is a new one to SQLite, and to a new one every shard is what a kill left, to be deleted.
+        lost = "empty" if self._index.exists() else "missing"
+        if not (self._index.exists() and self._index.stat().st_size) and any(self._shards.iterdir()):
+            raise ValueError(
+                f"{self._shards} holds files but {self._index.name} beside it is {lost}: put the index back, or give the store an "
+                "empty folder"
+            )
+        db = sqlite3.connect(self._index, check_same_thread=False)
+        with self._explained():
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                db.execute(f"PRAGMA {setting}")
+            if not db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                if any(self._shards.iterdir()):
+                    db.close()
+                    raise sqlite3.DatabaseError("it holds no tables")
+                db.executescript(_SCHEMA)
+            ours = (_APPLICATION, _VERSION)
+            if (found := tuple(db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))) != ours:
+                db.close()
+                raise ValueError(
+                    f"{self._index} is not an index of runs of this version ({found}, not {ours}): choose another folder"
+                )
+            if (state := db.execute("PRAGMA quick_check").fetchone()[0]) != "ok":
+                raise sqlite3.DatabaseError(" ".join(state.split()))
+        return db
+
+    def _tidy(self) -> int:
+        """Delete what a kill left; the first number that is free."""
+        known = {shard for (shard,) in self._ask("SELECT shard FROM shards")}
+        for path in self._shards.iterdir():
+            if (found := _FILE.fullmatch(path.name)) and (found[1] is None or int(found[1]) not in known):
+                path.unlink()
+        return max(known, default=0) + 1
+
+    def _ask(self, query: str, *values: str | int) -> list[tuple]:
+        with self._explained():
+            return self._db.execute(query, values).fetchall()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._explained(), self._db:
+            yield self._db
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns SQLite's errors into a sentence."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            raise OSError(f"could not use {self._index} ({error}): make room there, or give the store another folder") from error
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(error) from error
+
+    @contextmanager
+    def _parsing(self) -> Iterator[None]:
+        """The same for what cannot be what was put there."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(error) from error
+
+    def _damaged(self, why: Exception) -> ValueError:
+        return ValueError(f"{self._index} is damaged ({why}): delete {self.folder} and capture its runs again")
+
+
+def _only_here(folder: Path) -> IO[str]:
+    """The lock on a folder; ``RuntimeError`` where someone has it."""
+    handle = (folder / "lock").open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        handle.close()
+        raise RuntimeError(
+            f"{folder} is open in another run store: close that one, or give this one a folder of its own"
+        ) from error
+    return handle
+
+
+def _sealed(run: str, text: str) -> str:
+    return hashlib.sha256(f"{run}\n{text}".encode()).hexdigest()
+
+
+def _row(each: Stored) -> tuple[int, str, str, bytes, str, str, str]:
+    dtype, shape = str(each.kind.dtype).removeprefix("torch."), "x".join(map(str, each.kind.shape))
+    return each.shard, each.run, str(each.site), each.positions.numpy().tobytes(), dtype, shape, each.sha256
+
+
+def _kind(rows: int, dtype: str, shape: str) -> Kind:
+    return Kind(rows, DTYPE_NAMES[dtype], tuple(int(n) for n in shape.split("x") if n))
+
+
+def _positions(blob: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.int64)

@@ -1,0 +1,331 @@
+"""The rows of captured runs: what is known of a run, its chunks that grow while it is written, and the memory tier."""
+
+import json
+import os
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from mi_route2.sites import Site
+
+_LONGEST_NAME = 256
+
+
+@dataclass(frozen=True)
+class About:
+    """Whose activations a run holds: the hash of the weights, the tokens, how many of them are the prompt, and free notes."""
+
+    weights: str
+    tokens: tuple[int, ...] = ()
+    prompt_length: int = 0
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """JSON that ``parse`` reads back."""
+        own = {"weights": self.weights, "tokens": self.tokens, "prompt_length": self.prompt_length, "meta": self.meta}
+        return json.dumps(own, sort_keys=True)
+
+    @staticmethod
+    def parse(text: str) -> "About":
+        """What ``text`` wrote."""
+        own = json.loads(text)
+        return About(own["weights"], tuple(own["tokens"]), own["prompt_length"], own["meta"])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the rows of one site of a run are: their number, their type, and the shape of one of them."""
+
+    rows: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.rows * torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A finished run. ``tiers`` names where its rows are: ``memory``, ``disk`` or both; ``nbytes`` counts the rows alone."""
+
+    run: str
+    weights: str
+    tokens: tuple[int, ...]
+    prompt_length: int
+    meta: Mapping[str, Any]
+    sites: Mapping[Site, Kind]
+    nbytes: int
+    tiers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The store now, in bytes and runs. ``bytes_read`` and ``evictions`` count from when it was opened."""
+
+    budget: int
+    memory_bytes: int
+    memory_runs: int
+    disk_bytes: int
+    disk_runs: int
+    writing: int
+    leases: int
+    evictions: int
+    bytes_read: int
+
+
+def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
+    """What a caller says of a new run; ``ValueError`` where it cannot be so, or cannot be kept as JSON."""
+    if not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
+        raise ValueError(f"{run[:40]!r} cannot name a run: take 1 to {_LONGEST_NAME} printable characters")
+    if not weights:
+        raise ValueError(f"run {run!r} needs a hash of the weights that it was captured with: it is of no use with others")
+    length = len(tokens) if prompt_length is None else prompt_length
+    if not 0 <= length <= len(tokens):
+        raise ValueError(f"run {run!r} has a prompt of {length} tokens but {len(tokens)} tokens in all")
+    try:
+        notes = json.loads(json.dumps(dict(meta or {})))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the meta of run {run!r} cannot be kept as JSON ({error}): give text, numbers, lists and dicts"
+        ) from error
+    return About(weights, tuple(int(token) for token in tokens), length, notes)
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+FIRST_ROWS, LARGEST_BLOCK = 8, 4 << 20
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows ``load() [n, ...]`` at ``positions [n]``."""
+
+    positions: Int[Tensor, " n"]
+    load: Callable[[], Tensor]
+
+
+def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk:
+    """A chunk in memory."""
+    return Chunk(positions, lambda: rows)
+
+
+class Growing:
+    """Rows of one type and shape, appended a few at a time. Blocks double up to 4 MiB, so that no row is copied twice."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]):
+        self.dtype, self.shape = dtype, shape
+        self.row_bytes = torch.Size(shape).numel() * dtype.itemsize
+        self.room = 0
+        """Bytes of the blocks, the spare ones at the end included."""
+        self._largest = max(FIRST_ROWS, LARGEST_BLOCK // max(1, self.row_bytes))
+        self._positions, self._last = array("q"), -1
+        self._blocks: list[Tensor] = []
+        self._used = 0  # rows of the last block
+        self.fresh = 0
+        """Rows of all blocks: those at the end of the positions."""
+
+    @property
+    def kind(self) -> Kind:
+        """What the rows are, those that were taken out included."""
+        return Kind(len(self._positions), self.dtype, self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are taken. Positions stay until the end, to know one that comes again."""
+        return self.room + len(self._positions) * self._positions.itemsize
+
+    def repeated(self, ordered: Sequence[int]) -> int | None:
+        """A position, of some in order, that stands there twice or came before."""
+        if twice := [one for one, other in pairwise(ordered) if one == other]:
+            return twice[0]
+        if ordered[0] > self._last:
+            return None
+        new = torch.tensor(ordered, dtype=torch.int64)
+        seen = new[torch.isin(new, _tensor(self._positions))]
+        return int(seen[0]) if len(seen) else None
+
+    def append(self, positions: Sequence[int], rows: Shaped[Tensor, " n *row"]) -> None:
+        """Copy rows in."""
+        self._positions.extend(positions)
+        self._last = max(self._last, *positions)
+        self.fresh += len(positions)
+        done = 0
+        while done < len(positions):
+            if not self._blocks or self._used == len(self._blocks[-1]):
+                self._add(len(positions) - done)
+            block = self._blocks[-1]
+            count = min(len(positions) - done, len(block) - self._used)
+            block[self._used : self._used + count] = rows[done : done + count]
+            self._used, done = self._used + count, done + count
+
+    def _add(self, wanted: int) -> None:
+        last = len(self._blocks[-1]) if self._blocks else FIRST_ROWS // 2
+        count = max(wanted, min(2 * last, self._largest))
+        with torch.inference_mode(False):  # a block made in inference mode could not be written outside of it
+            self._blocks.append(torch.empty((count, *self.shape), dtype=self.dtype, device="cpu"))
+        self._used = 0
+        self.room += count * self.row_bytes
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Positions ``[n]`` and rows ``[n, ...]`` since the last time, as one tensor each; the room is given back."""
+        rows = torch.cat(self._filled()) if self._blocks else torch.empty((0, *self.shape), dtype=self.dtype, device="cpu")
+        positions = _tensor(self._positions[len(self._positions) - self.fresh :])
+        self._blocks, self._used, self.fresh, self.room = [], 0, 0, 0
+        return positions, rows
+
+    def chunks(self) -> list[Chunk]:
+        """All rows since the last time, by block and without spare room."""
+        filled = self._filled()
+        positions = _tensor(self._positions[len(self._positions) - self.fresh :]).split([len(block) for block in filled])
+        full = [rows if len(rows) == len(block) else rows.clone() for rows, block in zip(filled, self._blocks, strict=True)]
+        return [held(places, rows) for places, rows in zip(positions, full, strict=True)]
+
+    def _filled(self) -> list[Tensor]:
+        return [*self._blocks[:-1], *(block[: self._used] for block in self._blocks[-1:])]
+
+
+def _tensor(numbers: "array[int]") -> Int[Tensor, " n"]:
+    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+
+
+class SiteRows:
+    """All rows of one site of a finished run, for reading; ``name`` is what errors call them."""
+
+    def __init__(self, name: str, kind: Kind, chunks: Iterable[Chunk]):
+        self._name, self._kind, self._chunks = name, kind, tuple(chunks)
+        every = torch.cat([chunk.positions for chunk in self._chunks])
+        self._sorted, self._order = every.sort()
+        self._ends = torch.tensor([len(chunk.positions) for chunk in self._chunks]).cumsum(0)
+
+    def positions(self) -> list[int]:
+        """Every position, in order."""
+        return self._sorted.tolist()
+
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """The rows ``[n, ...]`` at ``positions``, in the order asked; ``KeyError`` names one that is not there and the nearest."""
+        given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
+        if wrong := [one for one in given if isinstance(one, bool) or not isinstance(one, int | np.integer)]:
+            raise ValueError(f"{wrong[0]!r:.60} is no position of {self._name}: positions are whole numbers, as [4, 0]")
+        wanted = torch.tensor(given, dtype=torch.int64)
+        rank = torch.searchsorted(self._sorted, wanted).clamp_max(len(self._sorted) - 1)
+        if len(absent := wanted[self._sorted[rank] != wanted]):
+            close = self._sorted[(self._sorted - absent[0]).abs().argsort(stable=True)[:5]].sort().values
+            raise KeyError(f"position {int(absent[0])} of {self._name} was not captured: the nearest are {_listed(close)}")
+        return self._read(self._order[rank])
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Rows ``start .. stop - 1`` in the order of their positions."""
+        return self._read(self._order[start:stop])
+
+    def _read(self, flat: Tensor) -> Tensor:
+        """Rows by their number in the order of the chunks."""
+        out = torch.empty((len(flat), *self._kind.shape), dtype=self._kind.dtype, device="cpu")
+        which = torch.searchsorted(self._ends, flat, right=True)
+        for i in which.unique().tolist():
+            chunk, here = self._chunks[i], (which == i).nonzero()[:, 0]
+            first = int(self._ends[i]) - len(chunk.positions)
+            out[here] = chunk.load()[flat[here] - first]
+        return out
+
+
+def _listed(numbers: Tensor) -> str:
+    return ", ".join(map(str, numbers.tolist()))
+
+
+LEAST, MOST, SHARE = 256 << 20, 8 << 30, 8
+A_RUN = 1024
+"""Bytes that a run without rows is taken for, so that no number of such runs is free."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A finished run in memory: by site what its rows are, and its rows."""
+
+    about: About
+    sites: Mapping[Site, tuple[Kind, tuple[Chunk, ...]]]
+    nbytes: int
+
+
+class Memory:
+    """Finished runs, and how much those take that are being written. ``budget=0`` holds no finished run."""
+
+    def __init__(self, budget: int | None):
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget={budget} cannot be: give bytes, 0 for no memory tier, or None for a share of what is free")
+        self.budget = automatic(available()) if budget is None else budget
+        self.nbytes = 0
+        """Bytes that are taken now."""
+        self._held: OrderedDict[str, Held] = OrderedDict()
+        self._writing: dict[object, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, run: str) -> bool:
+        return run in self._held
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._held))
+
+    def take(self, writer: object, nbytes: int) -> None:
+        """What ``writer`` has in memory by now; 0 when it is through."""
+        self.nbytes += nbytes - self._writing.pop(writer, 0)
+        if nbytes:
+            self._writing[writer] = nbytes
+
+    def put(self, run: str, held: Held) -> None:
+        """Hold a finished run."""
+        self._held[run] = held
+        self.nbytes += held.nbytes
+
+    def get(self, run: str) -> Held | None:
+        """The run, which is then the most recently used one."""
+        if run in self._held:
+            self._held.move_to_end(run)
+        return self._held.get(run)
+
+    def pop(self, run: str) -> Held | None:
+        """Let a run go."""
+        held = self._held.pop(run, None)
+        self.nbytes -= held.nbytes if held else 0
+        return held
+
+    def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
+        """Let runs go until the budget is kept, but none that is leased; those that went, with their bytes."""
+        went: dict[str, int] = {}
+        if self.nbytes > self.budget:
+            for run in self:
+                if not leased(run) and (held := self.pop(run)):
+                    went[run] = held.nbytes
+                if self.nbytes <= self.budget:
+                    break
+        return went
+
+
+def automatic(free: int) -> int:
+    """The budget where none is given: an eighth of the memory that is free, but at least 256 MiB and at most 8 GiB."""
+    return min(max(free // SHARE, LEAST), MOST)
+
+
+def available() -> int:
+    """Bytes of memory that could be taken now, or all that a container may have, if less; of the machine where it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))
+    return free

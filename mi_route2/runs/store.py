@@ -1,0 +1,399 @@
+"""Who needs which run for how long."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.checks import checked
+from mi_route2.runs.disk import Disk, Gone, Stored, dropped, evicted, invalid
+from mi_route2.runs.rows import About, Chunk, Held, Kind, Memory, RunInfo, SiteRows, Stats, described
+from mi_route2.runs.writer import Home, Writer
+from mi_route2.sites import Site, nearest
+
+
+class Leases:
+    """Leases of ``seconds``, by run and owner. An owner that never comes back loses its own by time.
+
+    Taking a lease again renews it once half of its time is over; before, it costs a look-up and no more.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]):
+        if seconds <= 0:
+            raise ValueError(f"lease_seconds={seconds} cannot be: a lease lasts longer than that")
+        self._seconds, self._clock = seconds, clock
+        self._ends: dict[str, dict[str, float]] = {}
+        self._swept = clock()
+
+    def take(self, run: str, owner: str) -> None:
+        """Give ``owner`` a lease of ``run``, or renew it."""
+        now = self._clock()
+        owners = self._ends.setdefault(run, {})
+        if owners.get(owner, now) - now <= self._seconds / 2:
+            owners[owner] = now + self._seconds
+        if now - self._swept > self._seconds / 2:
+            self._sweep(now)
+
+    def release(self, owner: str) -> None:
+        """End every lease of ``owner``."""
+        for owners in self._ends.values():
+            owners.pop(owner, None)
+        self._sweep(self._clock())
+
+    def forget(self, run: str) -> None:
+        """End every lease of ``run``."""
+        self._ends.pop(run, None)
+
+    def holds(self, run: str) -> bool:
+        """Whether someone has a lease of ``run`` now."""
+        now = self._clock()
+        return any(end > now for end in self._ends.get(run, {}).values())
+
+    def __len__(self) -> int:
+        """Leases that have not ended."""
+        self._sweep(self._clock())
+        return sum(map(len, self._ends.values()))
+
+    def _sweep(self, now: float) -> None:
+        kept = {run: {owner: end for owner, end in owners.items() if end > now} for run, owners in self._ends.items()}
+        self._ends, self._swept = {run: owners for run, owners in kept.items() if owners}, now
+
+
+SHARD, WAITING = 8 << 20, 8
+"""Bytes of a shard; how many shards may wait in memory, over all writers."""
+
+_log = logging.getLogger(__name__)
+
+
+@checked
+class RunStore:
+    """Where captured runs are kept. Any thread may write and read; one process at a time has ``folder``.
+
+    Args:
+        budget: bytes of the memory tier. ``None`` takes an eighth of the memory that is free, but at least 256 MiB and at most
+            8 GiB; 0 has no memory tier, which needs a folder. The least recently used runs leave first; leased ones and those
+            that are being written stay, even over the budget, with a warning in the log.
+        folder: the disk tier, on a local disk; made where it does not exist.
+        lease_seconds: after this a lease ends by itself.
+        clock: seconds that only grow.
+        shard_bytes: about how large a file of the disk tier is, so how much is read for a single row of it.
+
+    Raises:
+        ValueError: no tier at all, or a folder that is damaged or not one of runs.
+        RuntimeError: another store has the folder.
+        OSError: a folder that cannot be written.
+    """
+
+    def __init__(
+        self,
+        budget: int | None = None,
+        folder: Path | None = None,
+        *,
+        lease_seconds: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+        shard_bytes: int = SHARD,
+    ):
+        if budget == 0 and folder is None:
+            raise ValueError("a budget of 0 without a folder keeps nothing: give a budget, a folder or both")
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes={shard_bytes} cannot be: a shard has at least a byte")
+        self._lock = threading.RLock()
+        self._memory, self._leases = Memory(budget), Leases(lease_seconds, clock)
+        self._writing: dict[str, Writer] = {}
+        self._shard_bytes = shard_bytes
+        self._evictions = self._bytes_read = 0
+        self._warned = self._closed = False
+        self._disk = None if folder is None else Disk(Path(folder))
+        self._gone = Gone(self._disk.gone() if self._disk else {})
+
+    # ---- writing
+
+    def writing(
+        self,
+        run: str,
+        *,
+        weights: str,
+        tokens: Sequence[int] = (),
+        prompt_length: int | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Writer:
+        """A writer of a new run: a context, or ``append`` and ``close`` by hand. The run is there once it is closed.
+
+        Args:
+            run: its id. That of a run that is gone can be taken again.
+            weights: a hash of the weights that the activations come from; see ``invalidate``.
+            tokens: of the sequence, as far as they are known; ``Writer.add_tokens`` takes the rest.
+            prompt_length: how many of ``tokens`` are the prompt; all, where not given.
+            meta: notes that JSON can keep.
+
+        Raises:
+            ValueError: a run of this id is there or is being written, or what was given cannot be.
+        """
+        about = described(run, weights, tokens, prompt_length, meta)
+        with self._lock:
+            self._demand_open()
+            if run in self._writing or self._about(run):
+                raise ValueError(f"there is a run {run!r} already: drop it first, or take another name")
+            self._gone.forget(run)
+            writer = Writer(run, about, Home(self._disk, self._grown, self._finish, self._forget))
+            self._writing[run] = writer
+            return writer
+
+    # ---- reading
+
+    def rows(self, run: str, site: Site, positions: Sequence[int]) -> Float[Tensor, " n *row"]:
+        """The rows at logical ``positions``, in the order asked, on the CPU and of the type that was captured.
+
+        ``KeyError`` gives the reason where one cannot be had: an unknown run, one that was dropped, evicted or is invalid since
+        the weights changed, a site or a position that was not captured. ``ValueError`` for a damaged file, and for what is no
+        position.
+        """
+        return self._read(run, site, lambda found: found.at(positions))
+
+    def slice(self, run: str, site: Site, start: int, stop: int) -> Float[Tensor, " n *row"]:
+        """Rows ``start .. stop - 1`` of those that were captured at a site, in the order of their positions; reads no others.
+
+        Ends early where there are no more. Errors as of ``rows``, and ``ValueError`` for a negative number.
+        """
+        if start < 0 or stop < start:
+            raise ValueError(f"rows {start} to {stop} cannot be: they count from 0, and start comes before stop")
+        return self._read(run, site, lambda found: found.between(start, stop))
+
+    def positions(self, run: str, site: Site) -> list[int]:
+        """Which positions were captured at a site, in order; ``KeyError`` as of ``rows``."""
+        return self._found(run, site).positions()
+
+    def info(self, run: str) -> RunInfo:
+        """What is known of a finished run; ``KeyError`` with the reason where there is none."""
+        with self._lock:
+            about = self._demand(run)
+            tiers = tuple(
+                name for name, here in (("memory", run in self._memory), ("disk", self._disk and self._disk.about(run))) if here
+            )
+            kinds = self._kinds(run)
+        nbytes = sum(kind.nbytes for kind in kinds.values())
+        return RunInfo(run, about.weights, about.tokens, about.prompt_length, about.meta, kinds, nbytes, tiers)
+
+    def runs(self) -> list[str]:
+        """Every finished run."""
+        with self._lock:
+            self._demand_open()
+            return list(self._disk.runs() if self._disk else self._memory)
+
+    def stats(self) -> Stats:
+        """Sizes and counts."""
+        with self._lock:
+            self._demand_open()
+            disk_bytes, disk_runs = self._disk.size() if self._disk else (0, 0)
+            return Stats(
+                budget=self._memory.budget,
+                memory_bytes=self._memory.nbytes,
+                memory_runs=len(self._memory),
+                disk_bytes=disk_bytes,
+                disk_runs=disk_runs,
+                writing=len(self._writing),
+                leases=len(self._leases),
+                evictions=self._evictions,
+                bytes_read=self._bytes_read,
+            )
+
+    # ---- keeping and letting go
+
+    def lease(self, run: str, owner: str) -> None:
+        """Keep a run from eviction until ``release(owner)``, or until the time of a lease is over.
+
+        Calling it again renews the lease, once half of its time is over; it costs next to nothing before. ``KeyError`` with the
+        reason where the run is not there; one that is being written may be leased.
+        """
+        with self._lock:
+            if run not in self._writing:
+                self._demand(run)
+            self._leases.take(run, owner)
+
+    def release(self, owner: str) -> None:
+        """End every lease of ``owner``; without effect where there is none."""
+        with self._lock:
+            self._leases.release(owner)
+            self._evict()
+
+    def drop(self, run: str) -> None:
+        """Delete a run, leased or not. ``KeyError`` with the reason where it is not there, ``ValueError`` while it is written."""
+        with self._lock:
+            if run in self._writing:
+                raise ValueError(f"run {run!r} is being written: close or abort its writer first")
+            self._demand(run)
+            self._remove({run: dropped(run)})
+
+    def invalidate(self, weights: str) -> list[str]:
+        """The model has other weights from now on: every run of others than ``weights`` is deleted; their ids.
+
+        A writer of such a run is ended: its next call is a ``RuntimeError``.
+        """
+        with self._lock:
+            self._demand_open()
+            known = self._disk.runs() if self._disk else {run: self._demand(run).weights for run in self._memory}
+            ended = {run: writer for run, writer in self._writing.items() if writer.about.weights != weights}
+            others = {run: old for run, old in known.items() if old != weights}
+            others |= {run: writer.about.weights for run, writer in ended.items()}
+            self._remove({run: invalid(run, old, weights) for run, old in others.items()})
+            for run in ended:
+                del self._writing[run]
+        for writer in ended.values():  # without the lock: the writer may be at work, and need it
+            writer.abort(f"is invalid: it was begun with weights {writer.about.weights[:12]}, and the model now has {weights[:12]}")
+        return list(others)
+
+    def close(self) -> None:
+        """Abort what is being written and leave the folder to others. Runs on the disk stay."""
+        with self._lock:
+            writers, self._closed = list(self._writing.values()), True
+            self._writing.clear()
+        for writer in writers:
+            writer.abort("was aborted, since its store was closed")
+        with self._lock:
+            if self._disk:
+                self._disk.close()
+
+    def __enter__(self) -> "RunStore":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ---- what writers call
+
+    def _grown(self, writer: Writer, nbytes: int) -> tuple[int, bool]:
+        with self._lock:
+            self._demand_written(writer)
+            self._memory.take(writer, nbytes)
+            if self._disk is None:
+                self._evict()
+                return self._limit(), True
+            # A copy of what is on the disk can be given up, and must where nothing else makes room for it.
+            return self._limit(), nbytes <= self._memory.budget and self._evict(quiet=True)
+
+    def _limit(self) -> int:
+        """How many bytes of one writer may wait for the disk."""
+        fair = WAITING * self._shard_bytes // max(1, len(self._writing))
+        return max(min(self._shard_bytes, fair), self._shard_bytes // 16, 1)
+
+    def _finish(self, writer: Writer, held: Held | None, stored: Sequence[Stored]) -> None:
+        with self._lock:
+            self._demand_written(writer)
+            if self._disk:
+                self._disk.commit(writer.run, writer.about, stored)
+            self._through(writer)
+            if held and (self._disk is None or held.nbytes <= self._memory.budget):
+                self._memory.put(writer.run, held)
+            self._evict()
+
+    def _forget(self, writer: Writer, shards: Iterable[int]) -> None:
+        with self._lock:
+            if self._writing.get(writer.run) is writer:
+                self._leases.forget(writer.run)
+            self._through(writer)
+            if self._disk:
+                self._disk.discard([shard for shard in shards if not self._disk.has(shard)])
+
+    def _through(self, writer: Writer) -> None:
+        if self._writing.get(writer.run) is writer:
+            del self._writing[writer.run]
+        self._memory.take(writer, 0)
+
+    def _demand_written(self, writer: Writer) -> None:
+        if self._writing.get(writer.run) is not writer:
+            raise RuntimeError(f"the store has ended run {writer.run!r}: {self._gone.why(writer.run) or 'the store was closed'}")
+
+    # ---- behind all of them; the lock is held
+
+    def _demand_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run store is closed: open a new one on its folder")
+
+    def _about(self, run: str) -> About | None:
+        held = self._memory.get(run)
+        return held.about if held else self._disk.about(run) if self._disk else None
+
+    def _demand(self, run: str) -> About:
+        """What is known of a run; ``KeyError`` with the reason where it is not there."""
+        self._demand_open()
+        if about := self._about(run):
+            return about
+        if run in self._writing:
+            raise KeyError(f"run {run!r} is still being written: it can be read once its writer is closed")
+        known = list(self._disk.runs() if self._disk else self._memory)[-1000:]
+        raise KeyError(self._gone.why(run) or f"no run {run!r} was captured here: the nearest are {nearest(run, known)}")
+
+    def _kinds(self, run: str) -> dict[Site, Kind]:
+        if held := self._memory.get(run):
+            return {site: kind for site, (kind, _) in held.sites.items()}
+        return self._disk.kinds(run) if self._disk else {}
+
+    def _evict(self, *, quiet: bool = False) -> bool:
+        """Let runs leave memory until the budget is kept; whether it is."""
+        went = self._memory.evict(self._leases.holds)
+        self._evictions += len(went)
+        budget = self._memory.budget
+        if not self._disk:
+            self._gone.put({run: evicted(run, nbytes, budget) for run, nbytes in went.items()})
+        fits = self._memory.nbytes <= budget
+        if fits:
+            self._warned = False
+        elif budget and not quiet and not self._warned:
+            self._warned = True
+            _log.warning(
+                "runs take %d bytes of memory, over the budget of %d: the rest is leased or being written",
+                self._memory.nbytes,
+                budget,
+            )
+        return fits
+
+    def _remove(self, reasons: Mapping[str, str]) -> None:
+        if self._disk and reasons:
+            self._disk.remove(reasons)
+        for run in reasons:
+            self._memory.pop(run)
+            self._leases.forget(run)
+        self._gone.put(reasons)
+
+    # ---- behind reading; the lock is taken where it is needed
+
+    def _read(self, run: str, site: Site, read: Callable[[SiteRows], Tensor]) -> Tensor:
+        while True:
+            try:
+                return read(self._found(run, site))
+            except FileNotFoundError:  # dropped while it was read: look again, which says so
+                continue
+
+    def _found(self, run: str, site: Site) -> SiteRows:
+        with self._lock:
+            self._demand(run)
+            kinds = self._kinds(run)
+            if site not in kinds:
+                close = nearest(str(site), [str(known) for known in kinds])
+                raise KeyError(f"run {run!r} has no rows at {site}: the nearest sites that were captured are {close}")
+            held = self._memory.get(run)
+            stored = [] if held or not self._disk else self._disk.stored(run, site)
+        chunks = held.sites[site][1] if held else [Chunk(each.positions, lambda each=each: self._load(each)) for each in stored]
+        return SiteRows(f"run {run!r} at {site}", kinds[site], chunks)
+
+    def _load(self, stored: Stored) -> Tensor:
+        """From the disk; ``FileNotFoundError`` where the run was dropped meanwhile."""
+        disk = self._disk
+        assert disk is not None
+        try:
+            rows = disk.load(stored)
+        except FileNotFoundError:
+            with self._lock:
+                self._demand_open()
+                if disk.has(stored.shard):
+                    raise disk.lost(stored) from None
+            raise
+        with self._lock:
+            self._bytes_read += rows.nbytes
+        return rows

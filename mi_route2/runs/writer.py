@@ -1,0 +1,186 @@
+"""One run while it is written."""
+
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from mi_route2.runs.disk import Disk, Stored
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held
+from mi_route2.sites import Site
+
+
+@dataclass(frozen=True)
+class Home:
+    """What a writer needs of its store. The first two calls raise ``RuntimeError`` where the store has ended the run.
+
+    ``grown(writer, nbytes)`` says how much memory the writer takes. The answer: how many bytes may wait for the disk, and whether
+    rows that are on the disk may stay in memory too. ``finish(writer, held, stored)`` makes the run known,
+    ``forget(writer, shards)`` gives it up, with the files that no run is in by now.
+    """
+
+    disk: Disk | None
+    grown: Callable[["Writer", int], tuple[int, bool]]
+    finish: Callable[["Writer", Held | None, Sequence[Stored]], None]
+    forget: Callable[["Writer", Iterable[int]], None]
+
+
+class Writer:
+    """Appends rows to a run, which can be read once ``close`` is through. As a context it closes, or aborts on an error.
+
+    Many may be open at once, each for one thread.
+    """
+
+    def __init__(self, run: str, about: About, home: Home):
+        self.run, self.about = run, about
+        self._home, self._disk, self._lock = home, home.disk, threading.RLock()
+        self._over: str | None = None
+        self._sites: dict[Site, Growing] = {}
+        self._bytes, self._waiting = 0, 0  # that the sites take, and of rows that wait for the disk
+        self._limit = 0
+        self._stored: list[Stored] = []
+        self._copy: dict[Site, list[Chunk]] | None = {}  # in memory, of what is stored; None once the store wants none
+        self._copy_bytes = 0
+
+    def append(self, site: Site, positions: Sequence[int], rows: Shaped[Tensor, "..."]) -> None:
+        """Copy in ``rows [n, ...]``, the values of ``site`` at ``n`` logical positions in any order. No rows change nothing.
+
+        Raises:
+            ValueError: a position that this run has already, or a negative one; not one position a row; another type or shape than
+                the site had before; a type other than bfloat16, float16, float32 and float64. The run is as it was before.
+            RuntimeError: the run was closed, aborted, or ended by the store. Nothing of it is kept, as after any other error.
+            OSError: no room on the disk; the sentence names the file.
+        """
+        with self._lock:
+            places = self._checked(site, positions, rows)
+            if not places:
+                return
+            with self._or_nothing():
+                values = rows.detach().cpu()
+                if site not in self._sites:
+                    self._sites[site] = Growing(values.dtype, tuple(values.shape[1:]))
+                growing = self._sites[site]
+                step = len(places) if self._disk is None else self._at_once(growing)
+                for start in range(0, len(places), step):
+                    self._add(growing, places[start : start + step], values[start : start + step])
+
+    def add_tokens(self, tokens: Sequence[int]) -> None:
+        """Tokens that were generated since the run was opened; they are in its info."""
+        with self._lock:
+            self._demand_open()
+            self.about = replace(self.about, tokens=(*self.about.tokens, *map(int, tokens)))
+
+    def close(self) -> None:
+        """Finish the run: from here on it can be read. ``RuntimeError`` and ``OSError`` as of ``append``."""
+        with self._lock:
+            self._demand_open()
+            with self._or_nothing():
+                if self._disk is not None:
+                    self._spill(self._disk)
+                else:
+                    self._copy = {site: growing.chunks() for site, growing in self._sites.items()}
+                self._home.finish(self, self._held(), self._stored)
+                self._end("was closed")
+
+    def abort(self, why: str = "was aborted") -> None:
+        """Give the run up: nothing of it is kept. Without effect once it is closed or aborted."""
+        with self._lock:
+            if self._over is None:
+                self._home.forget(self, {stored.shard for stored in self._stored})
+                self._end(why)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+
+    def _end(self, why: str) -> None:
+        self._over = why
+        self._sites, self._stored, self._copy = {}, [], None
+
+    def _demand_open(self) -> None:
+        if self._over is not None:
+            raise RuntimeError(f"run {self.run!r} {self._over}: open a new one to write more")
+
+    def _checked(self, site: Site, positions: Sequence[int], rows: Tensor) -> Sequence[int]:
+        """The positions; ``ValueError`` where they or the rows do not fit."""
+        self._demand_open()
+        places = array("q", positions)
+        if rows.ndim == 0 or len(rows) != len(places):
+            raise self._wrong(site, f"{len(places)} positions for rows of shape {list(rows.shape)}: give one for each row")
+        if rows.dtype not in DTYPES:
+            raise self._wrong(site, f"rows of {rows.dtype}: it can keep {', '.join(map(str, DTYPES))}")
+        growing = self._sites.get(site)
+        if growing and (growing.dtype, growing.shape) != (rows.dtype, rows.shape[1:]):
+            before = f"{growing.dtype} and shape {list(growing.shape)}"
+            raise self._wrong(site, f"rows of {rows.dtype} and shape {list(rows.shape[1:])}, and had some of {before}")
+        ordered = sorted(places)
+        if ordered and ordered[0] < 0:
+            raise self._wrong(site, f"position {ordered[0]}: positions count from 0")
+        twice = (growing or Growing(rows.dtype, ())).repeated(ordered) if ordered else None
+        if twice is not None:
+            raise self._wrong(site, f"position {twice} twice: each position is captured once")
+        return places
+
+    def _wrong(self, site: Site, what: str) -> ValueError:
+        return ValueError(f"run {self.run!r} at {site} was given {what}")
+
+    def _at_once(self, growing: Growing) -> int:
+        """How many rows may go to the disk as one tensor: what is read of it later is read whole."""
+        return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
+
+    def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
+        taken, room = growing.nbytes, growing.room
+        growing.append(places, values)
+        self._bytes += growing.nbytes - taken
+        self._waiting += values.nbytes
+        if growing.room != room:
+            self._grown()
+        if self._disk is not None and self._waiting >= self._limit:
+            self._spill(self._disk)
+
+    def _grown(self) -> int:
+        """Tell the store how much memory this takes; how many bytes may wait for the disk."""
+        self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes)
+        if not keep and self._copy is not None:
+            self._copy, self._copy_bytes = None, 0
+            self._home.grown(self, self._bytes)
+        return self._limit
+
+    def _spill(self, disk: Disk) -> None:
+        """Write all that waits into a shard."""
+        taken = {site: growing.take() for site, growing in self._sites.items() if growing.fresh}
+        if not taken:
+            return
+        self._stored += disk.write(self.run, taken)
+        self._waiting, self._bytes = 0, sum(growing.nbytes for growing in self._sites.values())
+        if self._copy is not None:
+            for site, (places, rows) in taken.items():
+                self._copy.setdefault(site, []).append(held(places, rows))
+                self._copy_bytes += rows.nbytes
+        self._grown()
+
+    def _held(self) -> Held | None:
+        """The run for the memory tier, where all of it is in memory."""
+        if self._copy is None:
+            return None
+        sites = {site: (self._sites[site].kind, tuple(chunks)) for site, chunks in self._copy.items()}
+        nbytes = sum(kind.nbytes + 8 * kind.rows for kind, _ in sites.values()) + len(self.about.text()) + A_RUN
+        return Held(self.about, sites, nbytes)

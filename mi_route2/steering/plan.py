@@ -1,0 +1,576 @@
+"""One forward's steering, laid out before it runs: which tokens it holds, and for every site what acts on which of them."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, term
+from mi_route2.steering.table import Band, Rows, Table, summed
+
+
+class Piece(NamedTuple):
+    """The tokens ``start .. start + count - 1`` of a request whose prompt has ``prompt`` tokens."""
+
+    request: int
+    start: int
+    count: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One forward over ``b`` pieces of at most ``t`` tokens.
+
+    ``decode`` marks the tokens that were generated (position at or after the prompt's length), per token: one piece may hold both.
+    """
+
+    pieces: tuple[Piece, ...]
+    positions: Int[Tensor, "b t"]
+    real: Bool[Tensor, "b t"]
+    decode: Bool[Tensor, "b t"]
+
+    @property
+    def requests(self) -> tuple[int, ...]:
+        """The request of each row."""
+        return tuple(piece.request for piece in self.pieces)
+
+    @property
+    def single(self) -> bool:
+        """Whether every row is one token, so that nothing is padded."""
+        return self.positions.shape[1] == 1
+
+    @staticmethod
+    def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "Layout":
+        """The layout of ``pieces``; ``ValueError`` for none, two of one request, and numbers that cannot be."""
+        requests, starts, counts, prompts = zip(*pieces, strict=True) if pieces else ((), (), (), ())
+        if len(set(requests)) < max(len(pieces), 1):
+            raise ValueError("a layout needs at least one piece, and at most one of each request")
+        if min(min(requests), min(starts)) < 0 or min(min(counts), min(prompts)) < 1:
+            raise ValueError(f"pieces {pieces} cannot be: each has at least one token, and no number is negative")
+        start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
+        longest = max(counts)
+        if longest == 1:
+            decode = start >= prompt
+            return Layout(tuple(pieces), start, torch.ones_like(decode), decode)
+        count = torch.tensor(counts, device=device)[:, None]
+        steps = torch.arange(longest, device=device)[None]
+        real = steps < count
+        positions = torch.where(real, start + steps, 0)
+        return Layout(tuple(pieces), positions, real, real & (positions >= prompt))
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A monitor as it is calculated: what it is called in readings, its probe, and the vectors of its own."""
+
+    name: str
+    monitor: Monitor
+    probe: Tensor
+    adds: Mapping[Site, Tensor]
+    quarantined: frozenset[Site]
+
+    @property
+    def sites(self) -> set[Site]:
+        """Where it reads and acts."""
+        return {self.monitor.site, *self.adds, *self.quarantined}
+
+
+def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, ...]) -> Watch:
+    """``monitor``, resolved, on the device of ``rows``. ``ValueError`` where a vector or a quarantine does not fit."""
+    rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
+    rows.check_entries(monitor.adds)
+    quarantined = frozenset[Site]()
+    if monitor.quarantine is not None:
+        there = [site for site in quarantines if monitor.reaches(site)]
+        quarantined = frozenset(there if monitor.quarantined is None else monitor.quarantined)
+        if not quarantined or not quarantined.issubset(there):
+            raise ValueError(
+                f"the monitor at {monitor.site} is to {monitor.quarantine} a quarantine that is not there; behind it there are: "
+                f"{', '.join(map(str, there)) or 'none'}"
+            )
+    adds = {site: values.to(rows.device, rows.kind) for site, values in summed(monitor.adds).items()}
+    return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
+
+
+class Cells:
+    """The cells of each piece: its prompt tokens, its generated tokens."""
+
+    def __init__(self, layout: Layout):
+        self.device, (rows, width) = layout.positions.device, layout.positions.shape
+        self.count = rows * width
+        self.phases: list[tuple[range, range]] = []
+        for row, piece in enumerate(layout.pieces):
+            first, prompt = row * width, min(max(piece.prompt - piece.start, 0), piece.count)
+            self.phases.append((range(first, first + prompt), range(first + prompt, first + piece.count)))
+        self._indices: dict[tuple[range, ...], Tensor | None] = {}
+
+    def index(self, ranges: tuple[range, ...]) -> Tensor | None:
+        """The cells of ``ranges`` in this order; ``None`` where that is every cell of the batch, in order."""
+        if ranges not in self._indices:
+            cells = list(chain.from_iterable(ranges))
+            every = cells == list(range(self.count)) if len(cells) == self.count else False
+            self._indices[ranges] = None if every else torch.tensor(cells, device=self.device)
+        return self._indices[ranges]
+
+    def each(self, ranges: Sequence[range], values: Sequence[float] | Sequence[int], dtype: torch.dtype) -> Tensor:
+        """One value a range, as a tensor of one value a cell; of one value for all where they are equal."""
+        if len(set(values)) == 1:
+            return torch.tensor([values[0]], dtype=dtype, device=self.device)
+        spread = chain.from_iterable([value] * len(cells) for value, cells in zip(values, ranges, strict=True))
+        return torch.tensor(list(spread), dtype=dtype, device=self.device)
+
+    def which(self, ranges: Sequence[range], places: Sequence[int]) -> Tensor | None:
+        """One number a range as one number a cell; ``None`` where they are all the same, or count the cells."""
+        if len(set(places)) == 1 or (list(places) == list(range(len(ranges))) and all(len(cells) == 1 for cells in ranges)):
+            return None
+        return self.each(ranges, places, torch.long)
+
+
+KEPT = 256
+"""Up to so many cells each has its vector at hand; pieces of prompts look theirs up, or a plan would be as large as activations."""
+
+
+class Spread:
+    """Vectors over cells: ``which`` of ``vectors [m d]`` each cell has; ``None``: one a cell in order, or one for all."""
+
+    def __init__(self, vectors: Tensor, which: Tensor | None):
+        small = which is not None and len(which) <= KEPT
+        self.vectors = vectors.index_select(0, which) if which is not None and small else vectors
+        self.which = None if small else which
+
+    @staticmethod
+    def of(cells: Cells, ranges: Sequence[range], vectors: Sequence[Tensor]) -> "Spread":
+        """One vector a range; the same object is stored once."""
+        distinct = {id(vector): vector for vector in vectors}
+        places = {key: i for i, key in enumerate(distinct)}
+        return Spread(torch.stack(list(distinct.values())), cells.which(ranges, [places[id(vector)] for vector in vectors]))
+
+    def to(self, dtype: torch.dtype) -> "Spread":
+        """Rounded to ``dtype``."""
+        made = Spread(term(self.vectors, dtype=dtype), None)
+        made.which = self.which
+        return made
+
+    def rows(self) -> Tensor:
+        """A row a cell, or one for all."""
+        return self.vectors if self.which is None else self.vectors.index_select(0, self.which)
+
+
+class Term:
+    """Vectors to be added in some cells."""
+
+    def __init__(self, cells: Tensor | None, values: Spread, gates: tuple[int, ...] = ()):
+        self.cells, self.values, self.gates = cells, values, gates
+        self._ready: Spread | None = None
+
+    def add(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
+        """``x [cells width]`` with the vectors added; a new tensor."""
+        if self.gates:
+            return self._gated(x, gates)
+        ready = self._ready
+        if ready is None or ready.vectors.dtype != x.dtype:
+            ready = self._ready = self.values.to(x.dtype)
+        if self.cells is None:
+            return x + ready.rows()
+        return x.index_copy(0, self.cells, x.index_select(0, self.cells) + ready.rows())
+
+    def _gated(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
+        factor = None
+        for slot in self.gates:
+            here = _fired(gates[slot])
+            here = here if self.cells is None else here.index_select(0, self.cells)
+            factor = here if factor is None else factor * here
+        assert factor is not None
+        old = x if self.cells is None else x.index_select(0, self.cells)
+        # A closed gate leaves the bits: -0.0 + 0.0 would be 0.0.
+        new = torch.where((factor == 0)[:, None], old, old + term(self.values.rows(), factor, dtype=x.dtype))
+        return new if self.cells is None else x.index_copy(0, self.cells, new)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The k-th clamp of some cells."""
+
+    cells: Tensor | None
+    unit: Spread
+    low: Tensor
+    high: Tensor
+    strength: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.cells is None:
+            return clamp(x, self.unit.rows(), self.low, self.high, self.strength)
+        new = clamp(x.index_select(0, self.cells), self.unit.rows(), self.low, self.high, self.strength)
+        return x.index_copy(0, self.cells, new)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Factors ``offset + slope * g``: ``source`` among the site's scores, ``cells`` of the batch (``None``: all).
+
+    Without an offset they are ``g``.
+    """
+
+    slot: int
+    source: Tensor | None
+    cells: Tensor | None
+    offset: Tensor | None
+    slope: Tensor
+
+    def factors(self, g: Tensor, count: int) -> Tensor:
+        """One factor a cell, 1 where nothing is gated."""
+        factor = g if self.source is None else g.index_select(0, self.source)
+        factor = factor if self.offset is None else self.offset + self.slope * factor
+        if self.cells is None:
+            return factor
+        return torch.ones(count, dtype=g.dtype, device=g.device).index_copy(0, self.cells, factor)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """All monitors of a site. ``entries`` says which piece and monitor the scores are of, in their order."""
+
+    site: Site
+    entries: tuple[tuple[int, Watch, range], ...]
+    cells: Tensor | None
+    probes: Spread
+    threshold: Tensor
+    sharpness: Tensor
+    gates: tuple[Gate, ...]
+
+    def scores(self, x: Tensor) -> Tensor:
+        return score(x if self.cells is None else x.index_select(0, self.cells), self.probes.rows())
+
+    def gate(self, scores: Tensor) -> Tensor:
+        return squash(scores, self.threshold, self.sharpness)
+
+
+def _fired(gate: Tensor | None) -> Tensor:
+    if gate is None:
+        raise RuntimeError("a gated site fired before its monitor: hook every site of sites(), in the model's own forward")
+    return gate
+
+
+@dataclass
+class SiteStep:
+    """All that happens at a site, in this order: watch, gate the quarantine, steer, clamp."""
+
+    watched: Watched | None = None
+    quarantine: tuple[int, ...] = ()
+    terms: list[Term] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
+
+    def run(self, h: Tensor, forward: "Forward") -> Tensor:
+        """``h`` itself where nothing is changed."""
+        if h.shape[:2] != forward.shape:
+            raise ValueError(
+                f"a value of shape {list(h.shape)} in a forward over {list(forward.shape)} tokens: begin with its layout"
+            )
+        x = flat = h.reshape(forward.count, -1)
+        if self.watched is not None:
+            scores = self.watched.scores(flat)
+            forward.scores.append((self.watched, scores))
+            if self.watched.gates:
+                g = self.watched.gate(scores)
+                for gate in self.watched.gates:
+                    forward.gates[gate.slot] = gate.factors(g, forward.count)
+        for slot in self.quarantine:
+            x = attenuate(x, _fired(forward.gates[slot]))
+        for one in self.terms:
+            x = one.add(x, forward.gates)
+        for bound in self.bounds:
+            x = bound.apply(x)
+        return h if x is flat else x.view(h.shape)
+
+
+class Forward:
+    """What one forward writes down: the gates that are open, the scores that were read, the sites that fired."""
+
+    def __init__(self, shape: torch.Size, slots: int):
+        self.shape, self.count = shape, shape.numel()
+        self.gates: list[Tensor | None] = [None] * slots
+        self.scores: list[tuple[Watched, Tensor]] = []
+        self.fired: set[Site] = set()
+
+
+Lines = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
+"""Of a static term: its cells, different lines and their scales (``None``: all 1), and which of these each cell has."""
+QUARANTINE = {"close": (1.0, -1.0), "open": (0.0, 1.0)}
+"""``(a, b)`` of the quarantine's factor ``a + b * g``."""
+
+
+@dataclass(frozen=True)
+class Acting:
+    """What acts on a piece: the row and its scale in each phase, the row's clamps, the request's monitors."""
+
+    rows: tuple[int, int]
+    scales: tuple[float, float]
+    bands: tuple[Mapping[Site, tuple[Band, ...]], Mapping[Site, tuple[Band, ...]]]
+    watches: tuple[Watch, ...]
+
+
+@dataclass
+class Slot:
+    """Monitors of different pieces that gate the same, so that they share one factor a cell."""
+
+    number: int
+    members: list[tuple[int, Watch, range, tuple[float, float]]] = field(default_factory=list)
+    """Piece, monitor, the cells that it gates, ``(a, b)`` of its factor."""
+    used: bool = False
+
+    @property
+    def watch(self) -> Watch:
+        """One of them: they gate the same."""
+        return self.members[0][1]
+
+
+class Planner:
+    """One forward. ``acting`` has what acts on each piece, ``tier`` the dynamic vectors, already times their gain."""
+
+    def __init__(self, layout: Layout, acting: Sequence[Acting], tables: Mapping[Site, Table], tier: Mapping[Site, Tensor]):
+        self.cells, self.acting, self.tables, self.tier = Cells(layout), acting, tables, tier
+        self.steps: dict[Site, SiteStep] = {}
+        self.gating: list[Slot] = []
+        self.quarantining: list[Slot] = []
+        self._shared: dict[tuple[tuple[int, int, int, float], ...], Lines] = {}
+
+    def run(self) -> dict[Site, SiteStep]:
+        """Every site at which something acts or is watched in this forward."""
+        self._assign()
+        for site in self.tables:
+            self._static(site)
+        for site, values in self.tier.items():
+            self._dynamic(site, values)
+        for slot in self.gating:
+            self._own(slot)
+        for slot in self.quarantining:
+            slot.used = True
+            for site in slot.watch.quarantined:
+                self._step(site).quarantine += (slot.number,)
+        self._clamps()
+        self._watches()
+        return self.steps
+
+    @property
+    def slots(self) -> int:
+        """How many gates a forward has."""
+        return len(self.gating) + len(self.quarantining)
+
+    def _step(self, site: Site) -> SiteStep:
+        return self.steps.setdefault(site, SiteStep())
+
+    def _assign(self) -> None:
+        """A slot for each way to gate. The second monitor of a piece that gates alike has another one."""
+        gating: dict[tuple[object, ...], list] = {}
+        quarantining: dict[tuple[object, ...], list] = {}
+        for i, acting in enumerate(self.acting):
+            prompt, generated = self.cells.phases[i]
+            for slots in (gating, quarantining):
+                seen: dict[tuple[object, ...], int] = {}
+                for watch in acting.watches:
+                    monitor = watch.monitor
+                    if slots is gating:
+                        reach = (monitor.site, repr(monitor.gates), monitor.gate_rows)
+                        cells, factor = generated, monitor.factor
+                    elif monitor.quarantine is not None:
+                        reach = (monitor.site, repr(sorted(watch.quarantined)))
+                        cells = range(prompt.start, generated.stop) if monitor.prompt else generated
+                        factor = QUARANTINE[monitor.quarantine]
+                    else:
+                        continue
+                    seen[reach] = seen.get(reach, 0) + 1
+                    if cells:
+                        slots.setdefault((*reach, seen[reach]), []).append((i, watch, cells, factor))
+        number = 0
+        for slots, into in ((gating, self.gating), (quarantining, self.quarantining)):
+            for _, members in sorted(slots.items()):
+                into.append(Slot(number, members))
+                number += 1
+
+    def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
+        """The slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
+        found, pieces = [], set(pieces)
+        for slot in self.gating:
+            monitor = slot.watch.monitor
+            if monitor.gating(site) and (monitor.gate_rows or not rows) and any(i in pieces for i, *_ in slot.members):
+                slot.used = True
+                found.append(slot.number)
+        return tuple(found)
+
+    # Terms, in the order of the formula
+
+    def _static(self, site: Site) -> None:
+        table, picked = self.tables[site], []
+        for i, acting in enumerate(self.acting):
+            for decode in (0, 1):
+                line, scale = 2 * acting.rows[decode] + decode, acting.scales[decode]
+                if line in table.acts and scale != 0 and self.cells.phases[i][decode]:
+                    picked.append((i, decode, line, scale))
+        if picked:
+            cells, lines, scales, which = self._lines(tuple(picked), table.values.dtype)
+            values = table.values.index_select(0, lines)
+            values = values if scales is None else values * scales[:, None]
+            gates = self._gates(site, (i for i, decode, _, _ in picked if decode), rows=True)
+            self._step(site).terms.append(Term(cells, Spread(values, which), gates))
+
+    def _lines(self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype) -> Lines:
+        """Most sites have the same."""
+        if picked not in self._shared:
+            ranges = tuple(self.cells.phases[i][decode] for i, decode, _, _ in picked)
+            places: dict[tuple[int, float], int] = {}
+            which = [places.setdefault((line, scale), len(places)) for _, _, line, scale in picked]
+            scales = [scale for _, scale in places]
+            self._shared[picked] = (
+                self.cells.index(ranges),
+                torch.tensor([line for line, _ in places], device=self.cells.device),
+                None if set(scales) == {1.0} else torch.tensor(scales, dtype=kind, device=self.cells.device),
+                self.cells.which(ranges, which),
+            )
+        return self._shared[picked]
+
+    def _dynamic(self, site: Site, values: Tensor) -> None:
+        pieces = [i for i, (_, generated) in enumerate(self.cells.phases) if generated]
+        if pieces:
+            cells = self.cells.index(tuple(self.cells.phases[i][1] for i in pieces))
+            self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
+
+    def _own(self, slot: Slot) -> None:
+        """The vectors that the monitors of a slot bring."""
+        for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
+            here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
+            ranges = tuple(cells for cells, _ in here)
+            slot.used = True
+            values = Spread.of(self.cells, ranges, [vector for _, vector in here])
+            self._step(site).terms.append(Term(self.cells.index(ranges), values, (slot.number,)))
+
+    def _clamps(self) -> None:
+        found: dict[tuple[Site, int], list[tuple[range, Band]]] = {}
+        for i, acting in enumerate(self.acting):
+            for cells, bands in zip(self.cells.phases[i], acting.bands, strict=True):
+                for site, several in bands.items() if cells else ():
+                    for k, band in enumerate(several):
+                        found.setdefault((site, k), []).append((cells, band))
+        for (site, _), here in sorted(found.items(), key=lambda item: item[0]):
+            ranges, bands = tuple(cells for cells, _ in here), [band for _, band in here]
+            unit, kind = Spread.of(self.cells, ranges, [band.unit for band in bands]), bands[0].unit.dtype
+            low, high, strength = (
+                self.cells.each(ranges, [getattr(band, name) for band in bands], kind) for name in ("low", "high", "strength")
+            )
+            self._step(site).bounds.append(Bound(self.cells.index(ranges), unit, low, high, strength))
+
+    # Monitors
+
+    def _watches(self) -> None:
+        entries: dict[Site, list[tuple[int, Watch, range]]] = {}
+        for i, acting in enumerate(self.acting):
+            prompt, generated = self.cells.phases[i]
+            for watch in acting.watches:
+                entries.setdefault(watch.monitor.site, []).append((i, watch, range(prompt.start, generated.stop)))
+        for site, here in entries.items():
+            self._step(site).watched = self._watched(site, tuple(here))
+
+    def _watched(self, site: Site, entries: tuple[tuple[int, Watch, range], ...]) -> Watched:
+        ranges = tuple(cells for *_, cells in entries)
+        watches = [watch for _, watch, _ in entries]
+        kind, shared = watches[0].probe.dtype, {watch.monitor.probe: watch.probe for watch in watches}
+        probes = Spread.of(self.cells, ranges, [shared[watch.monitor.probe] for watch in watches])
+        threshold = self.cells.each(ranges, [watch.monitor.threshold for watch in watches], kind)
+        sharpness = self.cells.each(ranges, [watch.monitor.sharpness for watch in watches], kind)
+        start, total = {}, 0
+        for i, watch, cells in entries:
+            start[i, watch.name] = total - cells.start
+            total += len(cells)
+        slots = [slot for slot in (*self.gating, *self.quarantining) if slot.used and slot.watch.monitor.site == site]
+        gates = tuple(self._gate(slot, start, total, kind) for slot in slots)
+        return Watched(site, entries, self.cells.index(ranges), probes, threshold, sharpness, gates)
+
+    def _gate(self, slot: Slot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> Gate:
+        """``start`` brings a cell of a piece to its place among the site's scores."""
+        ranges = tuple(cells for _, _, cells, _ in slot.members)
+        shift = [start[i, watch.name] for i, watch, *_ in slot.members]
+        order = list(chain.from_iterable(range(c.start + s, c.stop + s) for c, s in zip(ranges, shift, strict=True)))
+        source = None if order == list(range(total)) else torch.tensor(order, device=self.cells.device)
+        offset, slope = (self.cells.each(ranges, [factor[k] for *_, factor in slot.members], kind) for k in (0, 1))
+        plain = all(factor == (0.0, 1.0) for *_, factor in slot.members)
+        return Gate(slot.number, source, self.cells.index(ranges), None if plain else offset, slope)
+
+
+def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float, decode: bool) -> bytes:
+    """Of all that acts on a prompt token, or a generated one; ``b""`` where nothing does.
+
+    A row's scale, the tier's gain and the monitors that gate something are in it; one that only watches is not.
+    """
+    row, scale = acting.rows[decode], acting.scales[decode]
+    parts = [rows.content(row, decode, scale)]
+    dynamic = tier if decode and gain else {}
+    for site, values in sorted(dynamic.items()):
+        parts.append(f"tier {site} {gain!r} ".encode() + values.cpu().view(torch.uint8).numpy().tobytes())
+    line = 2 * row + decode
+    static = {site for site, table in rows.tables.items() if line in table.acts} if scale else set()
+    for watch in acting.watches:
+        monitor = watch.monitor
+        gated = {*dynamic, *(static if monitor.gate_rows else ())}
+        steers = decode and (monitor.adds or any(monitor.gating(site) for site in gated))
+        if steers or (monitor.quarantine is not None and (decode or monitor.prompt)):
+            quarantined = " ".join(sorted(map(str, watch.quarantined)))
+            parts.append(b"monitor " + monitor.content() + quarantined.encode())
+    acts = [hashlib.sha256(part).digest() for part in parts if part]
+    return hashlib.sha256(b"".join(acts)).digest() if acts else b""
+
+
+class Reading(NamedTuple):
+    """A monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``."""
+
+    score: float
+    gate: float
+
+
+@dataclass(frozen=True)
+class Track:
+    """A monitor over the tokens of a piece, one number a token."""
+
+    scores: Float[Tensor, " n"]
+    gates: Float[Tensor, " n"]
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Of one forward; nothing is calculated before it is asked for, so that an idle monitor costs its scores alone."""
+
+    layout: Layout | None = None
+    scores: Sequence[tuple[Watched, Tensor]] = field(default=())
+
+    def __bool__(self) -> bool:
+        return bool(self.scores)
+
+    def _entries(self) -> Iterator[tuple[Watched, Tensor, int, str, int, int]]:
+        for watched, scores in self.scores:
+            start = 0
+            for piece, watch, cells in watched.entries:
+                yield watched, scores, piece, watch.name, start, start + len(cells)
+                start += len(cells)
+
+    def of(self, request: int) -> dict[str, Track]:
+        """Monitor -> scores and gates of the request's tokens in this forward, in their order."""
+        found: dict[str, Track] = {}
+        for watched, scores, piece, name, start, stop in self._entries():
+            if self.layout is not None and self.layout.pieces[piece].request == request:
+                found[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
+        return found
+
+    def last(self) -> Mapping[int, Mapping[str, Reading]]:
+        """Request -> monitor -> its reading at the last token of the request in this forward."""
+        found: dict[int, dict[str, Reading]] = {}
+        numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
+        for _, scores, piece, name, _, stop in self._entries():
+            assert self.layout is not None
+            values, gates = numbers[id(scores)]
+            found.setdefault(self.layout.pieces[piece].request, {})[name] = Reading(values[stop - 1], gates[stop - 1])
+        return found

@@ -1,0 +1,447 @@
+"""What a request carries to be steered: vectors in three tiers, clamps, and monitors, as frozen data; and what each does to
+activations, as pure functions.
+"""
+
+import hashlib
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from torch import Tensor
+
+from mi_route2.sites import Site, precedes
+from mi_route2.validation import NonNegative, Probability, validated
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to calculate in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def patch(
+    h: Float[Tensor, "*n d"], source: Float[Tensor, "*#n #d"], alpha: float | Float[Tensor, "*#n #d"]
+) -> Float[Tensor, "*n d"]:
+    """``(1 - alpha) * h + alpha * source``: alpha 1 is ``source`` bit for bit (rounded to the type of ``h``), alpha 0 is ``h``.
+
+    ``alpha`` is one number, one per row (``[n 1]``) or one per dimension (``[d]``). This form, not ``h + alpha * (source - h)``:
+    the difference would leave rounding at alpha 1.
+    """
+    kind = wide(h.dtype)
+    weight = torch.as_tensor(alpha, dtype=kind, device=h.device)
+    mixed = ((1 - weight) * h.to(kind) + weight * source.to(kind)).to(h.dtype)
+    # Chosen, not multiplied: 0 * inf is NaN, and -0.0 + 0.0 is 0.0.
+    return torch.where(weight == 1, source.to(h.dtype), torch.where(weight == 0, h, mixed)).expand_as(h)
+
+
+def term(vector: Float[Tensor, "*#n d"], *factors: float | Float[Tensor, "*#n"], dtype: torch.dtype) -> Float[Tensor, "*#n d"]:
+    """``vector * factor * ...`` from left to right (factors are numbers, or one per row), rounded to ``dtype`` once."""
+    product = vector.to(wide(torch.promote_types(vector.dtype, dtype)))
+    for factor in factors:
+        product = product * (factor.to(product.dtype)[..., None] if isinstance(factor, Tensor) else factor)
+    return product.to(dtype)
+
+
+def steer(
+    h: Float[Tensor, "*n d"],
+    static: Float[Tensor, "*#n d"] | None = None,
+    scale: float | Float[Tensor, "*#n"] = 1.0,
+    row_gate: float | Float[Tensor, "*#n"] = 1.0,
+    dynamic: Float[Tensor, "*#n d"] | None = None,
+    token_scale: float | Float[Tensor, "*#n"] = 0.0,
+) -> Float[Tensor, "*n d"]:
+    """``h + static * scale * row_gate + dynamic * token_scale``, the two terms added in this order.
+
+    A row whose factor is 0 is left as it is, bit for bit.
+    """
+    for vector, factors in ((static, (scale, row_gate)), (dynamic, (token_scale,))):
+        if vector is not None:
+            acts = torch.ones((), dtype=torch.bool, device=h.device)
+            for factor in factors:
+                acts = acts & (torch.as_tensor(factor, device=h.device) != 0)
+            h = torch.where(acts[..., None], h + term(vector, *factors, dtype=h.dtype), h)
+    return h
+
+
+def clamp(
+    h: Float[Tensor, "*n d"],
+    v: Float[Tensor, "*#n d"],
+    low: float | Float[Tensor, "*#n"],
+    high: float | Float[Tensor, "*#n"],
+    strength: float | Float[Tensor, "*#n"] = 1.0,
+) -> Float[Tensor, "*n d"]:
+    """Move the projection on the unit direction ``v`` towards ``[low, high]`` by the share ``strength``.
+
+    ``h`` is returned bit for bit where the projection is between the bounds. Several clamps are applied one after another.
+    """
+    kind = wide(h.dtype)
+    unit, full = v.to(kind), h.to(kind)
+    projection = (full * unit).sum(-1)  # a product and a sum: the bits of a row do not depend on how many rows there are
+    below, above = (torch.as_tensor(bound, dtype=kind, device=h.device) for bound in (low, high))
+    move = (projection.clamp(below, above) - projection) * torch.as_tensor(strength, dtype=kind, device=h.device)
+    return torch.where((move == 0)[..., None], h, (full + move[..., None] * unit).to(h.dtype))
+
+
+def score(h: Float[Tensor, "*n d"], probe: Float[Tensor, "*#n d"]) -> Float[Tensor, "*n"]:
+    """``h.probe`` in float32 at least; the bits of a row do not depend on the other rows."""
+    kind = wide(h.dtype)
+    return (h.to(kind) * probe.to(kind)).sum(-1)
+
+
+def squash(
+    scores: Float[Tensor, "*n"], threshold: float | Float[Tensor, "*#n"] = 0.0, sharpness: float | Float[Tensor, "*#n"] = 1.0
+) -> Float[Tensor, "*n"]:
+    """``sigmoid(sharpness * (score - threshold))``; the bits of a row do not depend on the other rows."""
+    x = sharpness * (scores - threshold)
+    if x.device.type == "cpu":
+        # Side by side in memory, eight at a time would be rounded otherwise than what is left over at the end.
+        x = torch.stack((x, x), -1)[..., 0]
+    return torch.sigmoid(x)
+
+
+def gate(
+    h: Float[Tensor, "*n d"],
+    probe: Float[Tensor, "*#n d"],
+    threshold: float | Float[Tensor, "*#n"] = 0.0,
+    sharpness: float | Float[Tensor, "*#n"] = 1.0,
+) -> Float[Tensor, "*n"]:
+    """``sigmoid(sharpness * (h.probe - threshold))``, in float32, for float64 activations in float64."""
+    return squash(score(h, probe), threshold, sharpness)
+
+
+def attenuate(h: Float[Tensor, "*n d"], factor: float | Float[Tensor, "*#n"]) -> Float[Tensor, "*n d"]:
+    """``h * factor``, row by row; a factor of 0 gives 0 whatever ``h`` holds, a factor of 1 gives ``h`` bit for bit."""
+    kind = wide(h.dtype)
+    share = torch.as_tensor(factor, dtype=kind, device=h.device)[..., None]
+    scaled = torch.where(share == 0, torch.zeros((), dtype=kind, device=h.device), h.to(kind) * share).to(h.dtype)
+    return torch.where(share == 1, h, scaled)  # a NaN keeps its bits
+
+
+Number = float | int
+TIERS = ("base", "prefill", "decode")
+KINDS = (*TIERS, "clamps", "monitors")
+CLAMPS = 4
+"""Clamps that one request may have at a site."""
+
+
+class Vector:
+    """A finite vector of its own, or the name of one; equal where content (or, unresolved, the name) is.
+
+    ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` where a number is not finite.
+    """
+
+    __slots__ = ("digest", "name", "values")
+
+    def __init__(self, given: "Vector | Tensor | Sequence[float] | str"):
+        if isinstance(given, Vector):
+            self.name, self.values, self.digest = given.name, given.values, given.digest
+            return
+        self.name = given if isinstance(given, str) else ""
+        self.values: Tensor | None = None
+        self.digest = b""
+        if isinstance(given, str):
+            if not given:
+                raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
+            return
+        try:
+            # Numbers without a type are as exact as they were written.
+            listed = isinstance(given, list | tuple)
+            values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {given!r:.60}") from error
+        if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
+            raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
+        wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+        self.values = values.to("cpu", wide, copy=True).flatten()
+        if not torch.isfinite(self.values).all():
+            raise ValueError("a vector holds NaN or infinity: give finite numbers")
+        self.digest = tensor_digest(self.values)
+
+    @property
+    def data(self) -> Float[Tensor, " n"]:
+        """The numbers; ``ValueError`` for a name that was not looked up."""
+        if self.values is None:
+            raise ValueError(f"the vector {self.name!r} is only a name as yet: register it in the state that is to look it up")
+        return self.values
+
+    def resolved(self, lookup: Callable[[str], "Vector"]) -> "Vector":
+        """The vector itself; what ``lookup`` raises passes through."""
+        return self if self.values is not None else lookup(self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vector) and (self.digest, "" if self.digest else self.name) == (
+            other.digest,
+            "" if other.digest else other.name,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest or self.name)
+
+    def __repr__(self) -> str:
+        return f"Vector({self.name!r})" if self.values is None else f"Vector({len(self.values)} numbers, {self.digest.hex()[:8]})"
+
+
+VectorLike = Vector | Tensor | Sequence[float] | str
+
+
+def tensor_digest(values: Tensor) -> bytes:
+    """SHA-256 of a CPU tensor's numbers, in whatever type they are."""
+    return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
+
+
+# Fields of what a request carries
+
+At = Annotated[Site, Field(description="a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre')")]
+AVector = Annotated[VectorLike, PlainValidator(Vector)]
+
+
+def _plain(value: object) -> object:
+    """One number of numpy's or torch's as Python's; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
+
+
+Plain = BeforeValidator(_plain)
+Bound = Annotated[float, Field(allow_inf_nan=True), Plain]
+
+
+def several(kind: type) -> PlainValidator:
+    """Of a field: several of ``kind`` in any iterable, kept as a tuple. One that stands alone is refused."""
+    return PlainValidator(partial(_tuple, kind))
+
+
+def _tuple(kind: type, given: object, info: Any) -> tuple:
+    name, what = info.field_name, kind.__name__
+    if isinstance(given, kind) or not isinstance(given, Iterable):
+        raise ValueError(f"{name} is a sequence of {what}, not one {type(given).__name__}: write ({what}(...),)")
+    found = tuple(given)
+    if wrong := [one for one in found if not isinstance(one, kind)]:
+        raise ValueError(f"{name} is a sequence of {what}, and one of it is a {type(wrong[0]).__name__}")
+    return found
+
+
+def _sites(given: object, info: Any) -> tuple[Site, ...] | None:
+    return None if given is None else tuple(sorted(set(_tuple(Site, given, info))))
+
+
+@validated
+class Steer:
+    """Add ``scale * vector`` at ``site``."""
+
+    site: At
+    vector: AVector
+    scale: Annotated[float, Plain] = 1.0
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Steer":
+        """Itself where there is no name to look up: this, and all of the others, is asked for every request."""
+        vector = Vector(self.vector)
+        return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
+
+    def values(self) -> Float[Tensor, " n"]:
+        """``scale * vector`` in float64."""
+        return Vector(self.vector).data.double() * self.scale
+
+    def content(self) -> bytes:
+        return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
+
+
+@validated
+class Clamp:
+    """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
+
+    ``vector`` is divided by its length; a bound may be infinite. ``value`` stands for ``low = high``. ``phase`` is prefill (the
+    prompt's tokens), decode (generated ones) or both. ``ValueError`` for bounds in the wrong order, for ``value`` beside a bound,
+    and where nothing bounds.
+    """
+
+    site: At
+    vector: AVector
+    low: Bound = -math.inf
+    high: Bound = math.inf
+    strength: Annotated[float, Plain] = 1.0
+    phase: Literal["both", "prefill", "decode"] = "both"
+    value: Annotated[float, Plain] | None = None
+
+    def __post_init__(self) -> None:
+        vector = Vector(self.vector)
+        if vector.values is not None and not bool(vector.values.any()):
+            raise ValueError(f"the clamp at {self.site} has a direction of zeros: give one with a length")
+        if self.value is not None and (self.low, self.high) != (-math.inf, math.inf):
+            raise ValueError(f"the clamp at {self.site} has a value and bounds: give value, or low and high")
+        low, high = self.bounds
+        if not low <= high:  # a NaN is neither
+            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: low is the smaller one")
+        if low == math.inf or high == -math.inf:
+            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: no number is between them")
+        if math.isinf(low) and math.isinf(high):
+            raise ValueError(f"the clamp at {self.site} has no bound: give low, high, both, or value")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lower and the upper one."""
+        return (self.low, self.high) if self.value is None else (self.value, self.value)
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
+        vector = Vector(self.vector)
+        return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
+
+    def unit(self) -> Float[Tensor, " n"]:
+        """The direction in float64, of length one."""
+        v = Vector(self.vector).data.double()
+        v = v / v.abs().max()  # first, or the squares of small numbers vanish
+        return v / v.norm()
+
+    def content(self) -> bytes:
+        numbers = repr((*self.bounds, self.strength, self.phase))
+        return b"|".join((str(self.site).encode(), Vector(self.vector).digest, numbers.encode()))
+
+
+def _called(name: str, info: Any) -> str:
+    return name or str(info.data.get("site"))
+
+
+@validated
+class Monitor:
+    """A probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` of every token at ``site``, in float32 at least.
+
+    What it may gate, at its own site and later ones, in the same forward and on generated tokens alone:
+
+    gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none, it only watches)
+    gate_rows     whether the request's static vectors at those sites are gated too
+    adds          vectors of its own, which act as ``g * vector`` (of ``mode="attenuate"``: by its factor)
+    quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every
+                  ``quarantine_out`` at or behind the monitor); ``prompt=True`` has this act on the prompt's tokens as well
+
+    The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A bias of the probe goes into ``threshold``.
+    ``ValueError`` for a gated site that fires before the monitor's.
+    """
+
+    site: At
+    probe: AVector
+    threshold: Annotated[float, Plain] = 0.0
+    sharpness: Annotated[NonNegative, Plain] = 1.0
+    mode: Literal["add", "attenuate"] = "add"
+    gates: Annotated[Sequence[Site] | None, PlainValidator(_sites)] = None
+    gate_rows: bool = False
+    quarantine: Literal["open", "close"] | None = None
+    quarantined: Annotated[Sequence[Site] | None, PlainValidator(_sites)] = None
+    adds: Annotated[Sequence[Steer], several(Steer)] = ()
+    depth: Annotated[Probability, Plain] = 1.0
+    prompt: bool = False
+    name: Annotated[str, AfterValidator(_called), Field(validate_default=True)] = ""
+
+    def __post_init__(self) -> None:
+        named = (*(self.gates or ()), *(self.quarantined or ()), *(entry.site for entry in self.adds))
+        for site in named:
+            if not self.reaches(site):
+                raise ValueError(
+                    f"the monitor at {self.site} cannot gate {site}: that fires before it, or on some models does; gate its own "
+                    "site or a later one"
+                )
+        if self.quarantined is not None and self.quarantine is None:
+            raise ValueError(f"the monitor at {self.site} names quarantines but not whether it opens or closes them")
+        for site in self.quarantined or ():
+            if site.point != "quarantine_out":
+                raise ValueError(f"{site} is no quarantine: name sites of the point quarantine_out")
+        if self.prompt and self.quarantine is None:
+            raise ValueError(f"the monitor at {self.site} has prompt=True but gates no quarantine: nothing else acts on a prompt")
+        if self.depth != 1.0 and self.mode != "attenuate":
+            raise ValueError(f"the monitor at {self.site} has depth={self.depth}, which is of mode 'attenuate' alone")
+
+    def reaches(self, site: Site) -> bool:
+        """Whether ``site`` is the monitor's own, or fires behind it in every forward."""
+        return site == self.site or precedes(self.site, site)
+
+    def gating(self, site: Site) -> bool:
+        """Whether the vectors that act at ``site`` are among those that it gates."""
+        return self.reaches(site) if self.gates is None else site in self.gates
+
+    @property
+    def factor(self) -> tuple[float, float]:
+        """``(a, b)`` of the factor ``a + b * g``."""
+        return (0.0, 1.0) if self.mode == "add" else (1.0, -float(self.depth))
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Monitor":
+        probe, adds = Vector(self.probe), tuple(entry.resolved(lookup) for entry in self.adds)
+        if probe.values is not None and all(map(operator.is_, adds, self.adds)):
+            return self
+        return replace(self, probe=probe.resolved(lookup), adds=adds)
+
+    def content(self) -> bytes:
+        """All but the name."""
+        sites = [None if some is None else [str(site) for site in some] for some in (self.gates, self.quarantined)]
+        numbers = (self.threshold, self.sharpness, self.mode, sites, self.gate_rows, self.quarantine, self.depth, self.prompt)
+        adds = b"+".join(entry.content() for entry in self.adds)
+        return b"|".join((str(self.site).encode(), Vector(self.probe).digest, repr(numbers).encode(), adds))
+
+
+@validated
+class Steering:
+    """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a
+    name (the site's, where none is given)."""
+
+    base: Annotated[Sequence[Steer], several(Steer)] = ()
+    prefill: Annotated[Sequence[Steer], several(Steer)] = ()
+    decode: Annotated[Sequence[Steer], several(Steer)] = ()
+    clamps: Annotated[Sequence[Clamp], several(Clamp)] = ()
+    monitors: Annotated[Sequence[Monitor], several(Monitor)] = ()
+
+    def __post_init__(self) -> None:
+        for phase in ("prefill", "decode"):
+            sites = [clamp.site for clamp in self.clamps if clamp.phase in ("both", phase)]
+            if crowded := [site for site in sites if sites.count(site) > CLAMPS]:
+                raise ValueError(f"{sites.count(crowded[0])} clamps at {crowded[0]}: a site takes at most {CLAMPS}")
+        names = [monitor.name for monitor in self.monitors]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two monitors are called {twice[0]!r}: give each a name of its own")
+
+    def vectors(self, tier: str) -> tuple[Steer, ...]:
+        """The entries of a tier: base, prefill or decode."""
+        if tier not in TIERS:
+            raise ValueError(f"tier={tier!r} is not one of {', '.join(map(repr, TIERS))}")
+        return tuple(getattr(self, tier))
+
+    def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
+        """With every name looked up; what ``lookup`` raises passes through."""
+        found = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
+        if all(map(operator.is_, (e for kind in KINDS for e in found[kind]), (e for kind in KINDS for e in getattr(self, kind)))):
+            return self
+        return Steering(**found)
+
+    def content(self) -> bytes:
+        """SHA-256 of what is asked for, not of names; ``ValueError`` where a name was not looked up."""
+        return self._content
+
+    @cached_property
+    def _content(self) -> bytes:
+        found = hashlib.sha256()
+        self.resolved(_unknown)
+        for kind in KINDS:
+            for entry in getattr(self, kind):
+                found.update(kind.encode() + b":" + entry.content() + b";")
+        return found.digest()
+
+    @property
+    def rows(self) -> "Steering":
+        """What a row of the table holds: vectors and clamps, no monitors."""
+        return replace(self, monitors=()) if self.monitors else self
+
+
+def _unknown(name: str) -> Vector:
+    raise ValueError(f"the vector {name!r} is only a name as yet: register it in the state that is to look it up")
+
+
+def looker(named: Mapping[str, Vector]) -> Callable[[str], Vector]:
+    """Looks names up in ``named``; ``ValueError`` lists what there is."""
+
+    def lookup(name: str) -> Vector:
+        if name not in named:
+            raise ValueError(f"no vector is registered as {name!r}; there are: {', '.join(sorted(named)) or 'none'}")
+        return named[name]
+
+    return lookup

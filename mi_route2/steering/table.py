@@ -1,0 +1,228 @@
+"""The table of static steering: one row a configuration, two lines a row (prefill and decode), shared by equal content.
+
+    line = 2 * row + decode        table[line] = global base + global tier + request base + request tier      (summed in float64)
+
+Row 0 is what acts on a request without vectors of its own: the globals. Rows are counted references; one that nobody holds is free.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mi_route2.sites import Site
+from mi_route2.steering.specs import TIERS, Clamp, Steer, Steering, Vector, wide
+
+Widths = Callable[[Site], tuple[int, ...]]
+Tiers = Mapping[str, Mapping[Site, Tensor]]
+PHASES = ("prefill", "decode")
+
+
+class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
+    """No row is free now: wait until a request has ended."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """A clamp as it is calculated: the unit direction on the device, and three numbers."""
+
+    unit: Tensor
+    low: float
+    high: float
+    strength: float
+
+
+@dataclass
+class Row:
+    """A configuration in the table."""
+
+    spec: Steering
+    key: bytes
+    tiers: Tiers
+    refs: int = 0
+    bands: tuple[Mapping[Site, tuple[Band, ...]], ...] = ({}, {})
+    """Clamps of a prefill and of a decode token."""
+    contents: dict[tuple[bool, bool], bytes] = field(default_factory=dict)
+
+
+@dataclass
+class Table:
+    """One site's lines, and which of them hold a vector that is not zero."""
+
+    values: Tensor
+    acts: set[int] = field(default_factory=set)
+
+
+def summed(entries: Iterable[Steer]) -> dict[Site, Tensor]:
+    """Site -> sum of ``scale * vector`` in float64, in the order given."""
+    total: dict[Site, Tensor] = {}
+    for entry in entries:
+        values = entry.values()
+        total[entry.site] = total[entry.site] + values if entry.site in total else values
+    return total
+
+
+class Rows:
+    """At most ``capacity`` configurations beside row 0."""
+
+    def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device):
+        if capacity < 0:
+            raise ValueError(f"rows={capacity} cannot be: give the number of steering configurations that may act at a time")
+        self.capacity, self.kind, self.device = capacity, wide(dtype), device
+        self._widths = widths
+        self.tables: dict[Site, Table] = {}
+        self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
+        self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
+        self._by_key: dict[bytes, int] = {b"": 0}
+        self._free = list(range(capacity, 0, -1))
+        self.closed = False
+        """Whether somebody waits for rows: then no other may take a free one."""
+
+    @property
+    def used(self) -> int:
+        """Configurations that are held."""
+        return self.capacity - len(self._free)
+
+    def demand_width(self, site: Site, vector: Vector, what: str) -> None:
+        """``ValueError`` unless ``vector`` fits at ``site``; what the widths raise for a site that is not there passes through."""
+        if (has := len(vector.data)) != (width := math.prod(self._widths(site))):
+            raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
+
+    def check(self, spec: Steering) -> None:
+        """``ValueError`` for a vector or a clamp that does not fit where it is to act."""
+        for tier in TIERS:
+            self.check_entries(spec.vectors(tier))
+        for clamp in spec.clamps:
+            self.demand_width(clamp.site, Vector(clamp.vector), "the clamp's direction")
+
+    def check_entries(self, entries: Sequence[Steer]) -> None:
+        """``ValueError`` for a vector that does not fit at its site, or whose sum is not finite in the table's type."""
+        for entry in entries:
+            self.demand_width(entry.site, Vector(entry.vector), "the vector")
+        for site, values in summed(entries).items():
+            if not bool(torch.isfinite(values.to(self.kind)).all()):
+                raise ValueError(f"the vector at {site} is beyond what {self.kind} holds: scale it down")
+
+    # What is held
+
+    def demand(self, specs: Sequence[Steering]) -> None:
+        """``Full`` where ``specs`` do not fit now, ``ValueError`` where they never will."""
+        needed = {key for spec in specs if (key := row_key(spec))}
+        if len(needed) > self.capacity:
+            raise ValueError(f"{len(needed)} steering rows are needed and there are {self.capacity}: ask for fewer, or raise rows")
+        free = 0 if self.closed else len(self._free)
+        if (new := len(needed - self._by_key.keys())) > free:
+            raise Full(f"{new} steering rows are needed and {free} of {self.capacity} are free: wait for a request to end")
+
+    def acquire(self, spec: Steering) -> int:
+        """The row that holds ``spec``; to be given back with ``release``. Row 0 where it holds nothing."""
+        key = row_key(spec)
+        if key not in self._by_key:
+            if not self._free:
+                raise Full(f"all {self.capacity} steering rows are held: wait for a request to end")
+            index = self._free.pop()
+            tiers = {tier: summed(spec.vectors(tier)) for tier in TIERS}
+            self._by_key[key] = index
+            self.rows[index] = Row(spec, key, tiers, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
+            self._write(index)
+        index = self._by_key[key]
+        self.rows[index].refs += 1
+        return index
+
+    def release(self, index: int) -> None:
+        """Give a row back; the last one frees it."""
+        row = self.rows[index]
+        row.refs -= 1
+        assert row.refs >= 0
+        if index and not row.refs:
+            del self.rows[index], self._by_key[row.key]
+            self._free.append(index)
+            for site in list(self.tables):
+                self._store(site, index, (None, None))
+
+    def _bands(self, clamps: Sequence[Clamp], phase: str) -> dict[Site, tuple[Band, ...]]:
+        found: dict[Site, tuple[Band, ...]] = {}
+        for clamp in clamps:
+            if clamp.phase in ("both", phase):
+                unit = clamp.unit().to(self.device, self.kind)
+                band = Band(unit, *clamp.bounds, clamp.strength)
+                found[clamp.site] = (*found.get(clamp.site, ()), band)
+        return found
+
+    # What is in the table
+
+    def set_global(self, tier: str, entries: Sequence[Steer]) -> None:
+        """Replace a global tier, in every line."""
+        before = set(self.globals[tier])
+        self.globals[tier] = summed(entries)
+        for index, row in self.rows.items():
+            row.contents.clear()
+            self._write(index, before | set(self.globals[tier]))
+
+    def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
+        """The vector of a line in float64, ``None`` where no tier has one."""
+        tiers = (self.globals["base"], self.globals[phase], row.tiers["base"], row.tiers[phase])
+        total = None
+        for tier in tiers:
+            if site in tier:
+                total = tier[site] if total is None else total + tier[site]
+        return total
+
+    def _write(self, index: int, sites: set[Site] | None = None) -> None:
+        row = self.rows[index]
+        if sites is None:
+            sites = {site for tiers in (self.globals, row.tiers) for tier in tiers.values() for site in tier}
+        for site in sites:
+            self._store(site, index, tuple(self.effective(row, site, phase) for phase in PHASES))
+
+    def _store(self, site: Site, index: int, pair: Sequence[Tensor | None]) -> None:
+        table = self.tables.get(site)
+        for line, values in enumerate(pair, start=2 * index):
+            values = None if values is None else values.to(self.kind)
+            if values is not None and bool(values.any()):
+                if table is None:
+                    shape = 2 * (self.capacity + 1), len(values)
+                    table = self.tables[site] = Table(torch.zeros(shape, dtype=self.kind, device=self.device))
+                table.values[line] = values.to(self.device)
+                table.acts.add(line)
+            elif table is not None and line in table.acts:
+                table.values[line] = 0
+                table.acts.discard(line)
+        if table is not None and not table.acts:
+            del self.tables[site]
+
+    def sites(self) -> set[Site]:
+        """Where a line or a clamp is."""
+        return set(self.tables).union(*(bands for row in self.rows.values() for bands in row.bands))
+
+    def content(self, index: int, decode: bool, scale: float) -> bytes:
+        """Digest of what a row does to a token of a phase, its vectors ``scale`` times; ``b""`` where it does nothing."""
+        row = self.rows[index]
+        key = (decode, scale != 0)
+        if key not in row.contents:
+            row.contents[key] = self._digest(row, index, decode, scale != 0)
+        found = row.contents[key]
+        if not found or scale in (0, 1):
+            return found
+        return hashlib.sha256(found + repr(scale).encode()).digest()
+
+    def _digest(self, row: Row, index: int, decode: bool, vectors: bool) -> bytes:
+        found, line, some = hashlib.sha256(), 2 * index + decode, False
+        for site in sorted(site for site, table in self.tables.items() if line in table.acts) if vectors else ():
+            found.update(f"vector {site} ".encode() + self.tables[site].values[line].cpu().view(torch.uint8).numpy().tobytes())
+            some = True
+        for site, bands in sorted(row.bands[decode].items()):
+            for band in bands:
+                found.update(f"clamp {site} {band.low!r} {band.high!r} {band.strength!r} ".encode())
+                found.update(band.unit.cpu().view(torch.uint8).numpy().tobytes())
+                some = True
+        return found.digest() if some else b""
+
+
+def row_key(spec: Steering) -> bytes:
+    """The content by which a row is shared; ``b""`` where it would hold nothing."""
+    empty = not (spec.base or spec.prefill or spec.decode or spec.clamps)
+    return b"" if empty else spec.rows.content()
