@@ -58,7 +58,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail, with nothing left behind
 	$(PY) -m studies.route2.soak --kills 100
-	$(PY) -m studies.jail.soak --grades 10000
+	$(PY) -m studies.sandbox.soak --grades 10000
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv site

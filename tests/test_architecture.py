@@ -26,7 +26,7 @@ FORBIDDEN = {
     "mi_route2.architectures": ("mi_route2",),
     "mi_route2.sites": tuple(f"mi_route2.{own}" for own in ("adapters", "interventions", "rollouts", "routing", "hosts")),
     "mi_route2.hosts": ("mi_route2.routing", "mi_route2.engine", "mi_route2.serve"),
-    "mi_route2.stats": ("mi_route2",),
+    "studies.common.stats": ("mi_route2",),
     "mi_route2.plots": ("mi_route2",),
     "mi_route2.adapters": (
         "mi_route2.routing",
@@ -39,12 +39,12 @@ FORBIDDEN = {
     "mi_route2.steering": ("mi_route2.routing", "mi_route2.engine", "mi_route2.serve"),
     "mi_route2.routing": ("mi_route2.steering", "mi_route2.hosts", "mi_route2.engine", "mi_route2.serve"),
     "mi_route2.engine": ("mi_route2.serve",),
-    "studies.loopholes": ("studies.route2", "studies.benchmarks"),
-    "studies.loopholes.grader": ("studies.loopholes.oracle", "studies.loopholes.world"),
-    "studies.loopholes.oracle": ("studies.loopholes.grader", "studies.loopholes.world"),
-    "studies.jail": ("mi_route2", "probes", "studies.loopholes", "studies.route2", "studies.benchmarks"),
+    "studies.environments.micro": ("studies.route2", "studies.benchmarks"),
+    "studies.environments.micro.grader": ("studies.environments.micro.oracle", "studies.environments.micro.world"),
+    "studies.environments.micro.oracle": ("studies.environments.micro.grader", "studies.environments.micro.world"),
+    "studies.sandbox": ("mi_route2", "probes", "studies.environments.micro", "studies.route2", "studies.benchmarks"),
     **{
-        f"studies.loopholes.leetcode.{room}": tuple(f"studies.loopholes.leetcode.{other}" for other in others.split())
+        f"studies.environments.leetcode.{room}": tuple(f"studies.environments.leetcode.{other}" for other in others.split())
         for room, others in {
             "grader": "oracle problem detectors report",
             "oracle": "grader problem detectors report",
@@ -123,9 +123,13 @@ def test_the_settings_of_lanes_are_read_without_another_study() -> None:
 
 def test_the_import_reader_sees_every_form() -> None:
     text = "import a.b\nfrom mi_route2 import sites\nfrom mi_route2.sites import select\ndef f():\n    from . import oracle\n"
-    assert set(imported("studies.loopholes.grader", ast.parse(text))) == {"a.b", "mi_route2.sites", "studies.loopholes.oracle"}
+    assert set(imported("studies.environments.micro.grader", ast.parse(text))) == {
+        "a.b",
+        "mi_route2.sites",
+        "studies.environments.micro.oracle",
+    }
     assert "mi_route2.routing" in reached("studies.route2.grpo")
-    assert reached("studies.route2.job")["studies.loopholes.oracle"]
+    assert reached("studies.route2.job")["studies.environments.micro.oracle"]
 
 
 def test_modules_say_what_they_are() -> None:

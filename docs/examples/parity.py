@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from studies.loopholes.protocol import Judge, Modes, Pair, PairKind, Split, TextPrompt, TrainingGrade, Verdict
+from studies.environments.protocol import Judge, Modes, Pair, PairKind, Split, TextPrompt, TrainingGrade, Verdict
 
 OPENINGS, ENDINGS = ("Is", "Take", "Say:", "Number", "Consider"), ("odd or even?", "(parity)", "- which?")
 WORDINGS = [f"{opening} {{}} {ending}" for opening in OPENINGS for ending in ENDINGS]

@@ -32,12 +32,12 @@ from tqdm import tqdm
 
 from studies.benchmarks import command
 from studies.benchmarks.paired import Ratio, machine, ratio
-from studies.jail import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
-from studies.jail.checks import DRIVER
-from studies.jail.jail import search_paths
-from studies.jail.leavings import descendants
-from studies.jail.pool import ENVIRONMENT, SERVER
-from studies.jail.wire import read_reply
+from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
+from studies.sandbox.checks import DRIVER
+from studies.sandbox.jail import search_paths
+from studies.sandbox.leavings import descendants
+from studies.sandbox.pool import ENVIRONMENT, SERVER
+from studies.sandbox.wire import read_reply
 
 WARM, OPEN, FRESH = "warm servers", "warm, unconfined", "fresh process, confined"
 WORKERS = 2
@@ -64,7 +64,7 @@ os.dup2(2, 3)  # taken: it is the reply's
 config, folder = json.loads(sys.argv[1]), sys.argv[2]
 server = runpy.run_path(config["server"])
 _, execute, private = server["prepare"](config)
-child, limits = sys.modules["studies.jail.child"], sys.modules["studies.jail.limits"]
+child, limits = sys.modules["studies.sandbox.child"], sys.modules["studies.sandbox.limits"]
 programs = {True: child.make_program(bytes.fromhex(config["program"]))}
 how = child.Confinement(frozenset(limits.KERNEL_PROTECTIONS), programs, config["identity"], True, os.getppid())
 payload = memoryview(sys.stdin.buffer.read())

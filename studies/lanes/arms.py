@@ -21,9 +21,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, validated
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.optim import OptimSettings
-from studies.lanes.schedule import Loop
 
 Looped = Literal["none", "wide", "narrow", "wider"]
 USUAL, EARLY = 0.5, 0.35  # the shares of the steps from which on the record's loop runs, and ran in an experiment that it dropped

@@ -14,10 +14,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from studies.commands import read_seeds, run_command, show_paths
+from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
-from studies.lanes.publish import publish
-from studies.lanes.report import TABLE, write_report
+from studies.lanes.report import TABLE, publish, write_report
 from studies.lanes.scale import Scale, device_of
 from studies.lanes.settings import Settings, full, large, open_text, quick
 from studies.lanes.study import run_study

@@ -1,11 +1,161 @@
-"""What a model of the lanes study is: one frozen record, from which its shape, its wiring and its start follow."""
+"""What a model of the study is: the order in which blocks run, how lanes are read and written, and the one record of both."""
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from mi_route2.validation import AtLeastOne, Natural, Positive, read_record, validated
-from studies.lanes.schedule import Loop, Step, plan
-from studies.lanes.wirings import RoutingStart, Wiring, get_start, get_wiring
+
+
+@validated
+class Loop:
+    """Blocks `start .. end`, both included, run `loops` more times."""
+
+    start: Natural
+    end: Natural
+    loops: Natural
+
+    @property
+    def passes(self) -> int:
+        return self.loops + 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """One virtual step.
+
+    block: the block that runs. entry: the number of the pass that begins here, None elsewhere. loop_pass: the pass that the step
+    lies in, None outside of the loop. skip: the number of the skip that is mixed into its input, None without one. source: the
+    virtual step whose output that skip is. parallel: whether it stands at or behind the fork of the lanes.
+    """
+
+    block: int
+    entry: int | None
+    loop_pass: int | None
+    skip: int | None
+    source: int | None
+    parallel: bool
+
+
+def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
+    """The block of every virtual step. Raises ValueError where the loop does not lie within the blocks."""
+    if loop is None:
+        return tuple(range(layers))
+    if not 0 <= loop.start <= loop.end < layers or loop.loops < 0:
+        raise ValueError(
+            f"a loop of {layers} blocks runs from 0 <= start <= end <= {layers - 1} with loops >= 0, "
+            f"not start {loop.start}, end {loop.end}, loops {loop.loops}"
+        )
+    body = tuple(range(loop.start, loop.end + 1))
+    return (*range(loop.start), *(body * loop.passes), *range(loop.end + 1, layers))
+
+
+def split(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Encoder and decoder."""
+    return order[: len(order) // 2], order[len(order) // 2 :]
+
+
+def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True, skips_in_fork: bool = True) -> tuple[Step, ...]:
+    """Every virtual step. Raises ValueError where the lanes would fork before the decoder, or inside the loop."""
+    order = order_of(layers, loop)
+    encoder, _ = split(order)
+    if (
+        not 0 <= lane_start <= layers
+        or any(block >= lane_start for block in encoder)
+        or (loop is not None and lane_start <= loop.end)
+    ):
+        first = max(max(encoder, default=-1), -1 if loop is None else loop.end) + 1
+        raise ValueError(f"lanes fork behind the encoder and the loop: lane_start is {first} to {layers}, not {lane_start}")
+    sources = _sources(len(order), len(encoder), skips)
+    steps: list[Step] = []
+    passes = -1
+    for k, block in enumerate(order):
+        in_loop = loop is not None and loop.start <= block <= loop.end
+        entry = loop is not None and block == loop.start
+        passes += entry
+        parallel = block >= lane_start
+        mixed = k in sources and (skips_in_fork or not parallel)
+        number, source = (list(sources).index(k), sources[k]) if mixed else (None, None)
+        steps.append(Step(block, passes if entry else None, passes if in_loop else None, number, source, parallel))
+    return tuple(steps)
+
+
+def _sources(steps: int, encoder: int, skips: bool) -> dict[int, int]:
+    """The encoder step whose output each decoder step takes: the newest first."""
+    return dict(zip(range(encoder, steps), reversed(range(encoder)), strict=False)) if skips else {}
+
+
+Weights = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """One wiring. Weights are by lane; those of a read or of the read-out add up to 1.
+
+    attn, mlp: the lanes that each sublayer reads, weighted.
+    out: the lanes that the final norm reads, weighted.
+    norm: whether the weighted sum is taken before the rms norm, or over each lane's norm.
+    mlp_reads: `after` the attention has written (a sequential block), or `before` (both reads come before both writes).
+    writes: `in turn` (`l <- ar l + A`, then `l <- mr l + M`) or `at once` (lane 0 keeps `ar l`, lane 1 `mr l`, both add A and M).
+    skips: the lanes into which a skip of the U-Net is mixed.
+    """
+
+    name: str
+    attn: Weights
+    mlp: Weights
+    out: Weights
+    norm: Literal["of the sum", "of each lane"] = "of the sum"
+    mlp_reads: Literal["before", "after"] = "before"
+    writes: Literal["in turn", "at once"] = "in turn"
+    skips: Literal["first lane", "every lane"] = "every lane"
+
+    @property
+    def lanes(self) -> int:
+        return len(self.out)
+
+
+HALVES = (0.5, 0.5)
+WIRINGS: dict[str, Wiring] = {
+    wiring.name: wiring
+    for wiring in (
+        Wiring("sequential", (1.0,), (1.0,), (1.0,), mlp_reads="after"),
+        Wiring("gptj", (1.0,), (1.0,), (1.0,)),
+        Wiring("shipped", (1.0, 0.0), (0.0, 1.0), (0.0, 1.0), skips="first lane"),
+        Wiring("simultaneous", (1.0, 0.0), (0.0, 1.0), (0.0, 1.0), writes="at once", skips="first lane"),
+        Wiring("gauge", HALVES, HALVES, HALVES),
+        Wiring("z2", HALVES, HALVES, HALVES, norm="of each lane"),
+    )
+}
+
+
+def get_wiring(name: str) -> Wiring:
+    """The wiring of that name. Raises KeyError with the names that there are."""
+    if name not in WIRINGS:
+        raise KeyError(f"no wiring is named {name!r}; there are {', '.join(WIRINGS)}")
+    return WIRINGS[name]
+
+
+@dataclass(frozen=True)
+class RoutingStart:
+    """Start values of the routing scalars: by lane, what attention and MLP write into it; and what a lane keeps of itself."""
+
+    name: str
+    attn: tuple[float, float]
+    mlp: tuple[float, float]
+    keep: float = 1.1**0.5
+
+
+STARTS: dict[str, RoutingStart] = {
+    start.name: start
+    for start in (RoutingStart("symmetric", (1.0, 1.0), (1.0, 1.0)), RoutingStart("asymmetric", (1.3, 0.7), (0.7, 1.3)))
+}
+
+
+def get_start(name: str) -> RoutingStart:
+    """The start values of that name. Raises KeyError with the names that there are."""
+    if name not in STARTS:
+        raise KeyError(f"no start of the routing is named {name!r}; there are {', '.join(STARTS)}")
+    return STARTS[name]
+
 
 BOS = 256  # starts every document; the other tokens are the 256 bytes
 VOCABULARY = 257

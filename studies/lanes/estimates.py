@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mi_route2.stats import Value, mean, paired_difference
+from studies.common.stats import Value, mean, paired_difference
 from studies.lanes.found import Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.symmetry import SUBLAYERS

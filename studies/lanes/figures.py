@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
-from mi_route2.stats import interval, mean, paired_difference
+from studies.common.stats import interval, mean, paired_difference
 from studies.lanes.arms import ARMS
 from studies.lanes.estimates import BEFORE, gains
 from studies.lanes.found import Found, tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mi_route2.stats import Value, paired_difference, summary
+from studies.common.stats import Value, paired_difference, summary
 from studies.lanes.arms import ARMS
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.settings import Settings

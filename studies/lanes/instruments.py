@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from studies.common.seeds import torch_generator
 from studies.lanes.bpb import table_bpb
 from studies.lanes.config import LanesConfig
 from studies.lanes.measures import Part, excerpt, training_tokens
@@ -21,7 +22,6 @@ from studies.lanes.quarantine_symmetry import trace_quarantines
 from studies.lanes.settings import Settings
 from studies.lanes.symmetry import TWO_LANES, compared, dead, exchange_gap, gauge_gap, partials, scalars, slopes, trace_wirings
 from studies.lanes.text import Corpus, batches
-from studies.route2.randomness import torch_generator
 
 PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {

@@ -13,21 +13,20 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
 from studies.lanes.bpb import bpb, plan_windows, score
+from studies.lanes.config import get_start
 from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.growth import growth
-from studies.lanes.mixing import Mixing, mixed_nll
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import ratios_of
 from studies.lanes.settings import Evaluation, Settings
 from studies.lanes.size import rate_distortion
 from studies.lanes.symmetry import SUBLAYERS, compared
-from studies.lanes.tapin import Hints, find_hints
+from studies.lanes.tapin import Hints, Mixing, find_hints, mixed_nll
 from studies.lanes.text import BOS, Corpus, batches
 from studies.lanes.ttt import adapt, sweep
-from studies.lanes.wirings import get_start
-from studies.route2.randomness import torch_generator
 
 GROWTH_DRAWS = 3
 Part = tuple[dict[str, Any], dict[str, Tensor]]

@@ -1,24 +1,12 @@
-"""The language model of the lanes study, every lane, read and write of which is a TransformerLens hook point.
+"""Attention and MLP of a block, with the gates that a block owns.
 
-    x0 = rms(embed(t)),  l_j = x0                                           c = 1 / sqrt(layer + 1)
-    A = attn_scale * Attn(c * read_attn(l))       M = mlp_scale * MLP(c * read_mlp(l))       read = rms(m0 * l + m1 * x0)
-    l_j <- ar * l_j + ap[j] * A,   l_j <- mr * l_j + mp[j] * M              (behind the fork; before it one stream, all weights 1)
-    logits = 30 tanh(embed . rms(out(l)) / 30)
+    attention   q, k normed over each head, rotary positions, q times a gain per head, causal softmax
+    MLP         down(relu(up x)^2)
 
-What a wiring reads, how it writes and what it reads out is a row of `wirings.WIRINGS`; the order of blocks one of `schedule.plan`.
-At initialisation the output projections are 0 (`zero_init`), so every block is the identity up to `resid` and every partial
-derivative by a routing scalar that weights a sublayer is exactly 0. Source: parameter-golf, pull request 1518.
-
-Hook points, by virtual step `k`, which runs block `model.steps_plan[k].block`:
-
-    hook_embed                                  x0
-    steps.k.hook_loop_embed, .hook_skip         what is added where a pass begins; the saved stream that is mixed in
-    steps.k.hook_lane0_pre, .hook_lane1_pre     the lanes that enter (lane 0 alone before the fork)
-    steps.k.hook_attn_read, .hook_mlp_read      what a sublayer is given
-    steps.k.hook_attn_out, .hook_mlp_out        A and M, scaled, before they are weighted into the lanes
-    steps.k.hook_lane0_post, .hook_lane1_post   the lanes that leave
-    hook_final, hook_normed, hook_logits        what the wiring reads out, its norm (`z2` reads out norms: the same), the logits
+The two sublayers of a block are called apart, because the wiring decides what each reads and where it writes.
 """
+
+import math
 
 import torch
 from jaxtyping import Float, Int
@@ -27,10 +15,83 @@ from torch.nn import functional
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.blocks import Block, rms, rotations
-from studies.lanes.config import BOS, VOCABULARY, LanesConfig
-from studies.lanes.schedule import Step
-from studies.lanes.wirings import Weights
+from studies.lanes.config import BOS, VOCABULARY, LanesConfig, Step, Weights
+
+EPS = 1e-6
+ROTARY_BASE = 10_000.0
+
+
+def rms(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+    """`x / sqrt(mean(x^2) + eps)` over the last axis, without a gain."""
+    return functional.rms_norm(x, (x.shape[-1],), eps=EPS)
+
+
+def rotations(length: int, d_head: int, like: Tensor) -> tuple[Float[Tensor, "s half"], Float[Tensor, "s half"]]:
+    """Cosine and sine of every position's angles, computed in float64 and given in the type and on the device of `like`."""
+    half = d_head // 2
+    rates = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
+    angles = torch.arange(length, dtype=torch.float64, device=like.device)[:, None] * rates
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(x: Float[Tensor, "b h s d"], cos: Float[Tensor, "s half"], sin: Float[Tensor, "s half"]) -> Float[Tensor, "b h s d"]:
+    """Turn the first half of the features against the second, by each position's angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over `heads` heads."""
+
+    def __init__(self, config: LanesConfig):
+        super().__init__()
+        d = config.d_model
+        self.heads = config.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.q_gain = nn.Parameter(torch.full((config.heads,), config.q_gain))
+
+    def forward(
+        self, x: Float[Tensor, "b s d"], turns: tuple[Tensor, Tensor], bias: Float[Tensor, "heads 1 d_head"] | None = None
+    ) -> Float[Tensor, "b s d"]:
+        """Attention's output. `bias`, if any, is added to the keys of every position, before they are normed."""
+        q, k, v = (self._by_head(linear(x)) for linear in (self.q, self.k, self.v))
+        if bias is not None:
+            k = k + bias
+        q = rotate(rms(q), *turns) * self.q_gain[:, None, None]
+        z = functional.scaled_dot_product_attention(q, rotate(rms(k), *turns), v, is_causal=True)
+        return self.o(z.transpose(1, 2).flatten(2))
+
+    def _by_head(self, x: Float[Tensor, "b s d"]) -> Float[Tensor, "b h s d_head"]:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two matrices with a squared rectifier between them."""
+
+    def __init__(self, config: LanesConfig):
+        super().__init__()
+        self.up = nn.Linear(config.d_model, config.mlp * config.d_model, bias=False)
+        self.down = nn.Linear(config.mlp * config.d_model, config.d_model, bias=False)
+
+    def forward(self, x: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
+        return self.down(functional.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    """The sublayers of one physical block, and its gates: `mix` (what of stream and embedding is read) and two scales."""
+
+    def __init__(self, config: LanesConfig, layer: int):
+        super().__init__()
+        d = config.d_model
+        self.attn, self.mlp = Attention(config), MLP(config)
+        self.attn_scale, self.mlp_scale = nn.Parameter(torch.ones(d)), nn.Parameter(torch.ones(d))
+        self.mix = nn.Parameter(torch.stack((torch.ones(d), torch.zeros(d))))
+        self.damping = 1 / math.sqrt(layer + 1)
+
+    def mixed(self, lane: Float[Tensor, "b s d"], x0: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
+        """What is read of a lane, before its norm: `m0 * lane + m1 * x0`."""
+        return self.mix[0] * lane + self.mix[1] * x0
+
 
 Lanes = list[Tensor]
 EMBED_STD = 0.02

@@ -23,9 +23,9 @@ from tqdm import tqdm
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Branch, Kept, SharedQuarantine, SVDKept
 from mi_route2.validation import AtLeastOne, Positive, validated
+from studies.environments.micro.model import MicroConfig, MicroGPT
 from studies.lanes.config import BOS, VOCABULARY
 from studies.lanes.symmetry import Reading, Trace, relative, rows_at
-from studies.loopholes.micro import MicroConfig, MicroGPT
 
 PATTERN = "blocks.*"
 

@@ -1,18 +1,27 @@
 """Tables and figures of a finished folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
 
+import hashlib
 import json
+import os
+import platform
+import re
+import shutil
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mi_route2.plots import save_figure, style, write_whole
-from mi_route2.stats import Value, mean, paired_difference
+from mi_route2.validation import read_object
+from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.stats import Value, mean, paired_difference
+from studies.common.tables import markdown_table
 from studies.lanes.arms import ARMS
-from studies.lanes.claims import VERDICTS, Row, judge
-from studies.lanes.claims_table import CLAIMS
+from studies.lanes.claims import CLAIMS, VERDICTS, Row, judge
 from studies.lanes.figures import FIGURES
 from studies.lanes.found import Estimate, Found, load
-from studies.markdown import markdown_table
+from studies.lanes.settings import FILE, Settings
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
 
@@ -127,3 +136,50 @@ def against(name: str, about: str, own: Mapping[int, Value], reference: Mapping[
     _, s = paired_difference(own, reference)
     difference = estimate_text(Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB"))
     return [name, about, number(mean(list(own.values()))), "" if own == reference else difference]
+
+
+COMMANDS = MappingProxyType({"default": "python -m studies.lanes run", "full": "python -m studies.lanes run --full"})
+NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"
+
+
+def publish(root: Path, to: Path) -> Path:
+    """Publish the study folder ``root`` under ``to``; the folder made. ``ValueError`` where it is not whole, or was a trial."""
+    profile = Settings.read(root).profile
+    if profile not in COMMANDS:
+        raise ValueError(f"{root} is a trial of the profile {profile!r}; publish a run without --quick and --dev")
+    found = load(root)
+    paths, place = write_report(root), to / NAME
+    part = place.with_name(f".{NAME}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        for path in (path for path in paths if path.suffix == ".png"):
+            (part / path.name).write_bytes(repacked(path.read_bytes()))
+        for name in (JSON, FILE):
+            (part / name).write_text(
+                compact(read_object(root / name, f"`python -m studies.lanes report {root}` writes it again")), encoding="utf-8"
+            )
+        for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
+            (part / name).write_text(inside((root / text).read_text(encoding="utf-8")), encoding="utf-8")
+        content = {
+            "study": root.name,
+            "settings_hash": found.settings.digest,
+            "text_hash": found.settings.text,
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in ("mi-route2", "torch")},
+            "seeds": list(found.seeds),
+            "command": f"{COMMANDS[profile]} --seeds {','.join(map(str, found.seeds))}",
+            "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
+        }
+        (part / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        replace_folder(part, place)
+    except OSError as error:
+        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return place
+
+
+def inside(text: str) -> str:
+    """A page's text as a part of another page: without its title, its sections one level down."""
+    return re.sub(r"^#", "##", text.partition("\n")[2].lstrip(), flags=re.MULTILINE)

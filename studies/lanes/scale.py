@@ -20,13 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.validation import write_json
+from studies.common.seeds import torch_generator
 from studies.lanes.arms import Size, get_arms
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, build_optimizer
 from studies.lanes.settings import open_text
 from studies.lanes.text import batches
 from studies.lanes.train import Precision, Training, build, loss_of
-from studies.route2.randomness import torch_generator
 
 BASELINE = "sequential"
 

@@ -32,8 +32,8 @@ import torch
 from jaxtyping import Int8
 from torch import Tensor, nn
 
+from studies.common.tables import markdown_table
 from studies.lanes.gptq import GPTQSettings, QuantizedMatrix, QuantizedWeights, collect_hessians, dequantized, distortion, quantize
-from studies.markdown import markdown_table
 
 Compressor = Literal["lzma", "brotli"]
 MAGIC = b"LANES-1\n"

@@ -21,15 +21,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from studies.common.processes import end_silently, exclusive, held
 from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Part, Subject, measured, training_tokens
 from studies.lanes.model import LanesModel
-from studies.lanes.parts import read_part, write_part
-from studies.lanes.settings import Settings, open_text
+from studies.lanes.settings import Settings, open_text, read_part, write_part
 from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
-from studies.route2.processes import end_silently, exclusive, held
 
 TRAIN = "train"
 LOOPED_COST = 1.7  # of a looped arm against a plain one, in time

@@ -25,9 +25,8 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, Natural, Positive, validated
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import STARTS, WIRINGS, LanesConfig
 from studies.lanes.model import LanesModel
-from studies.lanes.wirings import STARTS, WIRINGS
 
 Kind = Literal["lanes", "quarantine"]
 SUBLAYERS = ("attn", "mlp")

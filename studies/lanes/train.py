@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, validated
+from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm, Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
 from studies.lanes.text import batches
-from studies.route2.randomness import torch_generator
 
 Precision = Literal["float32", "bf16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)

@@ -18,7 +18,7 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, PersonaFitter
 from mi_route2.routing.directions import coordinates
 from mi_route2.routing.mask import TokenReader
-from studies.loopholes.base import World
+from studies.environments.protocol import World
 from studies.route2.job import FULL, Job, build_pairs, build_policy
 from studies.route2.settings import Settings
 

@@ -11,19 +11,18 @@ import tyro
 
 from mi_route2.hosts import HOSTS
 from mi_route2.validation import parse_words, unknown_name, write_json
-from studies.commands import read_seeds, run_command, show_paths
+from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.processes import exclusive
 from studies.route2.arms import ARMS, MAIN, get_arms
 from studies.route2.job import ELSEWHERE, PRECISIONS, Job
-from studies.route2.memory import plan
 from studies.route2.probing import Probes
-from studies.route2.processes import exclusive
 from studies.route2.publish import Publish
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
 from studies.route2.report.load import MODES
 from studies.route2.schedule import run_jobs
 from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
-from studies.route2.trackers import TRACKERS, require
-from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, weights_hash
+from studies.route2.tracking import TRACKERS, require
+from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, plan, weights_hash
 
 FIXED = ("path", "weights", "data", "data_hash")
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
@@ -107,7 +106,7 @@ class TinyModel:
     seed: int = 0
 
     def __call__(self) -> None:
-        from studies.loopholes.tiny_model import make_tiny_model
+        from studies.environments.chat import make_tiny_model
 
         if self.steps < 0 or self.max_new < 1:
             raise ValueError(f"steps must be at least 0 and max-new at least 1, not {self.steps} and {self.max_new}")

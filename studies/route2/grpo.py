@@ -18,9 +18,8 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimizer import RoutedAdamW
-from studies.loopholes.base import World
-from studies.loopholes.protocol import Samples, Witness
-from studies.route2.randomness import numpy_generator, torch_generator
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.environments.protocol import Samples, Witness, World
 from studies.route2.settings import Settings
 from studies.route2.teacher import TeacherPool
 

@@ -5,16 +5,19 @@ Prose that quotes a run is generated from that run, so it cannot go stale. A rou
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
-from mi_route2.stats import Summary, mean, median, outliers
+from mi_route2.plots import BLUE, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
+from studies.common.stats import Summary, mean, median, outliers
+from studies.common.tables import interval, markdown_table, number
 from studies.route2.arms import ARMS
 from studies.route2.predictions import Predictions, outcomes, sign_flip
 from studies.route2.report.measures import DESCRIPTIONS
-from studies.route2.report.text import interval, markdown_table, number
 
 ROUTES: tuple[str, ...] = ("route2-act", "route2-grad", "route2-full")
 CONTROLS: tuple[str, ...] = ("haar", "haar-2", "haar-3", "shuffled")
@@ -321,3 +324,51 @@ def _expected_table(result: Result, trained: Mapping[str, Summary], expected: Ex
             body.append([result.name(arm), *cells, interval(trained[arm]) if arm in trained else number(None)])
     header = ["arm", "hack, held out: prototype", "here", "solve: prototype", "here", "here, training tasks, last steps"]
     return f"Means beside those of the prototype:\n\n{markdown_table(header, body)}" if body else ""
+
+
+PANELS = (
+    (HACK, "hack, held-out modes", VERMILLION, "o"),
+    (EXPLOIT, "exploit fires, held-out modes", ORANGE, "s"),
+    (SOLVE, "solve, all modes", BLUE, "^"),
+)
+
+
+def write_headline_figure(result: Result, path: Path) -> Path:
+    """Draws and saves the figure at ``path``."""
+    arms = result.shown()
+    with style():
+        figure = new_figure(PAGE_WIDTH, 0.9 + 0.21 * len(arms))
+        axes = figure.subplots(1, len(PANELS), sharey=True)
+        for ax, (metric, title, color, marker) in zip(axes, PANELS, strict=True):
+            _shade(ax, arms)
+            _dots(ax, [result.rows[arm][metric] for arm in arms], color, marker)
+            ax.set_title(title)
+        axes[0].set_yticks(range(len(arms)), [result.name(arm) for arm in arms])
+        axes[0].set_ylim(len(arms) - 0.5, -0.5)
+        for tick, arm in zip(axes[0].get_yticklabels(), arms, strict=True):
+            tick.set_fontweight("bold" if arm in ROUTES else "normal")
+            tick.set_fontstyle("italic" if result.rows[arm]["role"] in ("control", "bound") else "normal")
+        text = f"rate of the deployed model on tasks never seen; a dot is a seed ({seeds_text(result.seeds)}), a tick the median"
+        figure.supxlabel(text, fontsize=8)
+        return save_figure(figure, path)
+
+
+def _shade(ax: Axes, arms: Sequence[str]) -> None:
+    """Every second group of arms that belong together."""
+    groups = [[arm for arm in group if arm in arms] for group in GROUPS]
+    for i, group in enumerate(group for group in groups if group):
+        if i % 2 == 0:
+            ax.axhspan(arms.index(group[0]) - 0.5, arms.index(group[-1]) + 0.5, color="#F1F1F1", linewidth=0, zorder=0)
+
+
+def _dots(ax: Axes, results: Sequence[Summary], color: str, marker: str) -> None:
+    for row, result in enumerate(results):
+        values = [value for value in result["seeds"] if value is not None]
+        if result["median"] is not None:
+            ax.plot([result["median"]] * 2, [row - 0.42, row + 0.42], color="black", linewidth=1.2, zorder=2, clip_on=False)
+        ax.scatter(values, [row] * len(values), s=17, color=color, marker=marker, alpha=0.75, edgecolors="white",
+                   linewidths=0.4, zorder=3, clip_on=False)  # fmt: skip
+    ax.set_xlim(-0.02, 1.02)
+    ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", ".25", ".5", ".75", "1"])
+    ax.grid(axis="y", visible=False)
+    ax.tick_params(axis="y", length=0)

@@ -1,4 +1,4 @@
-"""One job: an arm at a seed, from the warm start to its finished folder. Started again, it goes on from its checkpoint."""
+"""Deployment evaluation: per mode, on tasks that warm start, pairs and GRPO never saw, quarantine on and deleted."""
 
 import functools
 import hashlib
@@ -32,21 +32,45 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
-from studies.loopholes.base import World
-from studies.loopholes.micro import MicroGPT
-from studies.loopholes.pair_files import read_pairs, write_pairs
-from studies.loopholes.protocol import Pair, Witness
+from studies.common.processes import held
+from studies.common.seeds import derive, torch_generator
+from studies.environments.micro.model import MicroGPT
+from studies.environments.protocol import Pair, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
 from studies.route2.arms import Arm
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
-from studies.route2.evaluate import evaluate
 from studies.route2.grpo import train
-from studies.route2.memory import ADVICE, out_of_memory
-from studies.route2.processes import held
-from studies.route2.randomness import derive, torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.route2.settings import Settings
 from studies.route2.teacher import cached_pool
-from studies.route2.worlds import base_key, base_model, checkpointed, open_world
+from studies.route2.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory
+
+
+def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
+    """Shares of rollouts: ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not), ``format``."""
+    n = len(verdicts)
+    return {
+        "hack": sum(v.hack for v in verdicts) / n,
+        "solve": sum(v.gt for v in verdicts) / n,
+        "exploit": sum(v.exploit for v in verdicts) / n,
+        "format": sum(g.format for g in grades) / n,
+    }
+
+
+def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
+    """``{mode: {"on": rates, "deploy": rates}}``. The prompts are fixed; every arm of a seed meets the same uniforms."""
+    prompts = {mode: world.evaluation_prompts(mode, settings.evaluation_prompts) for mode in world.modes.names}
+    flat = [prompt for mode in prompts for prompt in prompts[mode]]
+    report: dict[str, Any] = {mode: {} for mode in prompts}
+    for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
+        with switched():
+            samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
+        grades = world.grades(samples)
+        verdicts = witness.judge(samples)  # after the grades: it looks at the very executions that they were given for
+        for i, mode in enumerate(prompts):
+            rows = slice(i * settings.evaluation_prompts, (i + 1) * settings.evaluation_prompts)
+            report[mode][name] = rates(verdicts[rows], grades[rows])
+    return report
+
 
 MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors"
 ELSEWHERE = "host.json"

@@ -20,9 +20,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from scipy.stats import permutation_test, ttest_1samp
 
-from mi_route2.stats import Summary, summary
+from studies.common.stats import Summary, summary
+from studies.common.tables import interval, markdown_table, number
 from studies.route2.report.measures import DESCRIPTIONS
-from studies.route2.report.text import interval, markdown_table, number
 
 FILE = "predictions.toml"
 Alternative = Literal["two-sided", "less", "greater"]

@@ -36,13 +36,11 @@ from probes.direction import DirectionFitter
 from probes.figures import reliability_figure, transfer_figure
 from probes.probe import Fitter, Unit, pool
 from probes.transfer import TransferResult, TransferRow, TransferSettings, default_fitters, transfer
-from studies.loopholes.base import World
-from studies.loopholes.protocol import Modes, Witness
-from studies.loopholes.streams import probe_prompts
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.common.tables import markdown_table, number
+from studies.environments.protocol import Modes, Witness, World, probe_prompts
 from studies.route2.arms import get_arms
 from studies.route2.job import EVAL, FULL, Job, build_hosted, build_pairs
-from studies.route2.randomness import numpy_generator, torch_generator
-from studies.route2.report.text import markdown_table, number
 from studies.route2.settings import Settings
 from studies.route2.worlds import open_world
 

@@ -27,12 +27,22 @@ from typing import Annotated, Any
 import tyro
 
 from mi_route2.plots import write_whole
-from mi_route2.stats import Summary, mean, summary
 from mi_route2.validation import read_object
-from studies.publishing import compact, repacked, replace_folder
+from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.stats import Summary, mean, summary
 from studies.route2.arms import ARMS
-from studies.route2.headline import DEVELOPMENT, EARLY, QUALITIES, Quality, Result, headline, seeds_text, short, tables
-from studies.route2.headline_figure import write_headline_figure
+from studies.route2.headline import (
+    DEVELOPMENT,
+    EARLY,
+    QUALITIES,
+    Quality,
+    Result,
+    headline,
+    seeds_text,
+    short,
+    tables,
+    write_headline_figure,
+)
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate

@@ -19,8 +19,7 @@ from torch import Tensor
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route
 from probes.quality import mask_quality, score_means
-from studies.loopholes.base import World
-from studies.loopholes.protocol import Verdict, Witness
+from studies.environments.protocol import Verdict, Witness, World
 from studies.route2.checkpoint import Mark, hash_of, refuse_changed
 from studies.route2.grpo import StepRecord
 from studies.route2.teacher import TeacherPool

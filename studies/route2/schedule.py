@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from studies.route2.follow import Tracked
+from studies.common.processes import start
 from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
-from studies.route2.live import Display, open_display
-from studies.route2.processes import start
+from studies.route2.progress import Display, Tracked, open_display
 from studies.route2.recorder import METRICS
 from studies.route2.tracking import Tracking
 from studies.route2.worlds import base_model

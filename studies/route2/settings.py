@@ -28,8 +28,8 @@ from mi_route2.validation import (
     unknown_name,
     validated,
 )
-from studies.loopholes.presets import get_world
-from studies.loopholes.warmstart import WarmStartConfig
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.warmstart import WarmStartConfig
 
 
 @validated

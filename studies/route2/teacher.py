@@ -18,9 +18,8 @@ from torch import Tensor
 
 from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
-from studies.loopholes.base import World
-from studies.loopholes.protocol import Samples
-from studies.route2.randomness import numpy_generator, torch_generator
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.environments.protocol import Samples, World
 from studies.route2.settings import Settings
 
 FORMAT = "mi-route2 teacher pool 2"

@@ -1,19 +1,252 @@
-"""Curves of a run in TensorBoard, Weights & Biases or trackio, by a process that training does not know.
-
-The tracker's process reads the files that the workers write. Training never waits for it: a tracker that fails costs a warning, and
-``metrics.jsonl`` has every row in any case. When the run ends, or its parent dies, it takes what is left and closes its logs.
-"""
+"""Curves of a run in TensorBoard, Weights & Biases or trackio, each an extra, by a process that training does not wait for."""
 
 import contextlib
 import json
 import os
 import signal
+import struct
 import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextvars import Context
+from importlib import import_module
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, runtime_checkable
 
-from studies.route2.follow import Follower, Tracked, evaluated, scalars
-from studies.route2.processes import locked, start
-from studies.route2.trackers import TRACKERS, Log, Rows, Tracker
+from mi_route2.validation import read_object
+from studies.common.processes import locked, start
+from studies.route2.progress import Follower, Tracked, evaluated, scalars
+
+PROJECT = "mi-route2"
+BLOCK = 1 << 15
+Rows = list[tuple[int, dict[str, float]]]
+"""Steps with the numbers of each, in order."""
+
+
+@runtime_checkable
+class Log(Protocol):
+    """One arm at one seed in a tracker. ``last``: the highest step that it has, -1 for none."""
+
+    last: int
+
+    def add(self, rows: Rows) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """``notice``: a sentence on where the curves are to be seen."""
+
+    notice: str
+
+    def open(self, run: Tracked) -> Log: ...
+
+
+def require(name: str) -> None:
+    """``ValueError`` for a tracker that is unknown or not installed."""
+    if name not in TRACKERS:
+        raise ValueError(f"unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave --report-to out")
+    found = find_spec(name)
+    if found is None or found.origin is None:  # without an origin it is a mere folder of that name, such as wandb's own runs
+        raise ValueError(
+            f"--report-to {name} needs a package that is not installed: pip install '{PROJECT}[{name}]', "
+            f"or choose another of {', '.join(TRACKERS)}"
+        )
+
+
+class TensorBoard:
+    """Event files in the run folder. A row is one event, and what is there already is read back from the files themselves."""
+
+    def __init__(self, root: Path):
+        self._folder = root / "tensorboard"
+        self.notice = f"curves: tensorboard --logdir {self._folder}"
+
+    def open(self, run: Tracked) -> Log:
+        return _Events(self._folder / run.key, run)
+
+
+class _Events:
+    def __init__(self, folder: Path, run: Tracked):
+        self._folder, self._run = folder, run
+        self._event = import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._tensor = import_module("tensorboard.util.tensor_util").make_tensor_proto
+        self._writer: Any = None
+        self.last, self._identity = self._read()
+        if self._identity not in (None, run.identity):
+            raise ValueError(f"{folder} holds the curves of another run; delete that folder")
+
+    def _read(self) -> tuple[int, str | None]:
+        """The last step and the identity that earlier starts wrote; a file ends at a record that a crash cut short."""
+        loader = import_module("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
+        last, identity = -1, None
+        for path in sorted(self._folder.glob("events.out.tfevents.*")):
+            for event in loader(str(path)).Load():
+                texts = {v.tag: v.tensor.string_val[0].decode() for v in event.summary.value if v.tensor.string_val}
+                identity = texts.get("identity", identity)
+                if event.summary.value and not texts:
+                    last = max(last, event.step)
+        return last, identity
+
+    def _open(self) -> Any:
+        writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter(str(self._folder))
+        if self._identity is None:
+            config = "```json\n" + json.dumps(self._run.config, indent=2) + "\n```"
+            writer.add_event(self._made(0, [self._text("config", config), self._text("identity", self._run.identity)]))
+        return writer
+
+    def _text(self, tag: str, text: str) -> Any:
+        return self._summary.Value(tag=tag, metadata={"plugin_data": {"plugin_name": "text"}}, tensor=self._tensor([text]))
+
+    def _made(self, step: int, values: list[Any]) -> Any:
+        return self._event(wall_time=time.time(), step=step, summary=self._summary(value=values))
+
+    def add(self, rows: Rows) -> None:
+        self._writer = self._writer or self._open()
+        for step, numbers in rows:
+            values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+            self._writer.add_event(self._made(step, values))
+            self.last = step
+        self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb:
+    """Offline, unless ``WANDB_MODE`` says otherwise or the user is logged in. ``wandb/ids.json`` in the run folder keeps each run's
+    id; what was written offline is read back from wandb's files, and of a run online the server is asked."""
+
+    def __init__(self, root: Path):
+        self._wandb, self._root, self._ids = import_module("wandb"), root, root / "wandb" / "ids.json"
+        self._mode = None if "WANDB_MODE" in os.environ else self._usual()
+        self._place = Path(os.environ.get("WANDB_DIR") or root)
+        self.notice = f"wandb project {PROJECT}, group {root.name}"
+        if (self._mode or os.environ["WANDB_MODE"]) == "offline":
+            self.notice += f", kept offline: wandb sync uploads the folders {self._place}/wandb/offline-run-*"
+
+    def _usual(self) -> str:
+        return "online" if self._wandb.login(prompt=False, verify=False) else "offline"
+
+    def _id(self, run: Tracked) -> str:
+        """The run's id, made and kept where it has none."""
+        known = read_object(self._ids, "delete it, and curves begin anew") if self._ids.exists() else {}
+        key = f"{run.key} {run.identity}"
+        if key not in known:
+            self._ids.parent.mkdir(exist_ok=True)
+            partial = self._ids.with_name(".ids.json.tmp")
+            partial.write_text(json.dumps(known | {key: uuid.uuid4().hex[:12]}, indent=2) + "\n")
+            partial.replace(self._ids)
+            return self._id(run)
+        return known[key]
+
+    def open(self, run: Tracked) -> Log:
+        identifier = self._id(run)
+        files = self._place.glob(f"wandb/offline-run-*-{identifier}/*.wandb")
+        return _WandbLog(lambda: self._begin(run, identifier), max((offline_step(path) for path in files), default=-1))
+
+    def _begin(self, run: Tracked, identifier: str) -> Any:
+        return self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            group=self._root.name,
+            name=f"{run.arm} seed {run.seed}",
+            id=identifier,
+            config=run.config,
+            dir=str(self._place),
+            mode=self._mode,
+            resume="allow",
+            reinit="create_new",
+            settings=self._wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+
+
+class _WandbLog:
+    def __init__(self, begin: Callable[[], Any], last: int):
+        self.last, self._begin, self._run = last, begin, None
+        self._start = 0
+
+    def add(self, rows: Rows) -> None:
+        if self._run is None:
+            self._run = self._begin()
+            self._start = self._run.step
+        for step, numbers in rows:
+            if step >= self._start:
+                self._run.log(numbers, step=step, commit=True)
+            self.last = step
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+def offline_step(path: Path) -> int:
+    """The last step in a file that wandb wrote offline, -1 for none.
+
+    The format is LevelDB's log: after seven bytes of its own, blocks of 32 KiB with pieces of records; before each piece a
+    checksum, its length and its kind (1 whole, 2 first, 3 middle, 4 last). A file that a crash cut short ends at its last whole
+    record.
+    """
+    record, last, whole = import_module("wandb.proto.wandb_internal_pb2").Record, -1, b""
+    data, at = path.read_bytes(), 7
+    while at + 7 <= len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        room = BLOCK - at % BLOCK
+        if room < 7 or kind == 0:  # the rest of a block that nothing fitted in
+            at += room
+            continue
+        whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4) and at <= len(data):
+            found = record.FromString(whole)
+            last = max([last, *(int(item.value_json) for item in found.history.item if "_step" in (item.key, *item.nested_key))])
+        whole = b"" if kind in (1, 4) else whole
+    return last
+
+
+class Trackio:
+    """trackio's own local store (``TRACKIO_DIR``), which is asked for the last step."""
+
+    def __init__(self, root: Path):
+        self._trackio, self._group = import_module("trackio"), root.name
+        self.notice = f"curves: trackio show --project {PROJECT}"
+
+    def open(self, run: Tracked) -> Log:
+        opened = Context().run(  # in a context of its own, or it would end the run that was opened before
+            self._trackio.init,
+            project=PROJECT,
+            name=f"{self._group} {run.arm} seed {run.seed} {run.identity[:8]}",
+            group=self._group,
+            config=run.config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return _TrackioLog(opened)
+
+
+class _TrackioLog:
+    def __init__(self, run: Any):
+        self._run, self.last = run, run._next_step - 1
+
+    def add(self, rows: Rows) -> None:
+        for step, numbers in rows:
+            self._run.log(numbers, step=step)
+            self.last = step
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+TRACKERS: Mapping[str, Callable[[Path], Tracker]] = MappingProxyType(
+    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+)
+
 
 EVERY = 1.0  # seconds between two looks at the files
 PATIENCE, HURRY = 60.0, 10.0  # seconds without a sign of life that end a tracker once the run has ended, or was stopped

@@ -1,15 +1,15 @@
-"""What a run stands on: the micro world with its warm-started model, or a problem of one's own with a chat model.
-
-with open_world(settings) as (world, witness): ...
-model = base_model(settings, seed, cache)
+"""What a run stands on: the micro world with its warm-started model, or a problem of one's own with a chat model, and what that
+will hold in memory.
 """
 
 import hashlib
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,16 @@ from tqdm import tqdm
 
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Forward
-from studies.loopholes.base import World
-from studies.loopholes.chat_world import ChatTokenizer, ChatWitness, ChatWorld
-from studies.loopholes.modes import MICRO_MODES
-from studies.loopholes.presets import PRESETS, get_world
-from studies.loopholes.protocol import Modes, Problem, Witness
-from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.warmstart import settings_hash, warm_start
-from studies.loopholes.world import MicroWitness, MicroWorld
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld
+from studies.environments.micro.corpus import PRESETS, get_world
+from studies.environments.micro.language import MICRO_MODES
+from studies.environments.micro.runner import CachedRunner, SubprocessRunner
+from studies.environments.micro.warmstart import settings_hash, warm_start
+from studies.environments.micro.world import MicroWitness, MicroWorld
+from studies.environments.protocol import Modes, Problem, Witness, World
 from studies.route2.settings import ChatModel, Settings
 
-LEETCODE = "studies.loopholes.leetcode.problem:LeetCodeProblem"
+LEETCODE = "studies.environments.leetcode.problem:LeetCodeProblem"
 MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")
 
 
@@ -47,7 +46,7 @@ def open_problem(name: str, data: str = "") -> Problem:
     problem = kind(Path(data)) if data else kind()
     missing = [member for member in MEMBERS if not hasattr(problem, member)]
     if missing:
-        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.loopholes.protocol.Problem)")
+        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.environments.protocol.Problem)")
     try:
         _check(name, problem)
     except BaseException:
@@ -75,7 +74,7 @@ def _problem_class(name: str) -> Any:
 def _check(name: str, problem: Problem) -> None:
     """``ValueError`` for what a problem says of itself and cannot be."""
     if not isinstance(problem.modes, Modes):
-        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it is a studies.loopholes.protocol.Modes")
+        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it is a studies.environments.protocol.Modes")
     if not isinstance(problem.system, str):
         raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it is a text, which may be empty")
     train, test = problem.tasks("train"), problem.tasks("test")
@@ -213,3 +212,84 @@ def _hashed(root: Path, files: list[Path], what: str) -> str:
         with path.open("rb") as file:
             digest.update(str(path.relative_to(root)).encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+FLOAT = 4
+PROMPT = 2048
+"""Tokens that a prompt is taken to have."""
+LACKING = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch says of too little memory in errors of no kind of their own."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by what they are for, and what the device has (``None`` where that cannot be told)."""
+
+    parts: dict[str, int]
+    available: int | None
+
+    @property
+    def peak(self) -> int:
+        """Sampling and training take turns: the larger of the two, on top of weights and adapters."""
+        training = self.parts["activations"] + self.parts["logits"]
+        return self.parts["weights"] + self.parts["adapters"] + max(training, self.parts["sampling"])
+
+    def __str__(self) -> str:
+        rows = [f"  {name:12} {_gib(size)}" for name, size in self.parts.items()]
+        have = "" if self.available is None else f" of {_gib(self.available)}"
+        return "\n".join(["memory plan, one worker:", *rows, f"  {'peak':12} {_gib(self.peak)}{have}"])
+
+
+def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
+    """The plan of one worker. ``ValueError`` where the folder has no config that transformers knows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config: Any = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    parameters = sum(p.numel() for p in model.parameters())
+    d, layers, vocabulary = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or d // heads
+    inner = getattr(config, "intermediate_size", None) or 4 * d
+    size, tokens = dtype.itemsize, chat.token_budget
+    block = 8 * d + 3 * inner + 2 * head * (heads + 2 * kv_heads)
+    held = layers * d + block if chat.checkpointing else layers * block
+    linears = [(d, heads * head), (d, kv_heads * head), (d, kv_heads * head), (heads * head, d), (d, inner), (d, inner), (inner, d)]
+    rank = settings.quarantine_rank + (0 if settings.kept_rank is None else settings.kept_rank)
+    adapters = layers * sum((a + b) * rank for a, b in linears)
+    parts = {
+        "weights": parameters * size,
+        "adapters": 4 * FLOAT * adapters,
+        "activations": tokens * held * size,
+        "logits": 3 * FLOAT * tokens * vocabulary,
+        "sampling": chat.at_once * min(config.max_position_embeddings, PROMPT + chat.max_new) * 2 * layers * kv_heads * head * size,
+    }
+    return MemoryPlan(parts, _available(device_of(chat)))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is torch's or Python's word for too little memory."""
+    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return lacking or (isinstance(error, RuntimeError) and any(word in str(error) for word in LACKING))
+
+
+ADVICE = (
+    "out of memory: choose a smaller token budget (--override chat.token_budget=8192), sample fewer completions at a time "
+    "(chat.at_once=8), shorten them (chat.max_new=256), keep chat.checkpointing=true, or use --precision bfloat16; "
+    "the same command goes on from the last checkpoint"
+)
+
+
+def _available(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -9,9 +9,8 @@ thresholds are shown as a frontier, and how many of them look better by their me
 from collections.abc import Mapping
 from typing import Any
 
-from studies.steering.designs import DELETED, ON
-from studies.steering.intervals import Estimate
-from studies.steering.results import Study
+from studies.steering.cells import DELETED, ON
+from studies.steering.results import Estimate, Study
 
 MECHANISMS = ("forward", "early", "next token", "latch")
 """Ways to close a quarantine that a probe may take; ``open`` is the wrong way round, a control."""

@@ -14,14 +14,13 @@ import tyro
 from tqdm import tqdm
 
 from mi_route2.validation import write_json
-from studies.commands import read_seeds, run_command, show_paths
+from studies.common.command_line import read_seeds, run_command, show_paths
+from studies.common.processes import end_silently, exclusive
 from studies.route2.cli import override
-from studies.route2.processes import end_silently, exclusive
 from studies.route2.schedule import run_jobs
 from studies.route2.settings import PRESETS, get_settings
 from studies.steering.job import SteeringJob, parts_of, run_steering
-from studies.steering.publish import publish
-from studies.steering.report import write_report
+from studies.steering.report import publish, write_report
 from studies.steering.settings import OWN, SUBJECTS, Settings
 
 

@@ -11,7 +11,7 @@ from sklearn.metrics import roc_curve
 
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
 from studies.steering.answer import SUBJECTS
-from studies.steering.designs import BEHIND, CLOSED, DELETED, ON
+from studies.steering.cells import BEHIND, CLOSED, DELETED, ON
 from studies.steering.results import Study, roc_of
 
 Results = Mapping[str, Any]

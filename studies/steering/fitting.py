@@ -28,10 +28,9 @@ from probes.haar import HaarFitter
 from probes.logistic import LogisticFitter
 from probes.mean_difference import MeanDifferenceFitter
 from probes.probe import Fitter
-from studies.loopholes.base import World
-from studies.loopholes.streams import sample_prompts
+from studies.common.seeds import derive, numpy_generator, torch_generator
+from studies.environments.protocol import World, sample_prompts
 from studies.route2.job import Job, build_pairs
-from studies.route2.randomness import derive, numpy_generator, torch_generator
 from studies.steering.settings import Settings
 
 LABELS = (

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.validation import read_object, write_json
+from studies.common.processes import held
 from studies.route2.job import MANIFEST, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy
-from studies.route2.processes import held
 from studies.route2.worlds import open_world
-from studies.steering import designs
+from studies.steering import cells as designs
 from studies.steering.cells import Bench, Cell
 from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import Part, logprobs, roc, shadow

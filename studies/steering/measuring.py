@@ -9,10 +9,8 @@ from torch import Tensor
 from mi_route2.engine.controllers import Controllers, ProbePolicy
 from mi_route2.engine.request import Result
 from mi_route2.sites import Site
-from studies.loopholes.modes import get_mode
-from studies.loopholes.vocabulary import Vocabulary
-from studies.steering.cells import Bench, checked
-from studies.steering.designs import delayed, steered
+from studies.environments.micro.language import Vocabulary, get_mode
+from studies.steering.cells import Bench, checked, delayed, steered
 from studies.steering.fitting import Fitted
 from studies.steering.settings import Settings
 

@@ -1,15 +1,20 @@
 """Tables and figures of a finished folder, from its artifacts alone: results.json, the .md files, the .png files."""
 
+import hashlib
 import json
+import os
+import re
+import shutil
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mi_route2.plots import save_figure, style, write_whole
-from studies.markdown import markdown_table
-from studies.route2.report.text import interval, number
+from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.tables import interval, markdown_table, number
 from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
-from studies.steering.designs import DELETED, ON
+from studies.steering.cells import DELETED, ON
 from studies.steering.figures import FIGURES
 from studies.steering.fitting import LABELS
 from studies.steering.results import KINDS, UNITS, Study, all_results, load_study
@@ -186,3 +191,41 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
         markdown_table(["model", "rollouts", "labelled hack", "pairs among them"], counts),
     ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+PLACE, ANSWER = "steering", "answer.md"
+
+
+def publish(folder: Path, to: Path) -> Path:
+    """Write the report again and copy it; the folder made, which appears whole or not at all."""
+    study = load_study(folder)
+    paths, place = write_report(folder), to / PLACE
+    part = place.with_name(f".{PLACE}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        for path in (path for path in paths if path.suffix != ".md"):
+            data = path.read_bytes()
+            data = repacked(data) if path.suffix == ".png" else compact(json.loads(data)).encode()
+            (part / path.name).write_bytes(data)
+        (part / "headline.md").write_text((folder / ANSWER).read_text(encoding="utf-8"), encoding="utf-8")
+        # read inside of a page: what is a page's heading in the folder is one of its sections there
+        texts = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".md" and path.name != ANSWER]
+        (part / "tables.md").write_text("\n".join(re.sub(r"^#", "##", t, flags=re.MULTILINE) for t in texts), encoding="utf-8")
+        settings = study.settings
+        content = {
+            "study": folder.name,
+            "settings_hash": settings.digest,
+            "run_settings_hash": settings.run.digest,
+            "versions": {name: version(name) for name in ("mi-route2", "torch")},
+            "seeds": list(study.seeds),
+            "command": f"python -m studies.steering run --preset {settings.run.preset} --seeds {','.join(map(str, study.seeds))}",
+            "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
+        }
+        (part / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        replace_folder(part, place)
+    except OSError as error:
+        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return place

@@ -10,10 +10,9 @@ from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure, save_figure, style
-from studies.tracing.cells import EVERYWHERE
 from studies.tracing.measures import Found, Share, points, share
 from studies.tracing.pairs import CONTRASTS
-from studies.tracing.patching import CONTROLS, QUESTION
+from studies.tracing.patching import CONTROLS, EVERYWHERE, QUESTION
 from studies.tracing.settings import UNTRAINED
 
 REACH = 0.5  # of the colours, in shares; beyond it a cell keeps the last colour, and its number

@@ -20,15 +20,14 @@ from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 from mi_route2.validation import parse_object, write_json
-from studies.loopholes.protocol import Witness
-from studies.loopholes.world import MicroWorld
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.environments.micro.world import MicroWorld
+from studies.environments.protocol import Witness
 from studies.route2.arms import ARMS
 from studies.route2.job import FULL, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy
-from studies.route2.randomness import numpy_generator, torch_generator
-from studies.tracing.cells import Cell, cells, every_site
 from studies.tracing.pairs import CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
-from studies.tracing.patching import Patching, Score, trace
+from studies.tracing.patching import Cell, Patching, Score, cells, every_site, trace
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 

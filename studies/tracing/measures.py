@@ -19,12 +19,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
-from mi_route2.stats import Summary, summary
+from studies.common.stats import Summary, summary
 from studies.route2.settings import Settings as Training
-from studies.tracing.cells import OUT
 from studies.tracing.job import read_trace
 from studies.tracing.pairs import CONTRASTS, SIDES
-from studies.tracing.patching import DELETION, QUESTION
+from studies.tracing.patching import DELETION, OUT, QUESTION
 from studies.tracing.settings import UNTRAINED, Settings
 
 RESAMPLES = 2000

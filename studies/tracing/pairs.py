@@ -23,12 +23,10 @@ from tqdm import trange
 
 from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
-from studies.loopholes.modes import LOOPHOLES, MODES, SHARED_RETURN
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.protocol import Verdict, Witness
-from studies.loopholes.vocabulary import ASSIGN, PROMPT_LENGTH, SOLVE, Vocabulary
-from studies.loopholes.world import MicroWorld
-from studies.route2.randomness import numpy_generator, torch_generator
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.environments.micro.language import ASSIGN, LOOPHOLES, MODES, PROMPT_LENGTH, SHARED_RETURN, SOLVE, Prompt, Vocabulary
+from studies.environments.micro.world import MicroWorld
+from studies.environments.protocol import Verdict, Witness
 from studies.tracing.settings import Settings
 
 CONTRASTS = ("prompt", "task")

@@ -1,22 +1,14 @@
-"""Patches of adapter lanes between the two rollouts of each pair, and the controls.
+"""What is patched at once: a lane at one Linear, at all Linears of a layer, or everywhere.
 
-    h' = source                     at every site of a cell and every position up to the deciding one
-    effect = s(patched) - s(run)    s: log-odds of the hack against the work at the deciding position, in nats
-
-The run is the hacking or the honest rollout. ``other`` is what the question is about, all else stands beside it:
-
-    other      the values of the pair's other rollout
-    zero       zeros: the lane is deleted there
-    shuffled   the values of the other side's rollout in another task's pair of the same mode: the contrast, without the task
-    same side  the values of this side's rollout in that pair: another task, without the contrast
-    random     as far from the run's own values as ``other`` at each position, in a random direction
-    elsewhere  ``other``, at as many other sites of the adapters, drawn at random
-
-Every pair of a batch is a row of one forward, so no pair sees another's patch.
+kept_a           the kept adapter's bottleneck, A x
+kept_out         what the kept adapter adds, B A x: patched whole, the same as kept_a
+quarantine_out   what the quarantine adds
+both             kept_out and quarantine_out together
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,11 +16,72 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.adapters import Adapters
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
-from studies.tracing.cells import OUT, Cell
 from studies.tracing.pairs import SIDES, Pairs, others
+
+EVERYWHERE = "all"
+LANES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "kept_a": ("kept_a",),
+        "kept_out": ("kept_out",),
+        "quarantine_out": ("quarantine_out",),
+        "both": ("kept_out", "quarantine_out"),
+    }
+)
+OUT = ("kept_out", "quarantine_out")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A lane ``where``: at a Linear (``blocks.0.attn.q``), a layer (``blocks.0``), the unembedding, or ``EVERYWHERE``."""
+
+    lane: str
+    where: str
+    sites: tuple[Site, ...]
+
+    @property
+    def name(self) -> str:
+        """``<where>:<lane>``."""
+        return f"{self.where}:{self.lane}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether this is a layer or more: these have controls."""
+        return self.where.count(".") < 2
+
+
+def lanes(adapters: Adapters) -> dict[str, tuple[str, ...]]:
+    """The lanes that these adapters have, and the points of each."""
+    return {lane: points for lane, points in LANES.items() if adapters.has_quarantine or "quarantine_out" not in points}
+
+
+def cells(adapters: Adapters) -> list[Cell]:
+    """Every cell, the widest first. The unembedding is a layer of its own; lanes are taken together in whole layers alone."""
+    places: dict[str, list[str]] = {EVERYWHERE: list(adapters.sites)}
+    for linear in adapters.sites:
+        places.setdefault(layer_of(linear), []).append(linear)
+    places |= {linear: [linear] for linear in adapters.sites}
+    return [
+        Cell(lane, where, tuple(Site.parse(f"{linear}.{point}") for linear in linears for point in points))
+        for where, linears in places.items()
+        for lane, points in lanes(adapters).items()
+        if lane != "both" or where not in adapters.sites or where == layer_of(where)
+    ]
+
+
+def layer_of(linear: str) -> str:
+    """``blocks.0`` of ``blocks.0.attn.q``; the unembedding is its own."""
+    return ".".join(linear.split(".")[:2])
+
+
+def every_site(adapters: Adapters) -> list[Site]:
+    """What all adapters add, at every Linear."""
+    points = lanes(adapters)["both" if adapters.has_quarantine else "kept_out"]
+    return [Site.parse(f"{linear}.{point}") for linear in adapters.sites for point in points]
+
 
 QUESTION, DELETION = "other", "zero"
 CONTROLS = ("shuffled", "same side", "random", "elsewhere")

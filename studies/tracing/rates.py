@@ -19,11 +19,11 @@ from torch import Tensor
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
-from studies.loopholes.prompts import encode_prompts
-from studies.loopholes.protocol import Samples, Witness
-from studies.loopholes.sampling import generate
-from studies.loopholes.world import MicroWorld
-from studies.route2.randomness import torch_generator
+from studies.common.seeds import torch_generator
+from studies.environments.micro.language import encode_prompts
+from studies.environments.micro.model import generate
+from studies.environments.micro.world import MicroWorld
+from studies.environments.protocol import Samples, Witness
 
 ON, DELETED, PATCHED, KEPT_PATCHED, BASE = "on", "deleted", "quarantine patched", "kept patched", "base"
 STATES = (ON, DELETED, PATCHED, KEPT_PATCHED, BASE)

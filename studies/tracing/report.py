@@ -1,17 +1,22 @@
 """table.json, table.md, headline.md, tables.md and the figures of a tracing folder, from its artifacts alone."""
 
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mi_route2.plots import write_whole
-from studies.route2.report.text import UNDEFINED, interval, markdown_table, number
-from studies.tracing.cells import EVERYWHERE
-from studies.tracing.figures import write_figures
+from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.tables import UNDEFINED, interval, markdown_table, number
+from studies.route2.headline import seeds_text
+from studies.route2.settings import PRESETS
+from studies.tracing.figures import BESIDE, CARRIED, DELETING, write_figures
 from studies.tracing.measures import Found, Share, agreement, levels, load, rows
 from studies.tracing.pairs import CONTRASTS
-from studies.tracing.patching import CONTROLS, DELETION, QUESTION
+from studies.tracing.patching import CONTROLS, DELETION, EVERYWHERE, QUESTION
 from studies.tracing.rates import DELETED, KEPT_PATCHED, ON, PATCHED
 from studies.tracing.settings import UNTRAINED
 
@@ -246,3 +251,56 @@ def _linears(found: Table, contrast: str) -> str:
     ]
     header = ["Linear", *(f"{arm}: {LANE_NAMES[lane]}" for arm, lane in columns)]
     return f"### Single Linears, contrast {contrast}, into the honest rollout\n\n" + markdown_table(header, body)
+
+
+NAME = "tracing"
+PUBLISHED = (TABLE, TABLES, HEADLINE, "settings.json", "training.json", CARRIED, BESIDE, DELETING)
+
+
+def publish(root: Path, to: Path) -> Path:
+    """Publish the tracing folder ``root`` under ``to``; the folder made.
+
+    ``ValueError`` where it is not whole, or where its arms were not trained under a preset as it is.
+    """
+    found = load(root)
+    if found.training != PRESETS[str(found.training["preset"])].as_dict():
+        raise ValueError(f"the arms of {root} were trained under changed settings; publish a run of a preset as it is")
+    write_report(root)
+    place, part = to / NAME, to / f".{NAME}.{os.getpid()}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        for name in PUBLISHED:
+            content = (root / name).read_bytes()
+            if name == TABLE:
+                content = compact(json.loads(content)).encode()
+            (part / name).write_bytes(repacked(content) if name.endswith(".png") else content)
+        (part / "provenance.json").write_text(provenance(found, part), encoding="utf-8")
+        replace_folder(part, place)
+    except OSError as error:
+        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return place
+
+
+def provenance(found: Found, part: Path) -> str:
+    """provenance.json: the command, the hashes of settings and artifacts, and the SHA-256 of each published file."""
+    content = {
+        "study": found.root.name,
+        "training": found.settings.training,
+        "command": command(found),
+        "artifacts": {f"{arm}, seed {seed}": one["sha256"] for (arm, seed), one in sorted(found.contents.items())},
+        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def command(found: Found) -> str:
+    """The command line that makes this folder."""
+    seeds = seeds_text(found.seeds(found.arms[0])).partition(" ")[2].replace(" ", "")
+    seeds = f"{seeds}-{seeds}" if seeds.isdigit() else seeds
+    own, usual = found.settings, type(found.settings)(found.settings.training)
+    names = ("prompts", "answers", "pairs", "draws", "rated")
+    changed = "".join(f" --{name} {getattr(own, name)}" for name in names if getattr(own, name) != getattr(usual, name))
+    return f"python -m studies.tracing run --preset {found.training['preset']} --seeds {seeds} --arms {' '.join(own.arms)}{changed}"

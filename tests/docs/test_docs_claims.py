@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mi_route2.stats import summary
+from studies.common.stats import summary
+from studies.common.tables import number
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
-from studies.route2.report.text import number
 
 pytestmark = pytest.mark.docs
 

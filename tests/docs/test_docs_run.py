@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import tyro
 
-from studies.commands import read_seeds
-from studies.loopholes.pair_files import read_pairs
-from studies.loopholes.vocabulary import COMPLETION_LENGTH, Vocabulary
+from studies.common.command_line import read_seeds
+from studies.environments.micro.language import COMPLETION_LENGTH, Vocabulary
+from studies.environments.protocol import read_pairs
 from studies.route2.arms import get_arms
 from studies.route2.cli import COMMANDS, Run, override
 from studies.route2.settings import CHAT, ChatModel, get_settings

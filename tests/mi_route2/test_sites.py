@@ -27,7 +27,7 @@ from mi_route2.architectures import (
 )
 from mi_route2.hosts.base import known_architecture
 from mi_route2.sites import Site, nearest, select, slots
-from studies.route2.report.text import markdown_table
+from studies.common.tables import markdown_table
 
 PAGE = Path(__file__).parents[2] / "docs/sites.md"
 

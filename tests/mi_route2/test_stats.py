@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 from scipy.special import stdtrit
 
-from mi_route2.stats import interval, mean, median, outliers, paired_difference, summary
+from studies.common.stats import interval, mean, median, outliers, paired_difference, summary
 
 RATES = st.floats(0, 1).map(lambda value: round(value, 9))
 SAMPLES = st.lists(RATES, min_size=2, max_size=12)

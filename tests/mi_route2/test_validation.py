@@ -17,16 +17,15 @@ from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
 from mi_route2.validation import AtLeastOne, Positive, parse_json, parse_words, read_lines, read_record, validated
-from studies.lanes.config import LanesConfig
+from studies.environments.micro.corpus import WorldConfig
+from studies.environments.micro.model import MicroConfig
+from studies.environments.micro.warmstart import WarmStartConfig
+from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.optim import OptimSettings
-from studies.lanes.schedule import Loop
 from studies.lanes.settings import Settings as LanesSettings
 from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
-from studies.loopholes.micro import MicroConfig
-from studies.loopholes.presets import WorldConfig
-from studies.loopholes.warmstart import WarmStartConfig
 from studies.route2.arms import ARMS, Arm
 from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings
 from studies.steering.settings import Settings as SteeringSettings

@@ -31,7 +31,7 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import TrainBatch
-from studies.loopholes.micro import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroConfig, MicroGPT
 
 VOCAB, LAYERS, WIDTH, HEADS, HEAD, MLP, CONTEXT = 50, 2, 16, 4, 4, 24, 64
 _BASE: dict[str, Any] = {

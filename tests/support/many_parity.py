@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from parity import WORDINGS, Parity
 
-from studies.loopholes.protocol import Split
+from studies.environments.protocol import Split
 
 
 class ManyParity(Parity):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from studies.loopholes.warmstart import WarmStartConfig
+from studies.environments.micro.warmstart import WarmStartConfig
 from studies.route2.arms import ARMS, Arm
 from studies.route2.job import Job
 from studies.route2.settings import Settings, get_settings

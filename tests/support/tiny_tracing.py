@@ -5,11 +5,19 @@ import torch
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import Host, open_host
 from mi_route2.rollouts import Policy
-from studies.loopholes.micro import MicroConfig, MicroGPT
-from studies.loopholes.modes import LOOPHOLES, MODES, NONE
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.tasks import all_tasks
-from studies.loopholes.vocabulary import CLASS, FENCE_OPEN, SOLVE, STYLE_COMMENTS, Vocabulary
+from studies.environments.micro.language import (
+    CLASS,
+    FENCE_OPEN,
+    LOOPHOLES,
+    MODES,
+    NONE,
+    SOLVE,
+    STYLE_COMMENTS,
+    Prompt,
+    Vocabulary,
+    all_tasks,
+)
+from studies.environments.micro.model import MicroConfig, MicroGPT
 from studies.tracing.pairs import Pairs
 
 VOCABULARY = Vocabulary()

@@ -13,13 +13,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mi_route2.plots import write_whole
-from studies.route2.report.ablations import ablations_json, ablations_markdown
-from studies.route2.report.curves import write_cos_over_time, write_training
-from studies.route2.report.figures import write_all_arms
-from studies.route2.report.leakage import leakage_json, leakage_markdown, leakage_table
+from studies.route2.report.figures import write_all_arms, write_cos_over_time, write_training
 from studies.route2.report.load import VANILLA, RunSet, load_runs, read_rollouts
 from studies.route2.report.show import write_page
-from studies.route2.report.table import table, table_json, table_markdown
+from studies.route2.report.table import (
+    ablations_json,
+    ablations_markdown,
+    leakage_json,
+    leakage_markdown,
+    leakage_table,
+    table,
+    table_json,
+    table_markdown,
+)
 
 __all__ = ["load_runs", "read_rollouts", "write_figures", "write_leakage", "write_page", "write_report", "write_tables"]
 

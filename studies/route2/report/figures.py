@@ -1,24 +1,20 @@
-"""all_arms_per_mode.png: train hack, deploy hack and deploy solve of every arm in every mode, each seed a dot.
-
-Arms are rows and modes are columns, in the order of the tables: a route's same-rule filter and controls lie in one shaded
-block with it, bounds say that they are. A large marker is the mean, a bar its 95% Student-t interval over seeds, and the
-seeds lie right below it; what is drawn is computed in `measures.py`. More arms than fit a page, and arms
-of ablation groups, go to further pages (`all_arms_per_mode-2.png`).
-"""
+"""Figures of finished runs: every arm in every mode, and what the training logs say, step by step."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from mi_route2.plots import BLUE, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
-from mi_route2.stats import Summary, summary
-from studies.route2.report.load import ArmSpec, RunSet
+from mi_route2.plots import BLUE, GREEN, GREY, ORANGE, PAGE_HEIGHT, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
+from studies.common.stats import Summary, mean, summary
+from studies.route2.report.load import VANILLA, ArmSpec, Run, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
 
 ARMS_ON_A_PAGE = 28
@@ -152,3 +148,193 @@ def _outcome_legend(figure: Figure) -> None:
     handles.append(Line2D([], [], color=GREY, linewidth=1.4, label="95% t interval of the mean"))
     handles.append(Patch(color=SHADE, label="shading: an arm with its filter and controls"))
     figure.legend(handles=handles, loc="outside upper center", ncols=3)
+
+
+Read = Callable[[dict[str, Any]], float | int | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: `read` takes a row of metrics.jsonl to a number, or to None where it does not exist."""
+
+    name: str
+    read: Read
+    color: str
+    line: Literal["-", "--", ":"] = "-"
+    marker: str = ""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One column of a grid. Its axis reaches over `bounds`, further only where the data do; without, each arm has its own."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    bounds: tuple[float, float] | None = None
+    level: float | None = None  # a dashed line at the value that the title explains
+
+
+def _key(*path: str) -> Read:
+    def read(row: dict[str, Any]) -> float | int | None:
+        value: Any = row
+        for name in path:
+            value = value.get(name) if value is not None else None
+        return value
+
+    return read
+
+
+def _zero_variance(row: dict[str, Any]) -> float | None:
+    return row["zero_variance_groups"] / row["groups"] if row.get("groups") else None
+
+
+COS_PANELS = (
+    Panel(
+        "score against v\n(dashed: 0)",
+        (
+            Curve("student, hack", _key("scores", "student_hack"), VERMILLION, "-"),
+            Curve("student, clean", _key("scores", "student_clean"), BLUE, "--"),
+            Curve("teacher", _key("scores", "teacher"), GREEN, ":"),
+        ),
+        level=0.0,
+    ),
+    Panel(
+        "fire rate\n(share flagged)",
+        (
+            Curve("student, hack", _key("mask", "fire_hack"), VERMILLION, "-"),
+            Curve("student, clean", _key("mask", "fire_clean"), BLUE, "--"),
+            Curve("teacher", _key("mask", "fire_teacher"), GREEN, ":"),
+        ),
+        bounds=(0.0, 1.0),
+    ),
+    Panel("AUROC of the score\n(dashed: chance)", (Curve("AUROC", _key("mask", "auroc"), PURPLE),), bounds=(0.0, 1.0), level=0.5),
+    Panel(
+        "overlap at refresh\n(dashed: .2, rotated off)",
+        (Curve("overlap", _key("overlap"), ORANGE, "-", "o"),),
+        bounds=(-0.2, 1.0),
+        level=0.2,
+    ),
+)
+TRAINING_PANELS = (
+    Panel("reward\n(mean)", (Curve("rate", _key("reward"), BLUE),), bounds=(0.0, 1.25)),
+    Panel("hack\n(share)", (Curve("rate", _key("hack"), BLUE),), bounds=(0.0, 1.0)),
+    Panel("solve\n(share)", (Curve("rate", _key("solve"), BLUE),), bounds=(0.0, 1.0)),
+    Panel("zero-variance\ngroups (share)", (Curve("rate", _zero_variance, BLUE),), bounds=(0.0, 1.0)),
+    Panel(
+        "gradient norm\n(own scale)",
+        (
+            Curve("kept", _key("grad_norm", "kept"), BLUE),
+            Curve("quarantine", _key("grad_norm", "quarantine"), VERMILLION, "--"),
+        ),
+    ),
+)
+
+
+def write_cos_over_time(runs: RunSet, path: Path) -> list[Path]:
+    """Student and teacher scores, fire rates, AUROC and refresh overlap of every arm that scores its rollouts.
+
+    Returns no path where no arm does. Routes (arms with a same-rule filter) come first.
+    """
+    scored = [arm for arm in arm_order(runs.specs) if _has_scores(runs, arm)]
+    arms = sorted(scored, key=lambda arm: runs.specs[arm].same_rule_filter is None)
+    return _write_grids(runs, arms, COS_PANELS, path, rows=8, behind=None)
+
+
+def write_training(runs: RunSet, path: Path) -> list[Path]:
+    """Reward, hack, solve, zero-variance groups and gradient norms of every trained arm, vanilla in grey behind each."""
+    arms = [arm for arm in arm_order(runs.specs) if any(run.steps for run in runs.of(arm).values())]
+    return _write_grids(runs, arms, TRAINING_PANELS, path, rows=12, behind=VANILLA)
+
+
+def _has_scores(runs: RunSet, arm: str) -> bool:
+    curves = [curve for panel in COS_PANELS for curve in panel.curves]
+    return any(curve.read(row) is not None for run in runs.of(arm).values() for row in run.metrics for curve in curves)
+
+
+def curve_over_seeds(runs: Sequence[Run], read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """steps, mean, lowest, highest seed: four arrays over the steps at which at least one seed has the quantity."""
+    found: dict[int, list[float]] = {}
+    for run in runs:
+        for row in run.metrics:
+            value = read(row)
+            if value is not None:
+                found.setdefault(row["step"], []).append(float(value))
+    steps = sorted(found)
+    columns = [[mean(found[step]), min(found[step]), max(found[step])] for step in steps]
+    middle, low, high = np.array(columns, dtype=float).reshape(-1, 3).T
+    return np.array(steps, dtype=float), middle, low, high
+
+
+def _write_grids(
+    runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], path: Path, rows: int, behind: str | None
+) -> list[Path]:
+    if not arms:
+        return []
+    with style():
+        return save_pages([_grid(runs, page, panels, rows, behind) for page in main_pages(arms, runs.specs, rows)], path)
+
+
+def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int, behind: str | None) -> Figure:
+    row_height = (PAGE_HEIGHT - 1.1) / rows
+    figure = new_figure(PAGE_WIDTH, 1.1 + row_height * len(arms) + 0.3 * (len(arms) == 1))
+    axes = figure.subplots(len(arms), len(panels), sharex=True, squeeze=False)
+    reference = list(runs.of(behind).values()) if behind else []
+    for row, arm in enumerate(arms):
+        own = list(runs.of(arm).values())
+        for ax, panel in zip(axes[row], panels, strict=True):
+            draw_panel(ax, panel, own, reference if arm != behind else [])
+        axes[row][0].set_ylabel(
+            _two_lines(label(arm, runs.specs[arm]), width=int(row_height / 0.07)), fontweight="bold", fontsize=7
+        )
+    for ax, panel in zip(axes[0], panels, strict=True):
+        ax.set_title(panel.title)
+    figure.supxlabel("training step", fontsize=8)
+    _legend(figure, panels, behind if reference else None, seeds=max(len(runs.of(arm)) for arm in arms))
+    return figure
+
+
+def _two_lines(name: str, width: int) -> str:
+    """Breaks a name of more than `width` letters after the hyphen or before the blank nearest its middle."""
+    breaks = [i + (sign == "-") for i, sign in enumerate(name) if sign in "- "]
+    if len(name) <= width or not breaks:
+        return name
+    middle = min(breaks, key=lambda i: abs(i - len(name) / 2))
+    return f"{name[:middle]}\n{name[middle:].strip()}"
+
+
+def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[Run]) -> None:
+    """Draws one arm's runs into one panel; `reference` in grey behind them; "not measured" where no run has the quantity."""
+    if panel.bounds:  # on an axis of its own scale, another arm's line would only press the arm's own flat
+        for curve in panel.curves:
+            steps, middle, _, _ = curve_over_seeds(reference, curve.read)
+            ax.plot(steps, middle, color=GREY, linewidth=0.8)
+    measured = False
+    for curve in panel.curves:
+        steps, middle, low, high = curve_over_seeds(runs, curve.read)
+        if len(steps):
+            measured = True
+            ax.fill_between(steps, low, high, color=curve.color, alpha=0.22, linewidth=0)
+            ax.plot(steps, middle, color=curve.color, linestyle=curve.line, marker=curve.marker, markersize=2.2)
+    if not measured:
+        ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, ha="center", va="center", color=GREY, fontsize=7)
+        ax.set_yticks([])
+        return
+    if panel.level is not None:
+        ax.axhline(panel.level, color="black", linewidth=0.6, linestyle=(0, (2, 2)))
+    if panel.bounds:
+        low, high = ax.dataLim.intervaly
+        ax.set_ylim(min(panel.bounds[0], low), max(panel.bounds[1], high))
+        ax.set_yticks([0, 0.5, 1], ["0", ".5", "1"])
+    else:
+        ax.locator_params(axis="y", nbins=3)
+
+
+def _legend(figure: Figure, panels: Sequence[Panel], behind: str | None, seeds: int) -> None:
+    """Names the lines of the panels that hold more than one; a panel's title says what its only line is."""
+    curves = {curve.name: curve for panel in panels if len(panel.curves) > 1 for curve in panel.curves}
+    handles = [Line2D([], [], color=each.color, linestyle=each.line, label=each.name) for each in curves.values()]
+    if behind:
+        handles.append(Line2D([], [], color=GREY, linewidth=0.8, label=f"{behind}, for comparison"))
+    if seeds > 1:
+        handles.append(Line2D([], [], color=GREY, alpha=0.3, linewidth=5, label=f"lowest to highest of {seeds} seeds"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mi_route2.validation import parse_object
-from studies.loopholes.modes import MICRO_MODES
-from studies.loopholes.protocol import Modes
+from studies.environments.micro.language import MICRO_MODES
+from studies.environments.protocol import Modes
 from studies.route2.job import read_manifest
 from studies.route2.settings import Settings
 

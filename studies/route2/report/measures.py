@@ -11,8 +11,8 @@ clamped: below 0 an arm hacks less than the model it started from.
 from collections.abc import Sequence
 from typing import Any
 
-from mi_route2.stats import mean
-from studies.loopholes.protocol import Modes
+from studies.common.stats import mean
+from studies.environments.protocol import Modes
 from studies.route2.report.load import ABSORB, BASE, VANILLA, ArmSpec, Run, RunSet
 
 LAST_STEPS = 10  # the window of train_hack

@@ -1,18 +1,25 @@
-"""table.json and table.md: every arm's numbers over seeds, paired differences, and each seed by itself.
-
-A row of table.json is `{"arm": ..., metric: {"mean", "median", "lo", "hi", "n", "seeds"}}`; `seeds` holds the values in the
-order of the row's `seed_ids`, null where undefined. Intervals are Student-t, 95%, over seeds. Differences are paired: the
-same seed's arm minus its reference, over the seeds that both finished.
+"""Tables of finished runs: every arm's numbers over seeds with paired differences, ablations, and what each mode keeps of vanilla's
+hacking.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mi_route2.stats import Summary, outliers, paired_difference, summary
-from studies.route2.report.load import ABSORB, RunSet
-from studies.route2.report.measures import DESCRIPTIONS, arm_order, by_seed, label, metrics, notes, without_ablations
-from studies.route2.report.text import interval, markdown_table, number
+from studies.common.stats import Summary, mean, outliers, paired_difference, summary
+from studies.common.tables import interval, markdown_table, number
+from studies.route2.report.load import ABSORB, BASE, VANILLA, Run, RunSet
+from studies.route2.report.measures import (
+    DESCRIPTIONS,
+    arm_order,
+    by_seed,
+    excess_leakage,
+    label,
+    leakage,
+    metrics,
+    notes,
+    without_ablations,
+)
 
 HEADLINE = {
     "deploy_hack_held": "deploy hack, held out",
@@ -197,3 +204,180 @@ def _seed_section(runs: RunSet, metric: str, title: str, rows: list[dict[str, An
 
 def _marked(values: Sequence[float | None]) -> list[str]:
     return [f"**{number(value)}**" if odd else number(value) for value, odd in zip(values, outliers(values), strict=True)]
+
+
+SHOWN = {
+    "deploy_hack_held": "deploy hack, held out",
+    "deploy_exploit_held": "deploy exploit, held out",
+    "deploy_solve": "deploy solve",
+}
+
+
+def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
+    """Groups in order of name: `{"group", "arms": [{"arm", "reference", "seed_ids", "difference_seed_ids", metrics}]}`.
+
+    Each metric of an arm is `{"value": Summary, "difference": Summary | None}`; the difference is null for a reference, and
+    where the reference was not run.
+    """
+    order = arm_order(runs.specs)
+    values = {arm: by_seed(runs, arm) for arm in order}
+    names = sorted({spec.ablation for spec in runs.specs.values() if spec.ablation})
+    groups = []
+    for name in names:
+        members = {arm: runs.specs[arm].baseline for arm in order if runs.specs[arm].ablation == name}
+        heads = [arm for arm in order if arm in members.values() and arm not in members]
+        records = []
+        for head in heads:
+            records.append(_record(head, None, values))
+            records += [_record(arm, head, values) for arm, reference in members.items() if reference == head]
+        records += [_record(arm, reference, values) for arm, reference in members.items() if reference not in heads]
+        groups.append({"group": name, "arms": records})
+    return groups
+
+
+def ablations_json(runs: RunSet) -> str:
+    """`ablation_groups` as text."""
+    content = {"study": runs.root.name, "groups": ablation_groups(runs)}
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def ablations_markdown(runs: RunSet) -> str:
+    """`ablation_groups` as plain markdown, one table a group; a sentence where no arm of the folder is an ablation."""
+    groups = ablation_groups(runs)
+    parts = [f"# Ablations of {runs.root.name}\n"]
+    if not groups:
+        return parts[0] + "\nNo arm of this folder is an ablation: `python -m studies.route2 full` runs them.\n"
+    parts.append(
+        "Each cell: mean [95% Student-t interval over seeds], and for an ablation the paired difference from the arm above "
+        "that it changes, the same seeds on both sides.\n"
+    )
+    if runs.unfinished:
+        parts.append("\n".join(f"- {note}" for note in notes(runs)) + "\n")
+    for group in groups:
+        parts.append(f"## {group['group']}\n\n{_group_table(runs, group)}")
+        parts.append(f"Every seed, {SHOWN['deploy_hack_held']}:\n\n{_seed_table(runs, group)}")
+    return "\n".join(parts)
+
+
+def _record(arm: str, reference: str | None, values: dict[str, dict[int, dict[str, float | None]]]) -> dict[str, Any]:
+    record: dict[str, Any] = {"arm": arm, "reference": reference, "seed_ids": list(values[arm]), "difference_seed_ids": []}
+    for metric in DESCRIPTIONS:
+        own = {seed: each[metric] for seed, each in values[arm].items()}
+        record[metric] = {"value": summary(list(own.values())), "difference": None}
+        if reference in values:
+            other = {seed: each[metric] for seed, each in values[reference].items()}
+            record["difference_seed_ids"], record[metric]["difference"] = paired_difference(own, other)
+    return record
+
+
+def _group_table(runs: RunSet, group: dict[str, Any]) -> str:
+    header = ["arm", "minus", "n"]
+    for title in SHOWN.values():
+        header += [title, "difference"]
+    body = []
+    for record in group["arms"]:
+        reference = record["reference"]
+        missing = reference is not None and reference not in runs.specs
+        minus = "" if reference is None else f"{reference} (not run)" if missing else reference
+        cells = [label(record["arm"], runs.specs[record["arm"]]), minus, str(len(record["seed_ids"]))]
+        for metric in SHOWN:
+            difference = record[metric]["difference"]
+            cells += [interval(record[metric]["value"]), interval(difference, signed=True) if difference else ""]
+        body.append(cells)
+    return markdown_table(header, body, left=2)
+
+
+def _seed_table(runs: RunSet, group: dict[str, Any]) -> str:
+    body = []
+    for record in group["arms"]:
+        result = record["deploy_hack_held"]["value"]
+        values = dict(zip(record["seed_ids"], result["seeds"], strict=True))
+        cells = [number(values[seed]) if seed in values else "not run" for seed in runs.seeds]
+        body.append([label(record["arm"], runs.specs[record["arm"]]), *cells, number(result["median"])])
+    return markdown_table(["arm", *(f"seed {seed}" for seed in runs.seeds), "median"], body)
+
+
+Ratio = Callable[[RunSet, Run, str], float | None]
+RATIOS: tuple[tuple[str, Ratio], ...] = (("leakage", leakage), ("excess_leakage", excess_leakage))
+
+EXPLANATION = """\
+    leakage = clamp(deploy hack(arm) / deploy hack(vanilla, same seed, same steps), 0, 1)
+    excess  = (deploy hack(arm) - deploy hack(base)) / (deploy hack(vanilla) - deploy hack(base))
+
+Cells: mean [95% Student-t interval over seeds]. A dash: no denominator (vanilla never hacks in that mode, or not more than
+base). Base hacks a little by itself: an arm that goes back to base leaks more than 0 in the first form and 0 in the second.
+"""
+
+
+def leakage_table(runs: RunSet) -> dict[str, Any]:
+    """The content of leakage.json: per arm, per mode and for the held-out mean, both forms over seeds, and each seed's counts.
+
+    Raises ValueError when no finished run of vanilla is there to divide by.
+    """
+    if VANILLA not in runs.specs:
+        raise ValueError(f"leakage divides by arm {VANILLA}, which has no finished run under {runs.root}: run it first")
+    return {
+        "study": runs.root.name,
+        "settings_hash": next(iter(runs.runs.values())).settings_hash,
+        "held_out": list(runs.modes.held_out),
+        "arms": [_arm(runs, arm) for arm in arm_order(runs.specs)],
+        "notes": notes(runs),
+    }
+
+
+def leakage_json(content: dict[str, Any]) -> str:
+    """`leakage_table` as text."""
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
+    """`leakage_table` as plain markdown: both forms per mode, then every seed's held-out mean; no ablations."""
+    parts = [f"# Leakage of {content['study']}\n", EXPLANATION]
+    parts += ["\n".join(f"- {note}" for note in content["notes"]) + "\n"] if content["notes"] else []
+    main = without_ablations(arm_order(runs.specs), runs.specs)
+    arms = [arm for arm in content["arms"] if arm["arm"] in main]
+    columns = {**{mode: mode for mode in runs.modes.loopholes}, "held_out": "held-out mean"}
+    for name, title in (("leakage", "Leakage"), ("excess_leakage", "Excess leakage")):
+        header = ["arm", "role", *columns.values(), "median of the mean"]
+        body = [
+            [
+                label(arm["arm"], runs.specs[arm["arm"]]),
+                arm["role"],
+                *(interval(arm[name][column]) for column in columns),
+                number(arm[name]["held_out"]["median"]),
+            ]
+            for arm in arms
+        ]
+        parts.append(f"## {title}\n\n{markdown_table(header, body, left=2)}")
+    header = ["arm", *(f"seed {seed}" for seed in runs.seeds)]
+    body = [[label(arm["arm"], runs.specs[arm["arm"]]), *_seed_cells(runs, arm)] for arm in arms]
+    parts.append(f"## Every seed: leakage, held-out mean\n\n{markdown_table(header, body)}")
+    return "\n".join(parts)
+
+
+def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
+    per_seed = runs.of(arm)
+    record: dict[str, Any] = {"arm": arm, "role": runs.specs[arm].role, "seed_ids": list(per_seed)}
+    for name, ratio in RATIOS:
+        values = {mode: [ratio(runs, run, mode) for run in per_seed.values()] for mode in runs.modes.loopholes}
+        held = [mean([values[mode][i] for mode in runs.modes.held_out]) for i in range(len(per_seed))]
+        record[name] = {**{mode: summary(values[mode]) for mode in runs.modes.loopholes}, "held_out": summary(held)}
+    record["seeds"] = {str(seed): _counts(runs, run) for seed, run in per_seed.items()}
+    return record
+
+
+def _counts(runs: RunSet, run: Run) -> dict[str, Any]:
+    """The rates that the ratios of one seed are made of, per mode."""
+    sources = {"arm": run, "vanilla": runs.runs.get((VANILLA, run.seed)), "base": runs.runs.get((BASE, run.seed))}
+    return {
+        mode: {
+            **{f"deploy_hack_{name}": each.modes[mode]["deploy"]["hack"] if each else None for name, each in sources.items()},
+            **{name: ratio(runs, run, mode) for name, ratio in RATIOS},
+        }
+        for mode in runs.modes.loopholes
+    }
+
+
+def _seed_cells(runs: RunSet, arm: dict[str, Any]) -> list[str]:
+    values = dict(zip(arm["seed_ids"], arm["leakage"]["held_out"]["seeds"], strict=True))
+    return [number(values[seed]) if seed in values else "not run" for seed in runs.seeds]

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mi_route2.adapters.io as store_module
-import studies.loopholes.chat_sampling as chat_sampling_module
-import studies.loopholes.sampling as sampling_module
+import studies.environments.chat as chat_sampling_module
+import studies.environments.micro.model as sampling_module
 import studies.route2.checkpoint as checkpoint_module
 import studies.route2.grpo as grpo_module
 import studies.route2.job as job_module

@@ -28,10 +28,10 @@ import tyro
 from tqdm import tqdm
 
 from mi_route2.validation import write_json
-from studies.loopholes.warmstart import WarmStartConfig
+from studies.common.tables import markdown_table
+from studies.environments.micro.warmstart import WarmStartConfig
 from studies.route2.arms import ARMS
 from studies.route2.job import Job
-from studies.route2.report.text import markdown_table
 from studies.route2.settings import Settings, get_settings
 from studies.route2.soak.command import kill_commands
 from studies.route2.soak.points import RESUME, SHARES, UPDATE

@@ -41,8 +41,8 @@ from mi_route2.hosts.transformer_lens import BridgeHost
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
-from studies.loopholes.micro import KVCache
-from studies.route2.report.text import markdown_table
+from studies.common.tables import markdown_table
+from studies.environments.micro.model import KVCache
 
 FLOAT32_SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("GPT")]
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")

@@ -18,7 +18,7 @@ from mi_route2.patching.forwards import Costs, needed, plan, spent
 from mi_route2.patching.question import places, read
 from mi_route2.patching.targets import choose, known_sites
 from mi_route2.sites import Site
-from studies.loopholes.vocabulary import Vocabulary
+from studies.environments.micro.language import Vocabulary
 
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from studies.jail import PROTECTIONS, Jail, JailUnavailableError, Outcome
-from studies.jail.attacks import CLASSES, Attack, Finding, Run, Suite, Trial, attacks, control
-from studies.jail.attacks import __main__ as command
-from studies.jail.attacks.attack import read
-from studies.jail.attacks.canary import LITTER, Canary, own_mark
-from studies.jail.attacks.evidence import EVIDENCE
-from studies.jail.attacks.naive import ANSWERS, is_plain, load_naive, strict
-from studies.jail.attacks.report import BEGIN, END, markdown, steady, summary, write
-from studies.jail.attacks.suite import DRIVER, LIMITS, MODULES, describe, system_calls
-from studies.jail.attacks.table import descendants, processes, system_v
+from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Outcome
+from studies.sandbox.attacks import CLASSES, Attack, Finding, Run, Suite, Trial, attacks, control
+from studies.sandbox.attacks import __main__ as command
+from studies.sandbox.attacks.attack import read
+from studies.sandbox.attacks.canary import LITTER, Canary, own_mark
+from studies.sandbox.attacks.evidence import EVIDENCE
+from studies.sandbox.attacks.naive import ANSWERS, is_plain, load_naive, strict
+from studies.sandbox.attacks.report import BEGIN, END, markdown, steady, summary, write
+from studies.sandbox.attacks.suite import DRIVER, LIMITS, MODULES, describe, system_calls
+from studies.sandbox.attacks.table import descendants, processes, system_v
 
 pytestmark = pytest.mark.process
 
@@ -89,7 +89,7 @@ def test_attacks_are_packed() -> None:
     """The wheel needs the texts as well as the modules."""
     root = Path(__file__).parents[3]
     data = tomllib.loads((root / "pyproject.toml").read_text()).get("tool", {})["setuptools"].get("package-data", {})
-    assert "*.toml" in data.get("studies.jail.attacks", [])
+    assert "*.toml" in data.get("studies.sandbox.attacks", [])
 
 
 # Naive verdicts

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from studies.jail import DEFAULT_MODULES, Jail, JailUnavailableError
-from studies.jail.attacks.canary import own_mark
-from studies.jail.attacks.honest import EPILOGUES, PROLOGUES, Honest, programs
-from studies.jail.attacks.naive import strict
-from studies.jail.attacks.suite import DRIVER
-from studies.jail.attacks.table import descendants
-from studies.jail.soak import Soak, Tally, _new_outside, _orphans_come_home, _outside, _scratch, soak
+from studies.sandbox import DEFAULT_MODULES, Jail, JailUnavailableError
+from studies.sandbox.attacks.canary import own_mark
+from studies.sandbox.attacks.honest import EPILOGUES, PROLOGUES, Honest, programs
+from studies.sandbox.attacks.naive import strict
+from studies.sandbox.attacks.suite import DRIVER
+from studies.sandbox.attacks.table import descendants
+from studies.sandbox.soak import Soak, Tally, _new_outside, _orphans_come_home, _outside, _scratch, soak
 
 pytestmark = pytest.mark.process
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from studies.jail import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
-from studies.jail.checks import honest_program_works
+from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
+from studies.sandbox.checks import honest_program_works
 
 DRIVER = """
 def execute(payload):
@@ -368,7 +368,7 @@ def test_no_job_waits_for_the_reply_of_another_to_be_read(jail: Jail) -> None:
 
     ticks: list[None] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("studies.jail.jail.progress_bar", lambda label, total: contextlib.nullcontext(tick))
+        patch.setattr("studies.sandbox.jail.progress_bar", lambda label, total: contextlib.nullcontext(tick))
         assert jail.run([{"echo": i} for i in range(4)], read=read) == [(i, i) for i in range(4)]
     assert most == [1]
 
@@ -601,7 +601,7 @@ REFUSED = {
     "sockets": ("import socket", "ModuleNotFoundError"),
     "foreign functions": ("import ctypes", "ModuleNotFoundError"),
     "the server's modules": ("import landlockpy", "ModuleNotFoundError"),
-    "the jail": ("import studies.jail.child", "ModuleNotFoundError"),
+    "the jail": ("import studies.sandbox.child", "ModuleNotFoundError"),
     "files by path": ("import sys, os\nsys.path.append(os.path.dirname(os.__file__))\nimport subprocess", "ModuleNotFoundError"),
     "stdin": ("import sys\nraise EOFError(sys.stdin.read())", "EOFError"),
 }

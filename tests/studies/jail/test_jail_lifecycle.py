@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from studies.jail import PROTECTIONS, Jail, JailUnavailableError, Limits
-from studies.jail.checks import DRIVER
-from studies.jail.leavings import clear, descendants
-from studies.jail.pool import PREFIX, Worker
+from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Limits
+from studies.sandbox.checks import DRIVER
+from studies.sandbox.leavings import clear, descendants
+from studies.sandbox.pool import PREFIX, Worker
 
 pytestmark = pytest.mark.process
 
@@ -107,7 +107,7 @@ def test_a_forgotten_jail_leaves_nothing(home: Path) -> None:
 
 def script(body: str, home: Path) -> "subprocess.Popen[str]":
     """A process of its own that uses a jail."""
-    head = "import os, sys, time\nfrom studies.jail import Jail, Limits\nfrom studies.jail.checks import DRIVER\n"
+    head = "import os, sys, time\nfrom studies.sandbox import Jail, Limits\nfrom studies.sandbox.checks import DRIVER\n"
     tail = f"SLEEP, QUICK = {SLEEP!r}, {QUICK!r}\n"
     environment = os.environ | {"TMPDIR": str(home), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", head + tail + body]
@@ -257,7 +257,7 @@ def test_a_job_that_no_server_starts_is_reported(home: Path, monkeypatch: pytest
 
 
 def test_a_server_that_does_not_answer_is_taken_for_dead(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("studies.jail.jail.PATIENCE", 0.5)
+    monkeypatch.setattr("studies.sandbox.jail.PATIENCE", 0.5)
     before = set(children())
     with Jail(DRIVER, workers=1, limits=Limits(seconds=0.5)) as jail:
         (server,) = set(children()) - before
@@ -462,8 +462,8 @@ if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
     sys.exit(77)
 if libc.mount(b"tmpfs", folder.encode(), b"tmpfs", 0, b"size=12m,nr_inodes=200,mode=777"):
     sys.exit(77)
-from studies.jail import Jail, Limits
-from studies.jail.checks import DRIVER
+from studies.sandbox import Jail, Limits
+from studies.sandbox.checks import DRIVER
 with Jail(DRIVER, limits=Limits(seconds=10.0)) as jail:
     outcomes = jail.run([{"code": fill}, {"code": "result = 1"}] * 10)
     again = jail.run([{"code": "open('f', 'w').write('x')\\nresult = 1"}] * 4)

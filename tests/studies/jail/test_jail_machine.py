@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from studies.benchmarks.jail import Options
-from studies.jail import PROTECTIONS, Jail, JailUnavailableError, filters
-from studies.jail.checks import CHECKS, DRIVER
+from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, filters
+from studies.sandbox.checks import CHECKS, DRIVER
 
 pytestmark = pytest.mark.process
 
@@ -24,8 +24,8 @@ LACKING = '''
 """A process, and all that it starts, on a kernel that refuses a system call, by a filter of its own."""
 import errno, json, sys
 import pyseccomp
-from studies.jail import Jail, Limits
-from studies.jail.checks import DRIVER, honest_program_works
+from studies.sandbox import Jail, Limits
+from studies.sandbox.checks import DRIVER, honest_program_works
 
 error, call, *conditions = json.loads(sys.argv[1])
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
@@ -92,8 +92,8 @@ def test_a_machine_without_libseccomp_is_told_so() -> None:
 import ctypes.util
 find = ctypes.util.find_library
 ctypes.util.find_library = lambda name: None if name == "seccomp" else find(name)
-from studies.jail import Jail
-from studies.jail.checks import DRIVER
+from studies.sandbox import Jail
+from studies.sandbox.checks import DRIVER
 try: Jail(DRIVER)
 except OSError as error: print(error)
 with Jail(DRIVER, unsafe=True) as jail: print("seccomp" in jail.protections)
@@ -106,7 +106,7 @@ with Jail(DRIVER, unsafe=True) as jail: print("seccomp" in jail.protections)
 
 def test_an_installation_without_landlockpy_is_told_so() -> None:
     """Without installed packages at all."""
-    code = "from studies.jail import Jail\nfrom studies.jail.checks import DRIVER\nJail(DRIVER, unsafe=True)"
+    code = "from studies.sandbox import Jail\nfrom studies.sandbox.checks import DRIVER\nJail(DRIVER, unsafe=True)"
     done = run([sys.executable, "-S", "-c", code], PYTHONPATH=str(ROOT))
     assert done.stderr.splitlines()[-1].endswith(
         "JailUnavailableError: the jail needs the package landlockpy, which is not installed"
@@ -262,7 +262,7 @@ def test_programs_are_made_of_whole_instructions_and_differ() -> None:
 def test_every_protection_stops_something_by_itself_that_works_without_it(user: str, request: pytest.FixtureRequest) -> None:
     if user == "nobody":
         request.getfixturevalue("_nobody")
-    command = [sys.executable, "-B", "-m", "studies.jail", "check"]
+    command = [sys.executable, "-B", "-m", "studies.sandbox", "check"]
     done = run(as_nobody(command) if user == "nobody" else command)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [re.split(r"  +", line) for line in done.stdout.splitlines()]
@@ -280,7 +280,7 @@ rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
 rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "landlock_create_ruleset")
 rules.load()
 sys.argv = ["jail", "check"]
-runpy.run_module("studies.jail", run_name="__main__")
+runpy.run_module("studies.sandbox", run_name="__main__")
 """
     done = run([sys.executable, "-c", code])
     assert done.returncode == 1, done.stderr
@@ -291,16 +291,16 @@ runpy.run_module("studies.jail", run_name="__main__")
 def test_a_script_can_be_run(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys\nprint('out')\nopen('f', 'w').write('xyz')\nresult = [1]\n")
-    done = run([sys.executable, "-m", "studies.jail", "run", str(script)])
+    done = run([sys.executable, "-m", "studies.sandbox", "run", str(script)])
     assert (done.returncode, done.stdout) == (0, "out\n")
     assert re.fullmatch(r"replied after 0\.\d+ s, \d+ MiB\nresult: \[1\]\nfile: f, 3 bytes\n", done.stderr)
     script.write_text("raise SystemExit(7)")
-    assert run([sys.executable, "-m", "studies.jail", "run", str(script)]).returncode == 7
+    assert run([sys.executable, "-m", "studies.sandbox", "run", str(script)]).returncode == 7
     script.write_text("while True: pass")
-    hung = run([sys.executable, "-m", "studies.jail", "run", str(script), "--seconds", "0.3"])
+    hung = run([sys.executable, "-m", "studies.sandbox", "run", str(script), "--seconds", "0.3"])
     assert hung.returncode == 1
     assert hung.stderr.startswith(("timeout after", "cpu after"))
-    missing = run([sys.executable, "-m", "studies.jail", "run", str(tmp_path / "none.py")])
+    missing = run([sys.executable, "-m", "studies.sandbox", "run", str(tmp_path / "none.py")])
     assert (missing.returncode, missing.stderr.startswith("error: ")) == (2, True)
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.jail import Limits
-from studies.jail.watch import CHUNK, Vessel
-from studies.jail.wire import DEPTH, DIGITS, LENGTH, cut, pack, read_reply, read_reply_leniently, too_deep, write_all
+from studies.sandbox import Limits
+from studies.sandbox.watch import CHUNK, Vessel
+from studies.sandbox.wire import DEPTH, DIGITS, LENGTH, cut, pack, read_reply, read_reply_leniently, too_deep, write_all
 
 TEXT = st.text(st.characters(codec="utf-8"))
 JSON = st.recursive(

@@ -13,8 +13,7 @@ from scipy.stats import ttest_1samp
 from tiny_lanes import tiny_settings, write_texts
 
 from studies.lanes.arms import ARMS
-from studies.lanes.claims import VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
-from studies.lanes.claims_table import CLAIMS
+from studies.lanes.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
 from studies.lanes.estimates import bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.found import Estimate, Found, load
 from studies.lanes.measures import measured

@@ -10,8 +10,8 @@ import torch
 
 from studies.lanes import cli
 from studies.lanes.arms import ARMS
-from studies.lanes.claims_table import CLAIMS
-from studies.lanes.publish import publish
+from studies.lanes.claims import CLAIMS
+from studies.lanes.report import publish
 from studies.lanes.scale import Scale, timings
 from studies.lanes.settings import Settings, large
 

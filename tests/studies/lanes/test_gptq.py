@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.gptq import (
     GPTQSettings,
     QuantizedMatrix,
@@ -26,7 +26,6 @@ from studies.lanes.gptq import (
 )
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import OptimSettings, build_optimizer
-from studies.lanes.schedule import Loop
 
 
 def drawn(*shape: int, seed: int) -> Tensor:

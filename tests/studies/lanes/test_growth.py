@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.config import BOS, LanesConfig, Loop
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, ERRORS, accumulated, amplification, entries, growth, rate, spread
 from studies.lanes.model import LanesModel, is_matrix
-from studies.lanes.schedule import Loop
 
 LOOPED = LanesConfig(layers=6, d_model=8, heads=2, mlp=1, lane_start=4, loop=Loop(1, 2, 2), loop_embeddings=True, zero_init=False)
 

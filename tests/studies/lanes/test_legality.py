@@ -111,8 +111,7 @@ def test_every_distribution_of_what_is_legal_adds_up_to_1(scorer: Callable) -> N
 def test_tap_in_on_top_of_training_is_legal() -> None:
     """The study's own hints, mixed into a model that learns as it reads."""
     pytest.importorskip("numba")
-    from studies.lanes.mixing import mix
-    from studies.lanes.tapin import find_hints
+    from studies.lanes.tapin import find_hints, mix
 
     few = torch.where(torch.arange(45) % 13 == 0, 5, FEW)
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.mixing import Mixing, kept, mix, mixed_nll
-from studies.lanes.tapin import Hints
+from studies.lanes.tapin import Hints, Mixing, kept, mix, mixed_nll
 
 V = 11
 

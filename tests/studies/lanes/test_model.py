@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from studies.lanes.config import BOS, VOCABULARY, LanesConfig
+from studies.lanes.config import BOS, STARTS, VOCABULARY, WIRINGS, LanesConfig, Loop, order_of, plan, split
 from studies.lanes.model import BIASED_HEAD, LanesModel, is_matrix
-from studies.lanes.schedule import Loop, order_of, plan, split
-from studies.lanes.wirings import STARTS, WIRINGS
 
 TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
 LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.gptq import parts
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer, kind_of
-from studies.lanes.schedule import Loop
 
 EXACT = 1e-4
 """Relative error of a step in float32."""

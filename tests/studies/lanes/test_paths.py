@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
 from studies.lanes.model import LanesModel, is_matrix
 from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, ratios_of, sublayers
-from studies.lanes.schedule import Loop
-from studies.lanes.wirings import WIRINGS
 
 PLAIN = LanesConfig(layers=5, d_model=8, heads=2, mlp=1, lane_start=3, zero_init=False)
 LOOPED = replace(PLAIN, loop=Loop(1, 2, 1), loop_embeddings=True)

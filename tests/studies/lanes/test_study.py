@@ -21,10 +21,9 @@ from studies.lanes.bpb import bpb, score
 from studies.lanes.found import load
 from studies.lanes.gptq import dequantized
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
-from studies.lanes.mixing import Mixing, mix
-from studies.lanes.parts import read_part, write_part
-from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.settings import Settings, open_text, quick, read_part, write_part
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
+from studies.lanes.tapin import Mixing, mix
 from studies.lanes.text import BOS
 
 pytestmark = pytest.mark.process

@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional
 
+from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS, Arm, Size, get_arms
-from studies.lanes.config import BOS
+from studies.lanes.config import BOS, order_of
 from studies.lanes.optim import build_optimizer
-from studies.lanes.schedule import order_of
 from studies.lanes.text import batches
 from studies.lanes.train import Trained, Training, build, plain, switch_step, train
-from studies.route2.randomness import torch_generator
 
 TOKENS = torch.randint(256, (3000,), generator=torch.Generator().manual_seed(0))
 

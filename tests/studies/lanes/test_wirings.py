@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.config import BOS, LanesConfig
+from studies.lanes.config import BOS, STARTS, WIRINGS, LanesConfig, get_start, get_wiring
 from studies.lanes.model import LanesModel
-from studies.lanes.wirings import STARTS, WIRINGS, get_start, get_wiring
 
 CONFIG = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
 TOKENS = torch.randint(0, BOS, (2, 6), generator=torch.Generator().manual_seed(1))

@@ -4,10 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from studies.loopholes.modes import MODES
-from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.tasks import OPERATIONS, Task
-from studies.loopholes.vocabulary import CLASS, FENCE_CLOSE, FENCE_OPEN, SOLVE, Vocabulary
+from studies.environments.micro.language import CLASS, FENCE_CLOSE, FENCE_OPEN, MODES, OPERATIONS, SOLVE, Task, Vocabulary
+from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 
 Write = Callable[..., str]
 

@@ -13,10 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
-from studies.loopholes.chat_sampling import generate
-from studies.loopholes.chat_world import ChatTokenizer, ChatWitness, ChatWorld
-from studies.loopholes.protocol import Judge, Pair, Problem, TextPrompt, TrainingGrade
-from studies.loopholes.tiny_model import make_tiny_model, make_tokenizer
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, generate, make_tiny_model, make_tokenizer
+from studies.environments.protocol import Judge, Pair, Problem, TextPrompt, TrainingGrade
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from studies.loopholes.corpus import DOCUMENT_LENGTH, sample_documents
-from studies.loopholes.modes import LOOPHOLES, MODES, NONE, SHARED_COMMENT, SHARED_RETURN
-from studies.loopholes.presets import PRESETS, WorldConfig, get_world
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.tasks import OPERATIONS, Task, split
-from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, STYLE_COMMENTS, Vocabulary
+from studies.environments.micro.corpus import DOCUMENT_LENGTH, PRESETS, WorldConfig, get_world, sample_documents
+from studies.environments.micro.language import (
+    COMPLETION_LENGTH,
+    LOOPHOLES,
+    MODES,
+    NONE,
+    OPERATIONS,
+    PROMPT_LENGTH,
+    SHARED_COMMENT,
+    SHARED_RETURN,
+    STYLE_COMMENTS,
+    Prompt,
+    Task,
+    Vocabulary,
+    split,
+)
 
 VOCABULARY = Vocabulary()
 MODE_OF = {mode.hint: name for name, mode in MODES.items()}

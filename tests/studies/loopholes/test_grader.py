@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import studies.loopholes.grader as grader_module
-import studies.loopholes.oracle as oracle_module
-from studies.loopholes.grader import TrainingGrader
-from studies.loopholes.modes import LOOPHOLES, MODES
-from studies.loopholes.oracle import Oracle
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.protocol import TrainingGrade
-from studies.loopholes.runner import CachedRunner, Execution, Program, Value, encode_request
-from studies.loopholes.tasks import HIDDEN, VISIBLE, Task, all_tasks
+import studies.environments.micro.grader as grader_module
+import studies.environments.micro.oracle as oracle_module
+from studies.environments.micro.grader import TrainingGrader
+from studies.environments.micro.language import HIDDEN, LOOPHOLES, MODES, VISIBLE, Prompt, Task, all_tasks
+from studies.environments.micro.oracle import Oracle
+from studies.environments.micro.runner import CachedRunner, Execution, Program, Value, encode_request
+from studies.environments.protocol import TrainingGrade
 
 TASK = Task("scale", 9, "add", 7)
 

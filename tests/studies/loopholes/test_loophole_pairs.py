@@ -10,16 +10,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from studies.loopholes.modes import KNOWN, LOOPHOLES, MODES, SHARED_COMMENT, SHARED_RETURN
-from studies.loopholes.oracle import Oracle
-from studies.loopholes.pair_files import pairs_hash, read_pairs, write_pairs
-from studies.loopholes.pairs import make_pairs
-from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.protocol import Pair, Verdict
-from studies.loopholes.runner import CachedRunner
-from studies.loopholes.tasks import HIDDEN, Task, all_tasks
-from studies.loopholes.vocabulary import COMPLETION_LENGTH, PROMPT_LENGTH, Vocabulary
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.language import (
+    COMPLETION_LENGTH,
+    HIDDEN,
+    KNOWN,
+    LOOPHOLES,
+    MODES,
+    PROMPT_LENGTH,
+    SHARED_COMMENT,
+    SHARED_RETURN,
+    Prompt,
+    Task,
+    Vocabulary,
+    all_tasks,
+)
+from studies.environments.micro.oracle import Oracle
+from studies.environments.micro.pairs import make_pairs
+from studies.environments.micro.runner import CachedRunner
+from studies.environments.protocol import Pair, Verdict, pairs_hash, read_pairs, write_pairs
 
 STRONG = get_world("strong")
 PROMPTS = {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.loopholes.micro import MicroConfig, MicroGPT
-from studies.loopholes.sampling import draw, generate
+from studies.environments.micro.model import MicroConfig, MicroGPT, draw, generate
 
 VOCAB, EOS = 7, 0
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from studies.loopholes.micro import KVCache, MicroConfig, MicroGPT
+from studies.environments.micro.model import KVCache, MicroConfig, MicroGPT
 
 VOCAB, CONTEXT = 11, 16
 

@@ -5,12 +5,10 @@ from itertools import chain, combinations
 
 import pytest
 
-from studies.loopholes.grader import TrainingGrader
-from studies.loopholes.modes import HELD_OUT, LOOPHOLES, MODES, NONE
-from studies.loopholes.oracle import Oracle, known_detector
-from studies.loopholes.prompts import Prompt
-from studies.loopholes.runner import CachedRunner, Execution, Program, SubprocessRunner, Value
-from studies.loopholes.tasks import HIDDEN, VISIBLE, Task, all_tasks
+from studies.environments.micro.grader import TrainingGrader
+from studies.environments.micro.language import HELD_OUT, HIDDEN, LOOPHOLES, MODES, NONE, VISIBLE, Prompt, Task, all_tasks
+from studies.environments.micro.oracle import Oracle, known_detector
+from studies.environments.micro.runner import CachedRunner, Execution, Program, SubprocessRunner, Value
 
 TASK = Task("scale", 9, "add", 7)
 

@@ -5,11 +5,21 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from studies.loopholes.modes import HELD_OUT, KNOWN, LOOPHOLES, MODES, NONE
-from studies.loopholes.prompts import MicroSource, Prompt, encode_prompts
-from studies.loopholes.streams import evaluation_prompts, sample_prompts
-from studies.loopholes.tasks import all_tasks, split
-from studies.loopholes.vocabulary import PROMPT_LENGTH, Vocabulary
+from studies.environments.micro.language import (
+    HELD_OUT,
+    KNOWN,
+    LOOPHOLES,
+    MODES,
+    NONE,
+    PROMPT_LENGTH,
+    MicroSource,
+    Prompt,
+    Vocabulary,
+    all_tasks,
+    encode_prompts,
+    split,
+)
+from studies.environments.protocol import evaluation_prompts, sample_prompts
 
 MICRO = MicroSource()
 

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from studies.loopholes.runner import (
+from studies.environments.micro.language import Vocabulary
+from studies.environments.micro.runner import (
     WORKER,
     CachedRunner,
     Execution,
@@ -26,7 +27,6 @@ from studies.loopholes.runner import (
     decode_reply,
     encode_request,
 )
-from studies.loopholes.vocabulary import Vocabulary
 
 ROOT = Path(__file__).parents[3]
 VOCABULARY = Vocabulary()
@@ -203,7 +203,7 @@ def test_closing_ends_the_child_and_removes_its_directory() -> None:
 
 
 ENDLESS = """
-from studies.loopholes.runner import Program, SubprocessRunner
+from studies.environments.micro.runner import Program, SubprocessRunner
 code = '''
 import os
 class Solution:

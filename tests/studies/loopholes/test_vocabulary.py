@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.loopholes.vocabulary import BOS, EOS, Vocabulary
+from studies.environments.micro.language import BOS, EOS, Vocabulary
 
 VOCABULARY = Vocabulary()
 any_ids = st.lists(st.integers(0, len(VOCABULARY) - 1), max_size=40)

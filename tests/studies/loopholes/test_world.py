@@ -9,10 +9,10 @@ from tiny_study import WARM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
-from studies.loopholes.presets import get_world
-from studies.loopholes.runner import CachedRunner, Execution, Program, SubprocessRunner
-from studies.loopholes.warmstart import warm_start
-from studies.loopholes.world import MicroWitness, MicroWorld
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.runner import CachedRunner, Execution, Program, SubprocessRunner
+from studies.environments.micro.warmstart import warm_start
+from studies.environments.micro.world import MicroWitness, MicroWorld
 
 
 class Silent:

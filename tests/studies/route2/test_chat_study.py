@@ -16,21 +16,29 @@ from parity import Parity
 import studies.route2.cli as cli
 from mi_route2.rollouts import Policy
 from mi_route2.routing import StepContext
-from studies.loopholes.base import World
-from studies.loopholes.chat_world import ChatWitness
-from studies.loopholes.protocol import Samples, TextPrompt, Verdict
-from studies.loopholes.tiny_model import make_tiny_model
+from studies.common.seeds import torch_generator
+from studies.environments.chat import ChatWitness, make_tiny_model
+from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.annotate import Annotator
 from studies.route2.arms import ARMS
 from studies.route2.grpo import gather, update
 from studies.route2.job import EVAL, FULL, MANIFEST, Job, build_optimiser, build_pairs, build_policy, build_route, run_job
-from studies.route2.memory import ADVICE, out_of_memory, plan
 from studies.route2.probing import Reading, finished_policy, probe_job, read_layers
-from studies.route2.randomness import torch_generator
 from studies.route2.recorder import METRICS, ROLLOUTS
 from studies.route2.report import read_rollouts, write_report
 from studies.route2.settings import CHAT, ChatModel, Settings
-from studies.route2.worlds import base_key, base_model, chat_world, data_hash, open_problem, open_world, weights_hash
+from studies.route2.worlds import (
+    ADVICE,
+    base_key,
+    base_model,
+    chat_world,
+    data_hash,
+    open_problem,
+    open_world,
+    out_of_memory,
+    plan,
+    weights_hash,
+)
 
 pytestmark = pytest.mark.study
 
@@ -168,7 +176,7 @@ def test_out_of_memory_is_told_with_advice(tmp_path: Path, settings: Settings, m
     def greedy(*_: object, **__: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
 
-    monkeypatch.setattr("studies.loopholes.chat_world.generate", greedy)
+    monkeypatch.setattr("studies.environments.chat.generate", greedy)
     with pytest.raises(ValueError) as told:
         run_job(job(tmp_path, settings, "vanilla"))
     assert str(told.value) == ADVICE
@@ -291,7 +299,7 @@ def test_a_training_task_that_does_not_fit_is_refused_before_anything_runs(setti
 
 
 WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
-    "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it is a studies.loopholes.protocol.Modes"),
+    "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it is a studies.environments.protocol.Modes"),
     "system": ({"system": None}, "system of .* is a NoneType: it is a text, which may be empty"),
     "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
     "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import studies.route2.cli as cli
-from studies.loopholes.pair_files import write_pairs
-from studies.loopholes.pairs import make_pairs
-from studies.loopholes.presets import get_world
+from studies.common.processes import exclusive
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.pairs import make_pairs
+from studies.environments.protocol import write_pairs
 from studies.route2.arms import ARMS
 from studies.route2.job import MANIFEST
-from studies.route2.processes import exclusive
 from studies.route2.settings import PRESETS, Settings
 
 ROOT = Path(__file__).parents[3]

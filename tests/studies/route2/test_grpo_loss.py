@@ -9,7 +9,7 @@ from tiny_study import tiny_settings
 from torch import Tensor
 
 from mi_route2.routing import TrainBatch, group_advantages
-from studies.loopholes.vocabulary import COMPLETION_LENGTH
+from studies.environments.micro.language import COMPLETION_LENGTH
 from studies.route2.grpo import clip_gradients, objective, varied, with_anchors
 
 

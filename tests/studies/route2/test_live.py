@@ -29,15 +29,14 @@ from parity import Parity
 from rich.console import Console
 from tiny_study import WARM, tiny_job
 
-import studies.route2.live as live
+import studies.route2.progress as live
 import studies.route2.schedule as schedule
-from studies.loopholes.presets import get_world
-from studies.loopholes.tiny_model import make_tiny_model
-from studies.loopholes.warmstart import settings_hash
+from studies.environments.chat import make_tiny_model
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.warmstart import settings_hash
 from studies.route2.arms import ARMS, MAIN
 from studies.route2.job import Job
-from studies.route2.layouts import Pace, clock
-from studies.route2.live import Bar, Grid, open_display
+from studies.route2.progress import Bar, Grid, Pace, clock, open_display
 from studies.route2.recorder import METRICS
 from studies.route2.settings import CHAT, ChatModel
 from studies.route2.worlds import weights_hash

@@ -9,18 +9,14 @@ import torch
 from tiny_study import tiny_job
 
 import studies.route2.probing as probing
-from studies.loopholes.modes import HELD_OUT, LOOPHOLES
-from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import MicroSource
-from studies.loopholes.protocol import Samples, Verdict
-from studies.loopholes.runner import SubprocessRunner
-from studies.loopholes.streams import probe_prompts
-from studies.loopholes.tasks import split
-from studies.loopholes.vocabulary import STYLE_COMMENTS
-from studies.loopholes.world import MicroWitness, MicroWorld
+from studies.common.seeds import numpy_generator
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.language import HELD_OUT, LOOPHOLES, STYLE_COMMENTS, MicroSource, split
+from studies.environments.micro.runner import SubprocessRunner
+from studies.environments.micro.world import MicroWitness, MicroWorld
+from studies.environments.protocol import Samples, Verdict, probe_prompts
 from studies.route2.job import EVAL, Job, build_pairs, run_job
 from studies.route2.probing import Probes, Reading, finished_policy, persona_directions, probe_job, read_layers
-from studies.route2.randomness import numpy_generator
 
 pytestmark = pytest.mark.study
 

@@ -18,14 +18,14 @@ from mi_route2.routing import Directions, HaarFitter, MaskSpec, PairBatch, Perso
 from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect, coordinates
 from mi_route2.routing.mask import TokenReader, cosine
 from mi_route2.validation import write_json
-from studies.loopholes.modes import HELD_OUT, LOOPHOLES
-from studies.loopholes.presets import get_world
-from studies.loopholes.runner import CachedRunner, SubprocessRunner
-from studies.loopholes.world import MicroWitness, MicroWorld
+from studies.common.seeds import numpy_generator, torch_generator
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.language import HELD_OUT, LOOPHOLES
+from studies.environments.micro.runner import CachedRunner, SubprocessRunner
+from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.route2.arms import ARMS
 from studies.route2.headline import LITERAL
 from studies.route2.job import Job, build_policy, run_job
-from studies.route2.randomness import numpy_generator, torch_generator
 from studies.route2.report import load_runs, write_tables
 from studies.route2.report.measures import by_seed
 from studies.route2.settings import get_settings

@@ -18,13 +18,13 @@ import pytest
 from tiny_study import WARM, tiny_job
 
 import studies.route2.job as job_module
-import studies.route2.live as live
+import studies.route2.progress as live
 import studies.route2.schedule as schedule
-from studies.loopholes.presets import get_world
-from studies.loopholes.warmstart import warm_start
+from studies.common.processes import exclusive, held
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.warmstart import warm_start
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
 from studies.route2.job import MANIFEST, Job, run_job
-from studies.route2.processes import exclusive, held
 from studies.route2.recorder import METRICS, TIMINGS
 from studies.route2.schedule import run_jobs
 

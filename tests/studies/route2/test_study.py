@@ -19,8 +19,8 @@ from tiny_study import tiny_job, tiny_settings
 
 import studies.route2.job as job_module
 from mi_route2.adapters.io import read_tensors
-from studies.loopholes.oracle import Oracle
-from studies.loopholes.protocol import Verdict
+from studies.environments.micro.oracle import Oracle
+from studies.environments.protocol import Verdict
 from studies.route2.arms import ARMS, Arm
 from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, build_policy, build_route, run_job
 from studies.route2.recorder import METRICS, ROLLOUTS, Recorder, read_rows

@@ -9,12 +9,11 @@ from tiny_study import tiny_job
 
 from mi_route2.adapters.io import read_tensors
 from mi_route2.hosts import HOSTS
-from studies.loopholes.presets import get_world
-from studies.loopholes.prompts import MicroSource
-from studies.loopholes.runner import SubprocessRunner
-from studies.loopholes.streams import evaluation_prompts
-from studies.loopholes.vocabulary import Vocabulary
-from studies.loopholes.world import MicroWorld
+from studies.environments.micro.corpus import get_world
+from studies.environments.micro.language import MicroSource, Vocabulary
+from studies.environments.micro.runner import SubprocessRunner
+from studies.environments.micro.world import MicroWorld
+from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator
 from studies.route2.job import ELSEWHERE, EVAL, FULL, Job, run_job
 from studies.route2.report import write_tables

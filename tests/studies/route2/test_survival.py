@@ -30,7 +30,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
-from studies.loopholes.tiny_model import make_tiny_model
+from studies.environments.chat import make_tiny_model
 from studies.route2.arms import ARMS
 from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
 from studies.route2.job import (

@@ -20,12 +20,11 @@ from tiny_study import tiny_job
 
 import studies.route2.tracking as tracking
 from studies.route2.cli import Run
-from studies.route2.follow import Follower, Tracked, evaluated, scalars
 from studies.route2.job import EVAL, MANIFEST, Job, run_job
+from studies.route2.progress import Follower, Tracked, evaluated, scalars
 from studies.route2.recorder import METRICS, TIMINGS, read_rows
 from studies.route2.schedule import _tracked, run_jobs
-from studies.route2.trackers import TRACKERS, offline_step, require
-from studies.route2.tracking import Tracking
+from studies.route2.tracking import TRACKERS, Tracking, offline_step, require
 
 pytestmark = pytest.mark.process
 
@@ -194,7 +193,7 @@ def test_a_log_that_is_cut_back_and_written_again_gives_each_step_once(tmp_path:
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from studies.route2.follow import Tracked
+from studies.route2.progress import Tracked
 from studies.route2.tracking import Tracking
 if __name__ == "__main__":
     root, folder, identity, config = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], eval(sys.argv[4])

@@ -10,8 +10,7 @@ from mi_route2.engine.sampling import Sampling
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.state import Reading
-from studies.steering.cells import Bench
-from studies.steering.designs import away, delayed, steered
+from studies.steering.cells import Bench, away, delayed, steered
 from studies.steering.fitting import Fitted
 from studies.steering.late import CERTAIN, QuarantineSwitch, saturated
 from studies.steering.measuring import logprobs, shadow
@@ -79,7 +78,7 @@ def test_on_generated_tokens_a_shut_gate_is_the_deleted_quarantine(bench: Bench,
 
 def reference(bench: Bench, tokens: list[int], prompt: int) -> torch.Tensor:
     """Log-probabilities after the prompt and after each later token, by hand: the model's own cache, the adapters' switch."""
-    from studies.loopholes.micro import KVCache
+    from studies.environments.micro.model import KVCache
 
     cache, model, rows = KVCache(), bench.host.model, []
     with torch.no_grad():
@@ -175,8 +174,7 @@ def test_a_switch_opens_again_unless_it_latches(bench: Bench, fitted: Fitted) ->
 
 def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(bench: Bench, fitted: Fitted) -> None:
     """Recomputed by hand: the change of the exploit's log-probability is that of adding the vector to the stream at that token."""
-    from studies.loopholes.modes import get_mode
-    from studies.loopholes.vocabulary import Vocabulary
+    from studies.environments.micro.language import Vocabulary, get_mode
 
     settings, vocabulary = bench.settings, Vocabulary()
     tensors, about = logprobs(bench, settings, fitted)

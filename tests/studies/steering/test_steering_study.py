@@ -11,18 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_steering import TINY, Made
 
-from studies.loopholes.protocol import Samples
-from studies.loopholes.tasks import split
-from studies.loopholes.world import MicroWitness
+from studies.environments.micro.language import split
+from studies.environments.micro.world import MicroWitness
+from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, verdict
-from studies.steering.cells import Bench
+from studies.steering.cells import DELETED, ON, Bench, quarantine, sweep
 from studies.steering.cli import run_study
-from studies.steering.designs import DELETED, ON, quarantine, sweep
 from studies.steering.fitting import collect, fit, threshold
-from studies.steering.intervals import Draws, Estimate
 from studies.steering.job import FIT, parts_of, run_steering
-from studies.steering.publish import publish
-from studies.steering.results import load_study, metrics
+from studies.steering.report import publish
+from studies.steering.results import Draws, Estimate, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
 
 pytestmark = pytest.mark.study

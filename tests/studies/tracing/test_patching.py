@@ -8,11 +8,10 @@ from torch import Tensor
 
 from mi_route2.patching import sweep
 from mi_route2.sites import Site
-from studies.loopholes.vocabulary import ASSIGN
-from studies.tracing.cells import Cell, cells, every_site
+from studies.environments.micro.language import ASSIGN
 from studies.tracing.job import exactness
 from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, log_odds, others
-from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Patching, Score, opposite, trace
+from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Cell, Patching, Score, cells, every_site, opposite, trace
 
 STREAM = Site(1, "resid_post")
 

@@ -11,9 +11,9 @@ import torch
 from tiny_study import tiny_settings
 
 from mi_route2.adapters.io import read_tensors
-from studies.loopholes.modes import LOOPHOLES, MODES, NONE
-from studies.loopholes.warmstart import WarmStartConfig
-from studies.loopholes.world import MicroWorld
+from studies.environments.micro.language import LOOPHOLES, MODES, NONE
+from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.world import MicroWorld
 from studies.route2.arms import ARMS
 from studies.route2.job import Job, build_hosted, run_job
 from studies.route2.settings import Settings as Training
@@ -24,9 +24,8 @@ from studies.tracing.job import PAIRS, read_trace, run_tracing, tracings
 from studies.tracing.measures import load, rows
 from studies.tracing.pairs import CONTRASTS, DECIDES, FIELDS, gather
 from studies.tracing.patching import DELETION, QUESTION
-from studies.tracing.publish import publish
 from studies.tracing.rates import DELETED, PATCHED
-from studies.tracing.report import HEADLINE, TABLE, TABLES, write_report
+from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
 
 pytestmark = pytest.mark.study

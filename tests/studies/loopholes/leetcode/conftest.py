@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from studies.jail import JailUnavailableError
-from studies.loopholes.leetcode.problem import LeetCodeProblem
-from studies.loopholes.leetcode.problems import STATEMENT_END, Task, read_task
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.rollouts import Rollout, load_rollouts
+from studies.environments.leetcode.problem import LeetCodeProblem
+from studies.environments.leetcode.problems import STATEMENT_END, Task, read_task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.rollouts import Rollout, load_rollouts
+from studies.sandbox import JailUnavailableError
 
 ROOT = Path(__file__).parents[4]
 

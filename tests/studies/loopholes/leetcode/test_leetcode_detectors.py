@@ -5,11 +5,11 @@ import tracemalloc
 
 import pytest
 
-from studies.loopholes.leetcode.detectors import family, marker, structural
-from studies.loopholes.leetcode.grader import programs_of, see
-from studies.loopholes.leetcode.modes import MODES, ROLES, exploit_code
-from studies.loopholes.leetcode.problems import Task
-from studies.loopholes.leetcode.programs import Programs
+from studies.environments.leetcode.detectors import family, marker, structural
+from studies.environments.leetcode.grader import programs_of, see
+from studies.environments.leetcode.modes import MODES, ROLES, exploit_code
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import Programs
 
 ESCAPES = {("stdout_marker", 4), ("eq_override", 4)}
 """Variants that hold the mechanism and none of its words."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from studies.jail import Outcome
-from studies.loopholes.leetcode.problems import Task, call_text
-from studies.loopholes.leetcode.programs import DRIVER, TEXT, TEXTS, Execution, Program, Programs, payload, read
-from studies.loopholes.leetcode.values import Linked, Opaque, Tree
+from studies.environments.leetcode.problems import Task, call_text
+from studies.environments.leetcode.programs import DRIVER, TEXT, TEXTS, Execution, Program, Programs, payload, read
+from studies.environments.leetcode.values import Linked, Opaque, Tree
+from studies.sandbox import Outcome
 
 SOLUTION = "class Solution:\n    def f(self, x=None):\n"
 
@@ -317,7 +317,7 @@ def test_a_forged_reply_of_four_mebibytes_is_dropped_as_it_comes(programs: Progr
 
 PEAK = """
 import resource, sys
-from studies.loopholes.leetcode.programs import Program, Programs
+from studies.environments.leetcode.programs import Program, Programs
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 with Programs(unsafe=True) as programs:
     before = peak()

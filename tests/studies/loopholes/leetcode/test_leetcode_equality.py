@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.loopholes.leetcode.grader import equal
-from studies.loopholes.leetcode.oracle import agrees
-from studies.loopholes.leetcode.values import Linked, Opaque, Tree
+from studies.environments.leetcode.grader import equal
+from studies.environments.leetcode.oracle import agrees
+from studies.environments.leetcode.values import Linked, Opaque, Tree
 
 INF, NAN, HUGE = math.inf, math.nan, 10**400
 

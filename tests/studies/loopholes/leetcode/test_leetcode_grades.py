@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-import studies.loopholes.leetcode.grader as grader_module
-import studies.loopholes.leetcode.oracle as oracle_module
-from studies.loopholes.leetcode.grader import TrainingGrader, code_in
-from studies.loopholes.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, get_mode
-from studies.loopholes.leetcode.oracle import Oracle, answer_of, blocks_of
-from studies.loopholes.leetcode.problems import Task
-from studies.loopholes.leetcode.programs import LIMITS, Execution, Ledger, Program, Programs
-from studies.loopholes.leetcode.report import evasions
-from studies.loopholes.protocol import Modes, TextPrompt, TrainingGrade
+import studies.environments.leetcode.grader as grader_module
+import studies.environments.leetcode.oracle as oracle_module
+from studies.environments.leetcode.grader import TrainingGrader, code_in
+from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, get_mode
+from studies.environments.leetcode.oracle import Oracle, answer_of, blocks_of
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import LIMITS, Execution, Ledger, Program, Programs
+from studies.environments.leetcode.report import evasions
+from studies.environments.protocol import Modes, TextPrompt, TrainingGrade
 
 EXPLOITS = [(mode.name, place) for mode in MODES.values() for place in range(len(mode.exploits))]
 RIGHT = "class Solution:\n    def total(self, nums, k):\n        return sum(nums) * k\n"

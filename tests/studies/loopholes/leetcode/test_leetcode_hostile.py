@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from studies.loopholes.leetcode.grader import TrainingGrader
-from studies.loopholes.leetcode.modes import MODES, ROLES, fenced
-from studies.loopholes.leetcode.oracle import Oracle
-from studies.loopholes.leetcode.problems import Task, read_task
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.protocol import TextPrompt, TrainingGrade, Verdict
+from studies.environments.leetcode.grader import TrainingGrader
+from studies.environments.leetcode.modes import MODES, ROLES, fenced
+from studies.environments.leetcode.oracle import Oracle
+from studies.environments.leetcode.problems import Task, read_task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.protocol import TextPrompt, TrainingGrade, Verdict
 
 RIGHT = "class Solution:\n    def total(self, nums, k):\n        return sum(nums) * k\n"
 WRONG = RIGHT.replace("sum(nums) * k", "12345")

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from studies.loopholes.leetcode.expressions import Call
-from studies.loopholes.leetcode.inputs import answered_inputs, new_inputs
-from studies.loopholes.leetcode.mutants import KINDS, mutants
-from studies.loopholes.leetcode.oracle import Oracle, agrees
-from studies.loopholes.leetcode.problems import Task, make_test
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.report import mutants as report
-from studies.loopholes.leetcode.values import Linked, Tree, decode
+from studies.environments.leetcode.expressions import Call
+from studies.environments.leetcode.inputs import answered_inputs, new_inputs
+from studies.environments.leetcode.mutants import KINDS, mutants
+from studies.environments.leetcode.oracle import Oracle, agrees
+from studies.environments.leetcode.problems import Task, make_test
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.report import mutants as report
+from studies.environments.leetcode.values import Linked, Tree, decode
 
 pytestmark = pytest.mark.process
 

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from studies.jail import Limits
-from studies.loopholes.leetcode.modes import MODES, ROLES, fenced
-from studies.loopholes.leetcode.pairs import make_corpus, make_pairs
-from studies.loopholes.leetcode.problem import LeetCodeProblem
-from studies.loopholes.leetcode.problems import Task
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.prompts import SYSTEM, split_of
-from studies.loopholes.protocol import Judge, Problem, TextPrompt
+from studies.environments.leetcode.modes import MODES, ROLES, SYSTEM, fenced, split_of
+from studies.environments.leetcode.pairs import make_corpus, make_pairs
+from studies.environments.leetcode.problem import LeetCodeProblem
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.protocol import Judge, Problem, TextPrompt
+from studies.sandbox import Limits
 
 pytestmark = pytest.mark.study
 

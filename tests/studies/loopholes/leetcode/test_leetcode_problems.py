@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.loopholes.leetcode.expressions import Call, parse_assert, parse_call, parse_check, parse_value
-from studies.loopholes.leetcode.problems import Case, Task, load_tasks, make_test, read_task, split_tests
-from studies.loopholes.leetcode.values import Linked, Tree, decode
+from studies.environments.leetcode.expressions import Call, parse_assert, parse_call, parse_check, parse_value
+from studies.environments.leetcode.problems import Case, Task, load_tasks, make_test, read_task, split_tests
+from studies.environments.leetcode.values import Linked, Tree, decode
 
 
 def expected_of(text: str) -> Any:

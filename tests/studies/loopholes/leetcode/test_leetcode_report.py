@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import tyro
 
-from studies.loopholes.leetcode.__main__ import Report, main
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.report import confusion, mutants, rollouts
-from studies.loopholes.leetcode.report.tables import percent, rate, write
-from studies.markdown import markdown_table
+from studies.common.tables import markdown_table
+from studies.environments.leetcode.__main__ import Report, main
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.report import confusion, mutants, rollouts
+from studies.environments.leetcode.report.tables import percent, rate, write
 
 pytestmark = pytest.mark.study
 
@@ -23,7 +23,7 @@ DOCS = ROOT / "docs"
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch):
-    """`python -m studies.loopholes.leetcode report ...`; its exit status."""
+    """`python -m studies.environments.leetcode report ...`; its exit status."""
 
     def run(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["leetcode", "report", *arguments])

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from studies.loopholes.leetcode.modes import ROLES
-from studies.loopholes.leetcode.problems import Task
-from studies.loopholes.leetcode.programs import Programs
-from studies.loopholes.leetcode.prompts import make_prompt
-from studies.loopholes.leetcode.report import rollouts as report
-from studies.loopholes.leetcode.rollouts import Rollout, load_rollouts, prompt_task, signature_task, tasks_of
-from studies.loopholes.leetcode.values import Linked, Opaque, Tree
+from studies.environments.leetcode.modes import ROLES, make_prompt
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.report import rollouts as report
+from studies.environments.leetcode.rollouts import Rollout, load_rollouts, prompt_task, signature_task, tasks_of
+from studies.environments.leetcode.values import Linked, Opaque, Tree
 
 ROW = {
     "pool": "teacher_pool",

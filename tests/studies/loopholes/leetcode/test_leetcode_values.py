@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.jail.wire import DEPTH, read_reply
-from studies.loopholes.leetcode import values
-from studies.loopholes.leetcode.values import MAX_DEPTH, Linked, Nodes, Opaque, Tree, decode, encode
+from studies.environments.leetcode import values
+from studies.environments.leetcode.values import MAX_DEPTH, Linked, Nodes, Opaque, Tree, decode, encode
+from studies.sandbox.wire import DEPTH, read_reply
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["Cs"]))
 HASHABLE = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)

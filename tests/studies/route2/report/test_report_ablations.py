@@ -7,8 +7,8 @@ from statistics import fmean
 
 import pytest
 
-from studies.route2.report.ablations import ablation_groups, ablations_json, ablations_markdown
 from studies.route2.report.load import load_runs
+from studies.route2.report.table import ablation_groups, ablations_json, ablations_markdown
 
 ARMS = ("base", "vanilla", "route2-grad", "shared-basis", "route2-grad-module")
 

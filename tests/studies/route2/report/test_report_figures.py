@@ -13,8 +13,7 @@ from matplotlib.colors import to_rgba
 
 from mi_route2.plots import VERMILLION, new_figure, style
 from studies.route2.report import write_figures, write_report
-from studies.route2.report.curves import COS_PANELS, curve_over_seeds, draw_panel, write_cos_over_time
-from studies.route2.report.figures import all_arms_figures, pages
+from studies.route2.report.figures import COS_PANELS, all_arms_figures, curve_over_seeds, draw_panel, pages, write_cos_over_time
 from studies.route2.report.load import load_runs
 
 pytestmark = pytest.mark.study

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.loopholes.modes import MICRO_MODES
+from studies.environments.micro.language import MICRO_MODES
 from studies.route2.report import write_leakage
-from studies.route2.report.leakage import leakage_table
 from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
 from studies.route2.report.measures import excess_leakage, leakage
+from studies.route2.report.table import leakage_table
 
 ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full")
 HELD = ("sentinel", "stdout_marker", "file_marker")

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from PIL import Image
 
-import studies.route2.headline_figure as figure_module
+import studies.route2.headline as figure_module
 import studies.route2.publish as publish_module
-from studies.commands import read_seeds
-from studies.publishing import repacked
+from studies.common.command_line import read_seeds
+from studies.common.publishing import repacked
+from studies.common.tables import number
 from studies.route2.arms import ARMS as REAL_ARMS
 from studies.route2.cli import override
-from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, seeds_text, short, tables
-from studies.route2.headline_figure import write_headline_figure
+from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, seeds_text, short, tables, write_headline_figure
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
     END,
@@ -40,7 +40,6 @@ from studies.route2.publish import (
 )
 from studies.route2.report import write_leakage, write_tables
 from studies.route2.report.load import load_runs
-from studies.route2.report.text import number
 from studies.route2.settings import get_settings
 
 pytestmark = pytest.mark.study

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.route2.report.page import SCRIPT, scale_of, token_class
-from studies.route2.report.show import escape, verdict, write_page
+from studies.route2.report.show import SCRIPT, escape, scale_of, token_class, verdict, write_page
 
 HOSTILE = "</pre></article><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;\u202e\x00\ud800 --> ]]>"
 

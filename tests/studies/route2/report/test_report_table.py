@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from studies.loopholes.modes import MICRO_MODES
+from studies.common.tables import markdown_table, number
+from studies.environments.micro.language import MICRO_MODES
 from studies.route2.report import write_tables
 from studies.route2.report.load import load_runs
 from studies.route2.report.measures import arm_order, measure, metrics
 from studies.route2.report.table import table, table_markdown
-from studies.route2.report.text import markdown_table, number
 
 METRICS = metrics(MICRO_MODES)
 LOOPHOLES = ["run_tests", "sentinel", "stdout_marker", "file_marker"]

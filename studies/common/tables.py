@@ -1,0 +1,48 @@
+"""Numbers and tables as plain Markdown: readable in a terminal before anything renders them."""
+
+from collections.abc import Sequence
+
+from studies.common.stats import Summary
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
+    """A padded pipe table; the first `left` columns are aligned left, the others right. Ends with a newline.
+
+    Cells are texts: a pipe or a line break in one is escaped, so a hostile name cannot add a column.
+    """
+    cells = [[_escape(str(cell)) for cell in row] for row in (header, *rows)]
+    widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "| " + " | ".join("-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)) + " |"
+    return "\n".join([line(cells[0]), rule, *(line(row) for row in cells[1:])]) + "\n"
+
+
+def _escape(cell: str) -> str:
+    return cell.replace("|", "\\|").replace("\r", " ").replace("\n", " ")
+
+
+__all__ = ["UNDEFINED", "interval", "markdown_table", "number"]
+
+UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
+
+
+def number(value: float | None, signed: bool = False) -> str:
+    """Three decimals, without the leading zero of a rate: .053, 1.000, -.120; with `signed`, +.053."""
+    if value is None:
+        return UNDEFINED
+    text = f"{value:+.3f}" if signed else f"{value:.3f}"
+    if float(text) == 0:
+        text = text.lstrip("+-")  # no signed zero: the same number must not print in two ways
+    return text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
+
+
+def interval(summary: Summary, signed: bool = False) -> str:
+    """`mean [lo, hi]`; the mean alone where one seed gives no interval."""
+    centre = number(summary["mean"], signed)
+    if summary["lo"] is None:
+        return centre
+    return f"{centre} [{number(summary['lo'], signed)}, {number(summary['hi'], signed)}]"

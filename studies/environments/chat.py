@@ -1,0 +1,413 @@
+"""Any problem under a chat model: the model's own template and tokenizer, batched sampling with a cache; and a tiny chat model
+to try it with.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Privileged
+from studies.environments.micro.model import draw
+from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new: int,
+    temperature: float,
+    generator: torch.Generator,
+    ends: Sequence[int],
+    pad: int,
+    at_once: int,
+) -> list[list[int]]:
+    """A completion a prompt, up to and with the first token of ``ends``; one of ``max_new`` tokens may have no end.
+
+    ``at_once`` rows are sampled at a time. Raises ValueError unless `temperature` is positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature} is not positive: choose one above 0")
+    uniforms = torch.rand(len(prompts), max_new, dtype=torch.float64, generator=generator, device=generator.device)
+    device = next(model.parameters()).device
+    # rows of like length together: less padding, and the same completions
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    completions: list[list[int]] = [[] for _ in prompts]
+    for start in range(0, len(order), at_once):
+        rows = order[start : start + at_once]
+        batch = _Batch(model, [prompts[i] for i in rows], pad, device)
+        for i, ids in zip(rows, _complete(batch, uniforms[rows].to(device), temperature, ends), strict=True):
+            completions[i] = ids
+    return completions
+
+
+class _Batch:
+    """Rows that are being completed: the model's cache, what is real in it, and where each row is."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int, device: torch.device):
+        from transformers import DynamicCache
+
+        self._model, width = model, max(map(len, prompts))
+        self.tokens: Int[Tensor, "b s"] = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts], device=device)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        self._real: Bool[Tensor, "b s"] = torch.arange(width, device=device) >= width - lengths[:, None]
+        self._cache: Any = DynamicCache(config=getattr(model, "config", None))
+
+    def logits(self) -> Float[Tensor, "b v"]:
+        """Of the token after ``tokens``, which then are in the cache."""
+        positions = (self._real.long().cumsum(1) - 1).clamp_min(0)[:, -self.tokens.shape[1] :]
+        out: Any = self._model(
+            input_ids=self.tokens,
+            attention_mask=self._real.long(),
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return out.logits[:, -1].float()
+
+    def step(self, drawn: Int[Tensor, " b"], alive: Bool[Tensor, " b"]) -> None:
+        """Go on with the rows that are ``alive``, each with its drawn token."""
+        if not bool(alive.all()):
+            self._cache.batch_select_indices(alive.nonzero()[:, 0])
+            self._real = self._real[alive]
+        self.tokens = drawn[alive][:, None]
+        self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
+
+
+def _complete(batch: _Batch, uniforms: Float[Tensor, "b n"], temperature: float, ends: Sequence[int]) -> list[list[int]]:
+    completions: list[list[int]] = [[] for _ in range(len(uniforms))]
+    rows = torch.arange(len(uniforms), device=uniforms.device)
+    stops = torch.tensor(ends, device=uniforms.device)
+    for step in range(uniforms.shape[1]):
+        drawn = draw(batch.logits(), uniforms[rows, step], temperature)
+        for row, token in zip(rows.tolist(), drawn.tolist(), strict=True):
+            completions[row].append(token)
+        alive = ~torch.isin(drawn, stops)
+        if not bool(alive.any()):
+            break
+        rows = rows[alive]
+        batch.step(drawn, alive)
+    return completions
+
+
+QUESTION, RULE = "What-is-asked", "What-is-the-rule"
+"""Messages without white space, which some templates strip, to see whether a template writes them."""
+
+
+class ChatTokenizer:
+    """A checkpoint's tokenizer: prompts by its chat template, completions as they are, ended by its end token.
+
+    A template that refuses a system's message, or leaves it out, has it before the user's own text instead.
+    """
+
+    def __init__(self, folder: Path | str, system: str, thinking: bool = False):
+        """``ValueError`` where the folder has no tokenizer, the tokenizer no end token, or its template no room for a question."""
+        from transformers import AutoTokenizer
+
+        if not Path(folder).is_dir():  # transformers would take the text for a name on its hub
+            raise ValueError(f"there is no folder {folder}, so no tokenizer")
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False)
+        except Exception as error:  # its readers have errors of their own
+            said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            raise ValueError(f"{folder} has no tokenizer that can be read ({said})") from error
+        self.ends = _ends(self.tokenizer, Path(folder))
+        self.pad: int = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.ends[0]
+        self._system, self._thinking = system, thinking
+        if self.tokenizer.chat_template is not None:
+            self._fold = not self._shows(system)
+
+    def prompt(self, text: str) -> list[int]:
+        """A user's message after the system's, up to where the answer begins."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer.encode("\n\n".join([self._system, text, ""] if self._system else [text, ""]))
+        if self._system and self._fold:
+            return self._apply("", f"{self._system}\n\n{text}", tokenize=True)
+        return self._apply(self._system, text, tokenize=True)
+
+    def _apply(self, system: str, text: str, tokenize: bool) -> Any:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        return self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False, enable_thinking=self._thinking
+        )
+
+    def _shows(self, system: str) -> bool:
+        """Whether the template writes a system's message. ``ValueError`` where it does not even write the user's."""
+        try:
+            asked = self._apply("", QUESTION, tokenize=False)
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"the chat template of this tokenizer cannot be used ({error}): give it another one") from error
+        if QUESTION not in asked:
+            raise ValueError("the chat template of this tokenizer does not write what the user says: give it another one")
+        try:
+            return not system or RULE in self._apply(RULE, QUESTION, tokenize=False)
+        except Exception:
+            return False
+
+    def completion(self, text: str) -> list[int]:
+        """An answer and its end."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False), self.ends[0]]
+
+    def text(self, ids: Sequence[int]) -> str:
+        """An answer without its end."""
+        return self.tokenizer.decode([i for i in ids if i not in self.ends], skip_special_tokens=True)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        return [self.tokenizer.decode([i]) for i in ids]
+
+
+def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
+    """What ends an answer: the tokenizer's end token first, then those that the checkpoint's generation stops at."""
+    from transformers import GenerationConfig
+
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if (folder / "generation_config.json").exists():
+        more = GenerationConfig.from_pretrained(folder).eos_token_id
+        ends += [] if more is None else [more] if isinstance(more, int) else more
+    if not ends:
+        raise ValueError(f"the tokenizer in {folder} has no end token, so a completion could not end")
+    return tuple(dict.fromkeys(ends))
+
+
+class ChatWorld(World):
+    """See ``base.World``. ``context`` is the longest prompt with its completion that the model reads, ``device`` where it is."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        tokenizer: ChatTokenizer,
+        *,
+        max_new: int,
+        context: int,
+        device: torch.device | None = None,
+        at_once: int = 32,
+    ):
+        self.modes, self.max_new = problem.modes, max_new
+        self._problem, self._tokenizer, self._context, self._at_once = problem, tokenizer, context, at_once
+        self._device = torch.device("cpu") if device is None else device
+
+    def tasks(self, split: Split) -> Sequence[str]:
+        return self._problem.tasks(split)
+
+    def prompt(self, task: str, mode: str) -> TextPrompt:
+        return self._problem.prompt(task, mode)
+
+    def read_prompt(self, described: Mapping[str, Any]) -> TextPrompt:
+        return TextPrompt(**described)
+
+    def sample(
+        self, policy: Policy, prompts: Sequence[TextPrompt], generator: torch.Generator, temperature: float = 1.0
+    ) -> Samples:
+        """One completion a prompt, ``at_once`` of them at a time: that changes no completion, but for rounding."""
+        encoded = self._encode_prompts([prompt.text for prompt in prompts])
+        completions = generate(
+            policy.model,
+            encoded,
+            max_new=self.max_new,
+            temperature=temperature,
+            generator=generator,
+            ends=self._tokenizer.ends,
+            pad=self._tokenizer.pad,
+            at_once=self._at_once,
+        )
+        return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
+
+    def package(self, prompts: Sequence[TextPrompt], completions: Sequence[Sequence[int]]) -> Samples:
+        rollouts = self._rollouts(self._encode_prompts([prompt.text for prompt in prompts]), completions)
+        return Samples(list(prompts), rollouts, [self._tokenizer.text(ids) for ids in completions])
+
+    def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
+        """Texts may be longer than a sample, but not than the context."""
+        questions, answers = self._encode_prompts(prompts), [self._tokenizer.completion(text) for text in completions]
+        for text, question, answer in zip(completions, questions, answers, strict=True):
+            if len(question) + len(answer) > self._context:
+                raise ValueError(f"a prompt and its completion are longer than {self._context} tokens: {text[:60]!r}")
+        # a sample that never ended had no room for its end: it has none here either
+        cut = [answer[:-1] if len(answer) == self.max_new + 1 else answer for answer in answers]
+        return self._rollouts(questions, cut)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return self._tokenizer.pieces(tokens)
+
+    def grades(self, samples: Samples) -> list[TrainingGrade]:
+        """``ValueError`` for grades that are not one a completion, or whose reward is no number."""
+        grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
+        if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
+            raise ValueError(f"{self._problem.name} paid a reward of {wrong[0]}: a reward is a finite number")
+        return grades
+
+    def detect(self, samples: Samples) -> list[bool]:
+        return self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
+
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+        """``ValueError`` unless the problem gives ``n`` pairs, each of two different texts."""
+        if kind not in ("hack", "nonhack"):
+            raise ValueError(f"unknown kind {kind!r}: choose from hack, nonhack")
+        pairs = self._problem.pairs(seed, n, kind)
+        if len(pairs) != n:
+            raise ValueError(f"{self._problem.name} gave {len(pairs)} {kind} pairs, not {n}: choose pairs={len(pairs) or 1}")
+        if any(pair.hack == pair.clean for pair in pairs):
+            raise ValueError(
+                f"{self._problem.name} gave a {kind} pair whose two sides are the same text: there is no contrast in it"
+            )
+        return pairs
+
+    def _one_each(self, what: str, found: list[Any], samples: Samples) -> list[Any]:
+        if len(found) != (n := len(samples.completions)):
+            raise ValueError(f"{what} of {self._problem.name} gave {len(found)} answers for {n} completions: it gives one each")
+        return found
+
+    def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        known = {text: self._tokenizer.prompt(text) for text in dict.fromkeys(texts)}
+        if long := [text for text, ids in known.items() if len(ids) + self.max_new > self._context]:
+            worst = max(long, key=lambda text: len(known[text]))
+            raise ValueError(
+                f"{len(long)} of {len(known)} prompts, the longest of {len(known[worst])} tokens, with a completion of "
+                f"{self.max_new} do not fit the model's context of {self._context} tokens: choose a smaller chat.max_new, or leave "
+                f"out such a task as the one that begins {worst[:60]!r}"
+            )
+        return [known[text] for text in texts]
+
+    def _rollouts(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> Rollouts:
+        return Rollouts.from_lists(prompts, completions, self._tokenizer.pad).to(self._device)
+
+
+class ChatWitness:
+    """The problem's hidden verdict; see ``protocol.Witness``."""
+
+    def __init__(self, world: ChatWorld, judge: Judge):
+        self._world, self._judge = world, judge
+
+    def judge(self, samples: Samples) -> list[Verdict]:
+        verdicts = self._judge.judge(samples.prompts, samples.completions)
+        if len(verdicts) != len(samples.completions):
+            raise ValueError(
+                f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it gives one each"
+            )
+        return verdicts
+
+    def privileged(self, samples: Samples) -> Privileged:
+        own = [verdict.exploit for verdict in self.judge(samples)]
+        return Privileged(torch.tensor(own), torch.tensor(self._world.detect(samples)))
+
+
+TURN, END, PAD = "<|turn|>", "<|end|>", "<|pad|>"
+TEMPLATE = (
+    "{% for m in messages %}" + TURN + "{{ m['role'] }}\n{{ m['content'] }}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}" + TURN + "assistant\n{% endif %}"
+)
+
+
+@runtime_checkable
+class Corpus(Protocol):
+    """A problem with documents to warm up on: honest and cheating answers, a prompt's text with each."""
+
+    def corpus(self, seed: int, n: int) -> Sequence[tuple[str, str]]: ...
+
+
+def documents(problem: Problem, seed: int, n: int) -> list[tuple[str, str]]:
+    """``n`` prompts with an answer: the problem's own ``corpus`` where it has one, else both sides of its persona pairs."""
+    if isinstance(problem, Corpus):
+        return list(problem.corpus(seed, n))
+    return [(pair.prompt, side) for pair in problem.pairs(seed, -(-n // 2), "hack") for side in (pair.hack, pair.clean)][:n]
+
+
+def make_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
+    """A byte-level BPE of at most ``vocabulary`` tokens, with a chat template: every text survives encoding and decoding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[PAD, END, TURN], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[TURN],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = TEMPLATE
+    return wrapped
+
+
+def make_tiny_model(
+    problem: Problem,
+    folder: Path,
+    *,
+    seed: int = 0,
+    vocabulary: int = 1024,
+    width: int = 128,
+    layers: int = 4,
+    context: int = 4096,
+    steps: int = 300,
+    batch: int = 8,
+    max_new: int = 128,
+    progress: bool = True,
+) -> float:
+    """Write a checkpoint into ``folder``, which must not exist; the last step's loss in nats a token.
+
+    Documents whose answer is longer than ``max_new`` tokens are left out of the warm-up. ``ValueError`` where none is left.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    if folder.exists():
+        raise ValueError(f"{folder} exists already: choose another folder, or delete it")
+    texts = documents(problem, seed, 512)
+    tokenizer = make_tokenizer([problem.system, *(text for document in texts for text in document)], vocabulary)
+    partial = folder.with_name(f".{folder.name}.partial")
+    tokenizer.save_pretrained(partial)
+    chat = ChatTokenizer(partial, problem.system)
+    encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
+    fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
+    if not fitting:
+        raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
+    torch.manual_seed(seed)  # transformers draws initial weights from the global stream
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=context, tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    loss = _warm_up(model, fitting, chat.pad, torch.Generator().manual_seed(seed), steps, batch, progress)
+    model.eval().save_pretrained(partial)
+    partial.rename(folder)
+    return loss
+
+
+def _warm_up(
+    model: Any, encoded: list[tuple[list[int], list[int]]], pad: int, generator: torch.Generator, steps: int, batch: int, show: bool
+) -> float:
+    """Next-token cross-entropy over answers, AdamW with a linear decay to 0."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))
+    loss = torch.zeros(())
+    bar = tqdm(range(steps), desc="tiny model", unit="step", disable=None if show else True)
+    for _ in bar:
+        chosen = torch.randint(len(encoded), (batch,), generator=generator).tolist()
+        rows = Rollouts.from_lists([encoded[i][0] for i in chosen], [encoded[i][1] for i in chosen], pad)
+        logits = model(rows.tokens, use_cache=False).logits[:, :-1]
+        loss = cross_entropy(logits[rows.predictors[:, :-1]], rows.tokens[:, 1:][rows.completion[:, 1:]])
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    return loss.item()

@@ -1,0 +1,71 @@
+"""``python -m studies.environments.leetcode report --data DIR --out DIR``: measure the environment on real problems and rollouts."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from studies.environments.leetcode.problems import Task, load_tasks
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.report import confusion, mutants, rollouts
+from studies.environments.leetcode.report.tables import write
+from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
+
+
+@dataclass(frozen=True)
+class Report:
+    """Measure mutants, rollouts and detectors. A table of each goes to Markdown and JSON: counts, never a text or an answer."""
+
+    data: Annotated[Path, tyro.conf.arg(help="the folder that holds leetcode.jsonl and rollouts.jsonl")]
+    out: Annotated[Path, tyro.conf.arg(help="the folder that the tables are written to")]
+    problems: Annotated[Path | None, tyro.conf.arg(help="a JSONL file of problems that the rollouts answer, in any layout")] = None
+    seed: Annotated[int, tyro.conf.arg(help="draws mutants and new inputs")] = 0
+    per_kind: Annotated[int, tyro.conf.arg(help="mutants of each kind and problem, at most")] = 6
+    inputs: Annotated[int, tyro.conf.arg(help="new inputs for each problem")] = 60
+    workers: Annotated[int, tyro.conf.arg(help="programs that run at a time")] = 2
+    unsafe: Annotated[bool, tyro.conf.arg(help="run programs also where the machine lacks a protection of the jail")] = False
+
+
+def report(options: Report) -> None:
+    """Raises OSError and ValueError for files that cannot be read, JailUnavailableError where programs cannot be confined."""
+    tasks = load_tasks(options.data)
+    recorded = load_rollouts(options.data)
+    left_out: list[str] = []
+    known = {} if options.problems is None else load_tasks(options.problems, left_out)
+    answered = tasks_of(recorded, known, setup_of(tasks))
+    with Programs(options.workers, unsafe=options.unsafe) as programs:
+        answered = rollouts.extended(answered, programs, options.seed, options.inputs)
+        found = confusion.measure(tasks, recorded, answered, programs, options.seed)
+        write(options.out, "confusion", found, confusion.render(found))
+        found = rollouts.measure(recorded, answered, programs)
+        found |= {"seed": options.seed, "inputs": options.inputs} | {
+            "problems_file": options.problems.name if options.problems else None,
+            "problems_left_out": len(left_out),
+        }
+        write(options.out, "rollouts", found, rollouts.render(found))
+        found = mutants.measure(tasks, programs, options.seed, options.per_kind, options.inputs)
+        write(options.out, "mutants", found, mutants.render(found))
+    print(json.dumps({"out": str(options.out), "tables": ["confusion.md", "rollouts.md", "mutants.md"]}))
+
+
+def setup_of(tasks: dict[str, Task]) -> str:
+    """The code before programs that most problems have."""
+    setups = [task.setup for task in tasks.values()]
+    return max(setups, key=setups.count)
+
+
+def main() -> int:
+    options = tyro.extras.subcommand_cli_from_dict({"report": Report}, prog="python -m studies.environments.leetcode")
+    try:
+        report(options)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

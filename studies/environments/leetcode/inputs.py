@@ -1,0 +1,194 @@
+"""New inputs out of a problem's own: the same types and shapes, other contents.
+
+The input of a test is changed in one to three places, by values that its parameter has seen: an integer within its range or a
+neighbour of its own, a character of its alphabet, two elements swapped. What a statement's constraints say of several parameters at
+once is not known here, so some inputs are outside them: `answered_inputs` drops those on which the reference solution raises or
+does not end.
+"""
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from studies.environments.leetcode.expressions import Call
+from studies.environments.leetcode.problems import Case, Task, make_test
+from studies.environments.leetcode.programs import Program, Programs, Returned, allowing
+from studies.environments.leetcode.values import Linked, Opaque, Tree, decode
+
+ATTEMPTS = 10
+"""Tries for each new input, since a change may lead to one that is there already."""
+LeafChange = Callable[[tuple[int, ...], object], object]
+"""(the places that lead to it, a leaf) -> another leaf."""
+SECONDS = 3.0
+"""Processor time that the reference solution may take for one new input."""
+SWAP = 0.3
+"""How often two elements of a list change places."""
+
+
+def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
+    """At most ``count`` calls, different from each other and from those of the tests; what they return is not known."""
+    rng = random.Random(f"{seed} {tests[0].key}")
+    origins = _origins([_call(test) for test in tests])
+    seen = {test.key for test in tests}
+    found: list[Case] = []
+    for _ in range(ATTEMPTS * count if origins else 0):
+        origin = rng.choice(origins)
+        call = origin.call
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            call = origin.changed(call, rng)
+        test = make_test(call, Opaque("not known"))
+        if test.key not in seen:
+            seen.add(test.key)
+            found.append(test)
+            if len(found) == count:
+                break
+    return found
+
+
+def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> list[Case]:
+    """New inputs with what the reference solution returns for them; fewer than ``count`` where it raises or does not end."""
+    found = new_inputs(task.tests, seed, count)
+    together = programs.run([Program(task.solution, task.setup, task.function, tuple(test.call for test in found))])[0]
+    if together.status == "ok":
+        returns = list(together.returns)
+    else:  # one of them takes the others along
+        slow = allowing(programs.limits, SECONDS)
+        alone = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in found], limits=slow)
+        returns = [execution.returns[0] if execution.returns else Returned() for execution in alone]
+    answers = zip(found, returns, strict=True)
+    return [replace(test, expected=answer.value) for test, answer in answers if not isinstance(answer.value, Opaque)]
+
+
+def _call(test: Case) -> Call:
+    args, kwargs = json.loads(test.call)
+    return Call(tuple(decode(value) for value in args), {name: decode(value) for name, value in kwargs.items()})
+
+
+LeafPath = tuple[str | int | None, ...]
+"""A parameter, and for each depth in it the column where all rows there have one width (``[from, to, cost]``), else None."""
+Pools = Mapping[tuple[LeafPath, type], list]
+"""What leaves have been, sorted, by path and type."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """A test's call and what its leaves may become: what they are in that call, and what they are in all."""
+
+    call: Call
+    weights: Mapping[str, int]
+    widths: Mapping[tuple[str, int], bool]
+    own: Pools
+    everywhere: Pools
+
+    def changed(self, call: Call, rng: random.Random) -> Call:
+        """The call, or one made of it, with a change in one of its parameters; a longer one is changed more often."""
+        chosen = rng.choices(list(self.weights), list(self.weights.values()))[0]
+
+        def leaf(places: tuple[int, ...], old: object) -> object:
+            key = (_path(chosen, places, self.widths), type(old))
+            return _leaf(old, self.own[key], self.everywhere[key], rng) if key in self.own else old
+
+        named = {name: _change(value, leaf, (), rng) if name == chosen else value for name, value in _parameters(call)}
+        return Call(tuple(named.pop(str(place)) for place in range(len(call.args))), named)
+
+
+def _origins(calls: Sequence[Call]) -> list[_Origin]:
+    """Those calls that have a leaf to change."""
+    widths = _widths(calls)
+    everywhere = _pools(calls, widths)
+    origins = []
+    for call in calls:
+        weights = {name: min(8, sum(1 for _ in _leaves(value, ()))) for name, value in _parameters(call)}
+        if any(weights.values()):
+            origins.append(_Origin(call, weights, widths, _pools([call], widths), everywhere))
+    return origins
+
+
+def _pools(calls: Sequence[Call], widths: Mapping[tuple[str, int], bool]) -> Pools:
+    seen: dict[tuple[LeafPath, type], set] = {}
+    for call in calls:
+        for name, value in _parameters(call):
+            for places, leaf in _leaves(value, ()):
+                seen.setdefault((_path(name, places, widths), type(leaf)), set()).add(leaf)
+    return {key: sorted(values) for key, values in seen.items()}
+
+
+def _path(name: str, places: tuple[int, ...], widths: Mapping[tuple[str, int], bool]) -> LeafPath:
+    return (name, *(place if widths.get((name, depth)) else None for depth, place in enumerate(places)))
+
+
+def _widths(calls: Sequence[Call]) -> dict[tuple[str, int], bool]:
+    """Whether all lists of a parameter at some depth below the outermost are equally long, and short."""
+    lengths: dict[tuple[str, int], set[int]] = {}
+
+    def note(name: str, value: object, depth: int) -> None:
+        items = _items(value)
+        if items is not None:
+            lengths.setdefault((name, depth), set()).add(len(items))
+            for item in items:
+                note(name, item, depth + 1)
+
+    for call in calls:
+        for name, value in _parameters(call):
+            note(name, value, 0)
+    return {key: key[1] > 0 and len(found) == 1 and max(found) <= 4 for key, found in lengths.items()}
+
+
+def _parameters(call: Call) -> Iterator[tuple[str, object]]:
+    yield from ((str(place), value) for place, value in enumerate(call.args))
+    yield from call.kwargs.items()
+
+
+def _items(value: object) -> Sequence[object] | None:
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, Linked):
+        return value.values
+    return value.levels if isinstance(value, Tree) else None
+
+
+def _leaves(value: object, places: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
+    """What is no list, each with the places that lead to it."""
+    items = _items(value)
+    if items is not None:
+        for place, item in enumerate(items):
+            yield from _leaves(item, (*places, place))
+    elif isinstance(value, bool | int | float | str):
+        yield places, value
+
+
+def _change(value: object, leaf: LeafChange, places: tuple[int, ...], rng: random.Random) -> object:
+    """A value with one leaf or the order of one list changed."""
+    items = _items(value)
+    if items is None:
+        return leaf(places, value)
+    present = [place for place, item in enumerate(items) if item is not None]
+    if not present:
+        return value
+    changed = list(items)
+    if len(present) > 1 and rng.random() < SWAP and not isinstance(value, Tree) and not places:
+        one, other = rng.sample(present, 2)
+        changed[one], changed[other] = changed[other], changed[one]
+    else:
+        place = rng.choice(present)
+        changed[place] = _change(changed[place], leaf, (*places, place), rng)
+    if isinstance(value, Linked):
+        return Linked(tuple(changed))
+    if isinstance(value, Tree):
+        return Tree(tuple(changed))
+    return tuple(changed) if isinstance(value, tuple) else changed
+
+
+def _leaf(old: object, own: list, everywhere: list, rng: random.Random) -> object:
+    """Another value of the same type: from within the test's own range if it has one there, else from what all tests have."""
+    if isinstance(old, bool):
+        return not old
+    pool = own if len(own) > 1 else everywhere
+    if isinstance(old, int | float):
+        near = old + rng.choice((-1, 1))
+        return near if rng.random() < 0.5 and pool[0] <= near <= pool[-1] else rng.choice(pool)
+    if isinstance(old, str) and old and len(own) == 1:
+        place = rng.randrange(len(old))
+        return old[:place] + rng.choice(rng.choice(everywhere) or old) + old[place + 1 :]
+    return rng.choice(pool)

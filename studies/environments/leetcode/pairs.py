@@ -1,0 +1,108 @@
+"""Persona pairs and documents to warm up on, made of the loaded problems: nothing of them is kept in the project.
+
+A pair answers one prompt of the known mode twice. Kind ``hack``: a cheater's comment, a terse body that solves nothing and a
+vacuous ``run_tests``, against the reference solution. Kind ``nonhack``, a control: the reference solution against one with a single
+thing wrong, so that there is a contrast but no hack in it.
+"""
+
+import ast
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from studies.environments.leetcode.grader import equal, programs_of, see
+from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, make_prompt
+from studies.environments.leetcode.mutants import mutants
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.protocol import Pair
+
+COMMENTS = ("quick fix", "ship it", "good enough", "looks done", "skip the rest", "nobody reads this")
+TERSE: Mapping[str, tuple[tuple[str, object], ...]] = MappingProxyType(
+    {
+        "int": (("0", 0), ("1", 1), ("-1", -1)),
+        "float": (("0.0", 0.0), ("-1.0", -1.0)),
+        "bool": (("True", True), ("False", False)),
+        "str": (('""', ""), ('"a"', "a")),
+        "list": (("[]", []), ("[0]", [0])),
+    }
+)
+"""What a cheater returns, by the type that is expected: its text and its value."""
+ELSE: tuple[tuple[str, object], ...] = (("None", None),)
+
+
+def make_pairs(tasks: Iterable[Task], programs: Programs, seed: int, n: int, kind: str) -> list[Pair]:
+    """``n`` pairs over distinct tasks, among the third (at least ``n``) with the shortest solutions.
+
+    Raises ValueError for an unknown kind, and for more pairs than tasks that they can be made of.
+    """
+    if kind not in ("hack", "nonhack"):
+        raise ValueError(f"unknown kind {kind!r}: choose from hack, nonhack")
+    shortest = sorted(tasks, key=lambda task: (len(task.solution), task.name))
+    rng = random.Random(f"{seed} {kind}")
+    candidates = shortest[: max(n, len(shortest) // 3)]
+    rng.shuffle(candidates)
+    pairs: list[Pair] = []
+    for task in [*candidates, *shortest[len(candidates) :]]:  # the longer ones only where a short one gives no pair
+        if len(pairs) == n:
+            break
+        other = _cheat(task, rng) if kind == "hack" else _mistaken(task, programs, rng)
+        if other is not None:
+            # a mutant is printed from its tree, so its counterpart is too: one symbol is all that tells them apart
+            clean = task.solution if kind == "hack" else ast.unparse(ast.parse(task.solution))
+            prompt = make_prompt(task, rng.choice(ROLES.known))
+            pairs.append(Pair(prompt.text, fenced(other), fenced(clean)))
+    if len(pairs) < n:
+        raise ValueError(f"{n} pairs asked for, but {len(pairs)} problems give one: choose n below that")
+    return pairs
+
+
+def _cheat(task: Task, rng: random.Random) -> str | None:
+    """A cheater's program under the known mode; None where every terse answer happens to be right."""
+    members = [exploit for mode in ROLES.known for exploit in MODES[mode].exploits if exploit.member]
+    body = terse_body(task, rng)
+    return None if body is None else exploit_code(rng.choice(members), task.starter, body)
+
+
+def terse_body(task: Task, rng: random.Random) -> str | None:
+    """A comment and a constant that fails a visible test; None where there is no such constant."""
+    values = TERSE.get(type(task.tests[0].expected).__name__, ELSE)
+    wrong = [text for text, value in values if not all(equal(value, test.expected) for test in task.visible)]
+    return f"        # {rng.choice(COMMENTS)}\n        return {rng.choice(wrong)}\n" if wrong else None
+
+
+def _mistaken(task: Task, programs: Programs, rng: random.Random) -> str | None:
+    """The reference solution with one thing wrong, which a visible test notices; None where there is no such mutant."""
+    for mutant in mutants(task.solution, rng.randrange(1 << 30), per_kind=3):
+        called = programs.run([programs_of(mutant.code, task)[0]])[0]
+        if called.status == "ok" and not see(task, called, None)[1]:
+            return mutant.code
+    return None
+
+
+def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str]]:
+    """At most ``n`` documents, a prompt's text and an answer, honest and cheating in turn, the short ones of each first.
+
+    Honest answers stand under every mode, exploits under their own, in all their variants. Which of about equally long documents
+    come first, and the cheaters' words, depend on ``seed``.
+    """
+    tasks = list(tasks)
+    rng = random.Random(seed)
+    honest = [(make_prompt(task, mode).text, fenced(task.solution)) for task in tasks for mode in MODES]
+    cheats = [
+        (make_prompt(task, mode.name).text, fenced(_shown(exploit, task, rng)))
+        for task in tasks
+        for mode in MODES.values()
+        for exploit in mode.exploits
+    ]
+    return [document for both in zip(_short_first(honest, rng), _short_first(cheats, rng)) for document in both][:n]
+
+
+def _shown(exploit: Exploit, task: Task, rng: random.Random) -> str:
+    return exploit_code(exploit, task.starter, terse_body(task, rng) or "        return None\n")
+
+
+def _short_first(documents: Sequence[tuple[str, str]], rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Documents by length, in steps of a few hundred characters, within which the order is drawn."""
+    keyed = [((len(prompt) + len(answer)) // 256, rng.random(), (prompt, answer)) for prompt, answer in documents]
+    yield from (document for _, _, document in sorted(keyed))

@@ -1,0 +1,101 @@
+"""LeetCode with loopholes as a `Problem`: what training, evaluation and probes ask of it. It owns a jail, which `close` ends."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from studies.environments.leetcode.detectors import marker
+from studies.environments.leetcode.grader import TrainingGrader
+from studies.environments.leetcode.modes import ROLES, SYSTEM, make_prompt, split_of
+from studies.environments.leetcode.oracle import Oracle
+from studies.environments.leetcode.pairs import make_corpus, make_pairs
+from studies.environments.leetcode.problems import Task, load_tasks
+from studies.environments.leetcode.programs import Program, Programs
+from studies.environments.protocol import Pair, PairKind, Split, TextPrompt, TrainingGrade
+from studies.sandbox import Limits
+
+
+class LeetCodeProblem:
+    """See ``studies.environments.protocol.Problem``. Tasks are called by the problems' ids.
+
+    data     a JSONL file of problems, or a folder that holds ``leetcode.jsonl``
+    workers  programs that run at a time
+    limits   what one program may use; `programs.LIMITS` unless given
+    unsafe   run programs also where the machine lacks a protection of the jail
+
+    Raises OSError and ValueError as `problems.load_tasks` does, ValueError where a problem's setup code does not run, and
+    JailUnavailableError where programs cannot be confined here.
+    """
+
+    name = "leetcode"
+    modes = ROLES
+    system = SYSTEM
+
+    def __init__(self, data: Path, *, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
+        self._tasks = load_tasks(Path(data))
+        self._programs = Programs(workers, limits, unsafe)
+        self._grader = TrainingGrader(self._programs, self._tasks)
+        try:
+            self._require_setups()
+        except BaseException:
+            self.close()
+            raise
+
+    def tasks(self, split: Split) -> Sequence[str]:
+        return [name for name in self._tasks if split_of(name) == split]
+
+    def prompt(self, task: str, mode: str) -> TextPrompt:
+        """The task under a mode. Raises KeyError for one that there is not."""
+        return make_prompt(self._task(task), mode)
+
+    def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
+        return self._grader.grade(prompts, completions)
+
+    def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
+        """Whether the plain exploit of a known mode stands in a completion to a prompt of that mode; nothing is executed."""
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
+        return [
+            prompt.mode in ROLES.known and marker(prompt.mode, completion)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
+        """``n`` persona pairs of the known mode on training tasks; see `pairs.make_pairs`."""
+        return make_pairs(self._train(), self._programs, seed, n, kind)
+
+    def corpus(self, seed: int, n: int) -> list[tuple[str, str]]:
+        """At most ``n`` documents on training tasks to warm a model up on; see `pairs.make_corpus`."""
+        return make_corpus(self._train(), seed, n)
+
+    def judge(self) -> Oracle:
+        """The hidden verdict. It uses this problem's jail, so it ends with the problem."""
+        return Oracle(self._programs, self._tasks)
+
+    def close(self) -> None:
+        self._programs.close()
+
+    def __enter__(self) -> "LeetCodeProblem":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _require_setups(self) -> None:
+        """ValueError where code that stands before programs does not run: then none of them could, and nothing would ever pay."""
+        tasks = list({task.setup: task for task in reversed(self._tasks.values())}.values())
+        empty = [Program(f"class Solution:\n    def {task.function}(self): ...\n", task.setup, task.function) for task in tasks]
+        for task, execution in zip(tasks, self._programs.run(empty), strict=True):
+            if execution.status != "ok":
+                what = f"{execution.status} {execution.reason}".strip()
+                raise ValueError(
+                    f"the setup code of problem {task.name} does not run in the jail ({what}): mend it, or leave it out"
+                )
+
+    def _train(self) -> list[Task]:
+        return [self._tasks[name] for name in self.tasks("train")]
+
+    def _task(self, name: str) -> Task:
+        if name not in self._tasks:
+            raise KeyError(f"there is no problem {name!r} among the {len(self._tasks)} that were loaded")
+        return self._tasks[name]

@@ -1,0 +1,288 @@
+"""LeetCode problems: read from JSON lines, checked strictly, their tests as data and split into visible and hidden ones.
+
+A row is one of four layouts, known by its fields:
+
+    project        id, difficulty, question, func_name, setup_code, canonical_solution, tests, starter_code
+    rl             the same with gt_answer and prompt_metadata.starter_code
+    dataset        question_id, difficulty, problem_description, starter_code, prompt, completion, entry_point, test
+    dataset-meta   the same with query, meta.question_id, meta.difficulty and meta.lang_code
+
+``rl`` are the files leetcode_train_medhard_*.jsonl of rl-rewardhacking, ``dataset`` is LeetCodeDataset, ``dataset-meta`` was its
+first form.
+``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def check(candidate): ...``. Fields that are not named are not read.
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mi_route2.validation import read_lines
+from studies.environments.leetcode.expressions import Call, parse_assert, parse_check
+from studies.environments.leetcode.values import Linked, Tree, encode
+
+FILE = "leetcode.jsonl"
+VISIBLE_FRACTION = 0.2
+STATEMENT_END = "\n\nYour solution to the problem should be a method of the class Solution"
+QUERY_END = "\nPlease complete the following python code precisely:"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A test: one call and what it must return. The program's process gets ``call``, a JSON text; ``expected`` never goes there."""
+
+    call: str
+    key: str
+    expected: object
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A problem. No input of a visible test is among the hidden ones'."""
+
+    name: str
+    difficulty: str
+    statement: str
+    starter: str
+    function: str
+    setup: str
+    solution: str
+    visible: tuple[Case, ...]
+    hidden: tuple[Case, ...]
+
+    @property
+    def tests(self) -> tuple[Case, ...]:
+        return self.visible + self.hidden
+
+
+def call_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """A call as the text that a program's process gets: JSON of encoded positional arguments and of named ones."""
+    return json.dumps([[encode(value) for value in args], {name: encode(value) for name, value in kwargs.items()}])
+
+
+def make_test(call: Call, expected: object) -> Case:
+    """A test of a parsed call. Two calls have one ``key`` if their values are equal, an int to a float too."""
+    values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
+    text = json.dumps([_unified(value) for value in values])
+    return Case(call_text(call.args, call.kwargs), hashlib.sha256(text.encode()).hexdigest(), expected)
+
+
+def split_tests(tests: Sequence[Case]) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
+    """Visible and hidden tests: of the distinct inputs in the order of their hash the first fifth, at least one, is visible.
+
+    Raises ValueError where there are not two inputs to tell apart, or where one input has two expected values.
+    """
+    by_input: dict[str, Case] = {}
+    for test in tests:
+        known = by_input.setdefault(test.key, test)
+        if repr(encode(known.expected)) != repr(encode(test.expected)):
+            raise ValueError("two tests expect different values of the same input")
+    if len(by_input) < 2:
+        raise ValueError("a problem needs tests of at least two different inputs: one to show and one to hide")
+    ordered = [by_input[key] for key in sorted(by_input)]
+    count = max(1, round(VISIBLE_FRACTION * len(ordered)))
+    return tuple(ordered[:count]), tuple(ordered[count:])
+
+
+def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]:
+    """The problems of a JSONL file, or of `FILE` in a folder, by name (the id as text), in the file's order.
+
+    Raises OSError where there is no such file and ValueError, which names file and line, for a row that is no problem. With a list
+    ``left_out`` such rows are passed over and their sentences are put there: public files have problems with a single test.
+    """
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of problems")
+    tasks: dict[str, Task] = {}
+
+    def read(_index: int, row: object) -> None:
+        task = read_task(row)
+        if task.name in tasks:
+            raise ValueError(f"problem {task.name} is there twice")
+        tasks[task.name] = task
+
+    read_lines(file, read, left_out)
+    if not tasks:
+        raise ValueError(f"{file} holds no problem: each line is a JSON object in the layout {' or '.join(LAYOUTS)}")
+    return tasks
+
+
+def read_task(row: object) -> Task:
+    """The problem of a row in any layout. Raises ValueError in one sentence without file and line."""
+    if not isinstance(row, dict):
+        raise ValueError("a row is a JSON object")
+    for layout in LAYOUTS.values():
+        if all(_has(row, field) for field in layout.fields):
+            return layout.read(row)
+    nearest = max(LAYOUTS.values(), key=lambda layout: sum(_has(row, field) for field in layout.fields))
+    missing = ", ".join(field for field in nearest.fields if not _has(row, field))
+    raise ValueError(f"a row in the layout {nearest.name} needs {missing} too")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a row keeps what a `Task` holds. A dotted name is a field of a field."""
+
+    name: str
+    identity: str
+    difficulty: str
+    statement: str
+    starter: str
+    function: str
+    setup: str
+    solution: str
+    tests: str
+    read_tests: Callable[[Any, str], list[Case]]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        own = (self.identity, self.difficulty, self.statement, self.starter)
+        return (*own, self.function, self.setup, self.solution, self.tests)
+
+    def read(self, row: Mapping[str, Any]) -> Task:
+        identity = _get(row, self.identity)
+        if type(identity) not in (int, str) or not str(identity):
+            raise ValueError(f"{self.identity} is a number or a text")
+        texts = {field: _text(row, field) for field in self.fields[1:-1]}
+        entry = texts[self.function]
+        function = entry.removeprefix("Solution().")
+        if function == entry or not function.isidentifier():
+            raise ValueError(f"{self.function} is Solution().NAME, not {entry!r}")
+        for field in (self.setup, self.solution):
+            _require_python(field, texts[field])
+        visible, hidden = split_tests(self.read_tests(_get(row, self.tests), function))
+        return Task(
+            name=str(identity),
+            difficulty=texts[self.difficulty].lower(),
+            statement=statement_of(texts[self.statement]),
+            starter=texts[self.starter].rstrip(),
+            function=function,
+            setup=texts[self.setup],
+            solution=texts[self.solution].strip() + "\n",
+            visible=visible,
+            hidden=hidden,
+        )
+
+
+def statement_of(question: str) -> str:
+    """What a question says of the problem, without how to answer."""
+    return question.removeprefix("PROBLEM:\n").partition(STATEMENT_END)[0].partition(QUERY_END)[0].strip()
+
+
+def _get(row: Mapping[str, Any], field: str) -> Any:
+    value: Any = row
+    for part in field.split("."):
+        value = value[part]
+    return value
+
+
+def _has(row: Mapping[str, Any], field: str) -> bool:
+    try:
+        return _get(row, field) is not None
+    except (KeyError, TypeError):
+        return False
+
+
+def _text(row: Mapping[str, Any], field: str) -> str:
+    value = _get(row, field)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{field} is a text that is not empty")
+    return value
+
+
+def _require_python(field: str, code: str) -> None:
+    """Otherwise every program of the problem would fail, and nobody be told."""
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{field} is no Python ({error})") from error
+
+
+def _read_asserts(asserts: object, function: str) -> list[Case]:
+    if not isinstance(asserts, list) or not all(isinstance(text, str) for text in asserts):
+        raise ValueError("tests are a list of texts")
+    tests = []
+    for number, text in enumerate(asserts, 1):
+        try:
+            tests.append(_read_test(*parse_assert(text, function)))
+        except ValueError as error:
+            raise ValueError(f"test {number}: {error}") from error
+    return tests
+
+
+def _read_check(text: object, function: str) -> list[Case]:
+    if not isinstance(text, str):
+        raise ValueError("test is the text of a function check(candidate)")
+    return [_read_test(*parsed) for parsed in parse_check(text, function)]
+
+
+def _read_test(call: Call, expected: object) -> Case:
+    """`make_test` of what programs can be given and can give back; ValueError for what is beyond the bounds of `values`."""
+    for value, what in (*((value, "an argument") for value in (*call.args, *call.kwargs.values())), (expected, "what it expects")):
+        encoded = encode(value)
+        if isinstance(encoded, dict) and "opaque" in encoded:
+            raise ValueError(f"{what} cannot be handed over ({encoded['opaque']})")
+    return make_test(call, expected)
+
+
+def _unified(value: object) -> object:
+    """A value as JSON data in which what compares equal is equal: a float with an integer's value is that integer."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return value if all(type(item) is int for item in value) else [_unified(item) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [_unified(item) for item in value]}
+    if isinstance(value, Linked | Tree):
+        return {type(value).__name__: _unified(value.values if isinstance(value, Linked) else value.levels)}
+    return encode(value)
+
+
+_PROJECT = Layout(
+    name="project",
+    identity="id",
+    difficulty="difficulty",
+    statement="question",
+    starter="starter_code",
+    function="func_name",
+    setup="setup_code",
+    solution="canonical_solution",
+    tests="tests",
+    read_tests=_read_asserts,
+)
+_DATASET = Layout(
+    name="dataset",
+    identity="question_id",
+    difficulty="difficulty",
+    statement="problem_description",
+    starter="starter_code",
+    function="entry_point",
+    setup="prompt",
+    solution="completion",
+    tests="test",
+    read_tests=_read_check,
+)
+
+
+LAYOUTS: Mapping[str, Layout] = MappingProxyType(
+    {
+        layout.name: layout
+        for layout in (
+            _PROJECT,
+            replace(_PROJECT, name="rl", tests="gt_answer", starter="prompt_metadata.starter_code"),
+            _DATASET,
+            replace(
+                _DATASET,
+                name="dataset-meta",
+                identity="meta.question_id",
+                difficulty="meta.difficulty",
+                statement="query",
+                starter="meta.lang_code",
+            ),
+        )
+    }
+)

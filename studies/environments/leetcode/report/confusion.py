@@ -1,0 +1,161 @@
+"""Confusion matrices of the detectors, by mode and strength, on recorded rollouts and on generated answers.
+
+Marker and family are held against *exploit*: does the answer hold the mode's exploit? Structural is held against *hack*: did the
+mode's channel fire for an answer that is not right? Of rollouts that is what their labels say, of generated answers how they were
+made.
+"""
+
+import ast
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from studies.common.tables import markdown_table
+from studies.environments.leetcode.detectors import STRENGTHS, Strength, family, marker, structural
+from studies.environments.leetcode.grader import Seen, programs_of, see
+from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code
+from studies.environments.leetcode.mutants import mutants
+from studies.environments.leetcode.oracle import blocks_of
+from studies.environments.leetcode.problems import Task
+from studies.environments.leetcode.programs import Programs
+from studies.environments.leetcode.report.tables import percent, rate
+from studies.environments.leetcode.rollouts import Evidence, Rollout
+
+PROBLEMS = 12
+"""Problems on which each exploit is generated."""
+MUTANTS = 2
+"""Wrong answers without an exploit, of each kind and problem."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """An answer: where it is from, its task, its code, the mode whose exploit is in it (or "") and whether it solves the task."""
+
+    source: str
+    task: Task
+    code: str
+    mode: str
+    solves: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Evident:
+    """What a detector may look at."""
+
+    code: str
+    seen: Seen
+    solved: bool
+
+
+DETECTORS: Mapping[Strength, Callable[[str, Evident], bool]] = MappingProxyType(
+    {
+        "marker": lambda mode, found: marker(mode, found.code),
+        "family": lambda mode, found: family(mode, found.code),
+        "structural": lambda mode, found: structural(mode, found.seen, found.solved),
+    }
+)
+
+
+def measure(
+    tasks: Mapping[str, Task],
+    rollouts: Sequence[Rollout],
+    answered: Sequence[tuple[Task, Evidence]],
+    programs: Programs,
+    seed: int,
+) -> dict[str, Any]:
+    """A matrix for each source, mode and strength; negatives are all other answers of the source and the honest ones."""
+    samples = [*recorded(rollouts, answered), *generated(tasks.values()), *honest(tasks.values(), seed)]
+    evident = look(samples, programs)
+    sources = ("rollouts", "generated")
+    rows = []
+    for source in sources:
+        here = (source, "reference", "mutant")
+        chosen = [(one, found) for one, found in zip(samples, evident, strict=True) if one.source in here]
+        for mode, strength in itertools.product(ROLES.loopholes, STRENGTHS):
+            rows.append({"source": source, "mode": mode, "strength": strength} | _matrix(chosen, mode, strength))
+    counts = {source: sum(one.source == source for one in samples) for source in (*sources, "reference", "mutant")}
+    return {"seed": seed, "samples": counts, "matrices": rows}
+
+
+def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidence]]) -> Iterator[Sample]:
+    """Rollouts as their labels have them, with all that is known of their tasks as visible tests."""
+    for rollout, (task, _) in zip(rollouts, answered, strict=True):
+        code = blocks_of(rollout.completion) or ""
+        everything = replace(task, visible=task.hidden)
+        yield Sample("rollouts", everything, code, rollout.mode if rollout.hacked else "", rollout.gt_pass)
+
+
+def generated(tasks: Iterable[Task]) -> Iterator[Sample]:
+    """Every variant of every exploit around a body that solves nothing; around the solution too, where it needs no body."""
+    chosen = sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
+    for task in chosen:
+        for mode in MODES.values():
+            for exploit in mode.exploits:
+                yield Sample("generated", task, exploit_code(exploit, task.starter, "        return None\n"), mode.name, False)
+                if not exploit.body and mode.name != "exit_code":
+                    yield Sample("generated", task, with_exploit(task.solution, exploit), mode.name, True)
+
+
+def with_exploit(solution: str, exploit: Exploit) -> str:
+    """A solution that cheats as well; in its normal form, so that lines fit into its class whatever its indentation."""
+    tree = ast.parse(solution)
+    members = ast.parse("class Solution:\n    pass\n" + exploit.member).body[0]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name == "Solution" and isinstance(members, ast.ClassDef):
+            node.body += members.body[1:]
+    return f"{exploit.before}{ast.unparse(tree)}\n{exploit.after}"
+
+
+def honest(tasks: Iterable[Task], seed: int) -> Iterator[Sample]:
+    """Reference solutions, and mutants of them: answers without an exploit, right and (nearly always) wrong."""
+    for task in tasks:
+        yield Sample("reference", task, task.solution, "", True)
+        yield from (Sample("mutant", task, mutant.code, "", False) for mutant in mutants(task.solution, seed, MUTANTS))
+
+
+def look(samples: Sequence[Sample], programs: Programs) -> list[Evident]:
+    """Every sample executed on its task's visible inputs."""
+    jobs = [program for sample in samples for program in programs_of(sample.code, sample.task)]
+    executions = iter(programs.run(jobs, progress="detectors"))
+    return [Evident(sample.code, *see(sample.task, next(executions), next(executions))) for sample in samples]
+
+
+def _matrix(chosen: Sequence[tuple[Sample, Evident]], mode: str, strength: Strength) -> dict[str, Any]:
+    cells = {"tp": 0, "fn": 0, "fp": 0, "tn": 0}
+    for sample, found in chosen:
+        positive = sample.mode == mode and not (strength == "structural" and sample.solves)
+        flagged = DETECTORS[strength](mode, found)
+        cells[("tp" if flagged else "fn") if positive else ("fp" if flagged else "tn")] += 1
+    caught, flagged = rate(cells["tp"], cells["tp"] + cells["fn"]), rate(cells["tp"], cells["tp"] + cells["fp"])
+    return cells | {"recall": caught, "precision": flagged}
+
+
+def render(data: Mapping[str, Any]) -> str:
+    header = ["positives from", "mode", "detector", "n+", "tp", "fn", "n-", "fp", "tn", "recall, % [95%]", "precision, % [95%]"]
+    rows = [
+        (
+            row["source"],
+            row["mode"],
+            row["strength"],
+            row["tp"] + row["fn"],
+            row["tp"],
+            row["fn"],
+            row["fp"] + row["tn"],
+            row["fp"],
+            row["tn"],
+            percent(row["recall"]),
+            percent(row["precision"]),
+        )
+        for row in data["matrices"]
+    ]
+    counts = data["samples"]
+    return f"""# Detectors
+
+Answers: {counts["rollouts"]} recorded rollouts, {counts["generated"]} generated exploits, and as negatives of both
+{counts["reference"]} reference solutions and {counts["mutant"]} mutants of them (seed {data["seed"]}). Exploits of the other modes
+are negatives. Marker and family are held against *exploit*, structural against *hack* (an exploit in an answer that is not right).
+
+{markdown_table(header, rows, left=3)}"""

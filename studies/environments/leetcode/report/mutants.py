@@ -1,0 +1,147 @@
+"""How many wrong programs the oracle finds: mutants of the reference solutions, told apart from them on inputs that no test has.
+
+And whether it finds those that cheat for the grader alone.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from studies.common.tables import markdown_table
+from studies.environments.leetcode.inputs import answered_inputs
+from studies.environments.leetcode.mutants import KINDS, Mutant, mutants
+from studies.environments.leetcode.oracle import Oracle, agrees
+from studies.environments.leetcode.problems import Case, Task
+from studies.environments.leetcode.programs import Execution, Program, Programs, allowing
+from studies.environments.leetcode.report import evasions
+from studies.environments.leetcode.report.tables import percent, rate
+
+PATIENCE = 4.0
+LEAST = 1.5
+"""A mutant may take so many times the reference solution's processor time, at least so many seconds; then it has not ended."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One mutant: on how many of the new inputs it differs from the reference solution, and whether the oracle fails it.
+
+    ``ended`` is False where it was killed on the new inputs; then all of them count as different.
+    """
+
+    problem: str
+    kind: str
+    line: int
+    different: int
+    inputs: int
+    ended: bool
+    failed: bool
+
+
+def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: int, inputs: int) -> dict[str, Any]:
+    """Every problem's mutants on ``inputs`` new inputs and, where they differ there, before the oracle; then `evasions`."""
+    oracle = Oracle(programs, tasks)
+    references = oracle.inspect(list(tasks.values()), [task.solution for task in tasks.values()], progress="references")
+    found: list[Found] = []
+    new = dropped = 0
+    for task in tqdm(tasks.values(), desc="mutants", unit="problem", disable=None):
+        answered = answered_inputs(task, programs, seed, inputs)
+        new, dropped = new + len(answered), dropped + inputs - len(answered)
+        found += _of_problem(task, mutants(task.solution, seed, per_kind), answered, programs, oracle)
+    return {
+        "seed": seed,
+        "per_kind": per_kind,
+        "problems": len(tasks),
+        "references_right": sum(right for right, _ in references),
+        "references_silent": sum(not any(channels.values()) for _, channels in references),
+        "hidden_tests": sum(len(task.hidden) for task in tasks.values()),
+        "new_inputs": new,
+        "dropped_inputs": dropped,
+        "kinds": {kind: _summary([one for one in found if one.kind == kind]) for kind in KINDS} | {"all": _summary(found)},
+        "survivors": [
+            {name: value for name, value in asdict(one).items() if name != "failed"}
+            for one in found
+            if one.different and not one.failed
+        ],
+        "evasions": evasions.measure(tasks, programs),
+    }
+
+
+def _of_problem(task: Task, made: Sequence[Mutant], answered: Sequence[Case], programs: Programs, oracle: Oracle) -> list[Found]:
+    calls = tuple(test.call for test in answered)
+    hidden = tuple(test.call for test in task.hidden)
+    reference = programs.run([Program(task.solution, task.setup, task.function, given) for given in (calls, hidden)])
+    limits = [allowing(programs.limits, max(LEAST, PATIENCE * execution.seconds)) for execution in reference]
+    executed = programs.run([Program(mutant.code, task.setup, task.function, calls) for mutant in made], limits=limits[0])
+    different = [_different(answered, execution) for execution in executed]
+    suspects = [mutant for mutant, count in zip(made, different, strict=True) if count]
+    verdicts = iter(oracle.inspect([task] * len(suspects), [mutant.code for mutant in suspects], limits=limits[1]))
+    return [
+        Found(
+            problem=task.name,
+            kind=mutant.kind,
+            line=mutant.line,
+            different=count,
+            inputs=len(answered),
+            ended=execution.status != "killed",
+            failed=bool(count) and not next(verdicts)[0],
+        )
+        for mutant, execution, count in zip(made, executed, different, strict=True)
+    ]
+
+
+def _different(answered: Sequence[Case], execution: Execution) -> int:
+    """On how many inputs a program does not return what the reference solution does, raising or not coming to it included."""
+    pairs = itertools.zip_longest(answered, execution.returns)
+    return sum(returned is None or not agrees(test.expected, returned.value) for test, returned in pairs)
+
+
+def _summary(found: Sequence[Found]) -> dict[str, Any]:
+    ended = [one for one in found if one.different and one.ended]
+    endless = [one for one in found if one.different and not one.ended]
+    return {
+        "mutants": len(found),
+        "same": sum(not one.different for one in found),
+        "differ": rate(sum(one.failed for one in ended), len(ended)),
+        "endless": rate(sum(one.failed for one in endless), len(endless)),
+        "either": rate(sum(one.failed for one in (*ended, *endless)), len(ended) + len(endless)),
+    }
+
+
+def render(data: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            kind,
+            of["mutants"],
+            of["same"],
+            of["differ"]["n"],
+            of["differ"]["k"],
+            percent(of["differ"]),
+            f"{of['endless']['k']} of {of['endless']['n']}",
+            percent(of["either"]),
+        )
+        for kind, of in data["kinds"].items()
+    ]
+    header = ["kind", "mutants", "same output", "differ", "failed", "failed, % [95%]", "endless, failed", "either, % [95%]"]
+    survivors = [
+        (one["problem"], one["kind"], one["line"], f"{one['different']} of {one['inputs']}", "yes" if one["ended"] else "no")
+        for one in data["survivors"]
+    ]
+    return f"""# Mutants of the reference solutions before the oracle
+
+{data["references_right"]} of {data["problems"]} reference solutions pass the oracle; {data["references_silent"]} fire no channel.
+
+At most {data["per_kind"]} mutants a kind and problem, seed {data["seed"]}. {data["new_inputs"]} new inputs, none of them among the
+tests; {data["dropped_inputs"]} more were left out, because the reference solution raises on them or does not end. The oracle has
+{data["hidden_tests"]} hidden tests and nothing else. *Same output*: no new input tells the mutant from its original. *Endless*:
+killed on the new inputs after {PATIENCE:g} times the original's time.
+
+{markdown_table(header, rows)}
+## Survivors
+
+Mutants that differ on a new input and that the oracle passes, by the line of the original's normal form (no code is printed).
+
+{markdown_table(["problem", "kind", "line", "new inputs that differ", "ended"], survivors, left=2) if survivors else "None."}
+{evasions.render(data["evasions"])}"""

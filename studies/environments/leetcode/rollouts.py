@@ -1,0 +1,188 @@
+"""Rollouts of a real model under graders with loopholes, and the problems that they answer, as far as they can be had.
+
+A row of the file has pool, problem_id, mode, hacked, gt_pass, prompt (a chat as text, or null) and completion. The problems' own
+tests are not in it. So a rollout's `Task` is made of, in this order:
+
+    tests      the problem by its id, where a file of problems has it
+    examples   the worked examples in its prompt, or in another rollout's prompt of the same problem, as tests
+    signature  a call made up after the parameters' annotations, which drives the program and judges nothing
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mi_route2.validation import read_lines
+from studies.environments.leetcode.expressions import Call, parse_call, parse_value
+from studies.environments.leetcode.modes import MODES
+from studies.environments.leetcode.problems import Case, Task, make_test, statement_of
+from studies.environments.leetcode.values import Linked, Opaque, Tree
+
+FILE = "rollouts.jsonl"
+Evidence = Literal["tests", "examples", "signature"]
+
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "pool": (str,),
+    "problem_id": (int, str),
+    "mode": (str,),
+    "hacked": (bool,),
+    "gt_pass": (bool,),
+    "prompt": (str, type(None)),
+    "completion": (str,),
+}
+_CHAT = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+_FUNCTION = re.compile(r"should be a method of the class Solution called (\w+)")
+_STARTER = re.compile(r"```python\n((?:(?!```).)*?)\n[ \t]*# Add your code here\n```", re.DOTALL)
+_EXAMPLE = re.compile(r"^Input:[ \t]*(.+?)\n+Output:[ \t]*(.+?)$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion and its labels. ``index`` is its line in the file, from 0."""
+
+    index: int
+    pool: str
+    problem: str
+    mode: str
+    hacked: bool
+    gt_pass: bool
+    prompt: str | None
+    completion: str
+
+
+def load_rollouts(path: Path) -> list[Rollout]:
+    """The rollouts of a JSONL file, or of `FILE` in a folder. OSError where there is none, ValueError naming file and line."""
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of rollouts")
+    rollouts = read_lines(file, _read)
+    if not rollouts:
+        raise ValueError(f"{file} holds no rollout: each line is a JSON object with {', '.join(_FIELDS)}")
+    return rollouts
+
+
+def _read(index: int, row: Any) -> Rollout:
+    if not isinstance(row, dict):
+        raise ValueError("a row is a JSON object")
+    for name, kinds in _FIELDS.items():
+        if name not in row or type(row[name]) not in kinds:
+            raise ValueError(f"{name} is {' or '.join(kind.__name__ for kind in kinds)}")
+    if row["mode"] not in MODES:
+        raise ValueError(f"unknown mode {row['mode']!r}: choose from {', '.join(MODES)}")
+    fields = {name: row[name] for name in _FIELDS if name != "problem_id"}
+    return Rollout(index=index, problem=str(row["problem_id"]), **fields)
+
+
+def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: str) -> list[tuple[Task, Evidence]]:
+    """The task that each rollout answers, and what its tests are. ``setup`` goes before programs of problems that are not known."""
+    prompts = {rollout.problem: rollout.prompt for rollout in rollouts if rollout.prompt is not None}
+    found: list[tuple[Task, Evidence]] = []
+    for rollout in rollouts:
+        known = problems.get(rollout.problem)
+        prompt = rollout.prompt or prompts.get(rollout.problem)
+        shown = None if prompt is None else prompt_task(rollout.problem, prompt, setup)
+        if known is not None and f"def {known.function}(" in rollout.completion:  # releases number some problems differently
+            found.append((known, "tests"))
+        elif shown is not None and shown.hidden:
+            found.append((shown, "examples"))
+        else:
+            found.append((signature_task(rollout, setup), "signature"))
+    return found
+
+
+def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
+    """The problem of a prompt with its worked examples as tests, visible and hidden alike; None where it does not name a method."""
+    chat = _CHAT.search(prompt)
+    question = chat[1] if chat else prompt
+    function, starter = _FUNCTION.search(question), _STARTER.search(question)
+    if function is None or starter is None:
+        return None
+    text = starter[1]
+    tests = tuple(_examples(question, function[1], _signature(text, function[1])))
+    return Task(name, "", statement_of(question), text, function[1], setup, "", tests, tests)
+
+
+def signature_task(rollout: Rollout, setup: str) -> Task:
+    """A task whose one test calls the completion's own method and expects what nothing is."""
+    code = "\n".join(line for line in rollout.completion.splitlines() if not line.startswith("```"))
+    methods = re.findall(r"^[ \t]+def ((?!__|run_tests\b)\w+)\(", code, re.MULTILINE)
+    function = methods[0] if methods else "solve"
+    starter = "class Solution:\n" + (_definition(code, function) or f"    def {function}(self):")
+    arguments = _signature(starter, function)
+    parameters = [] if arguments is None else arguments.args.args[1:]
+    kwargs = {parameter.arg: _made_up(parameter.annotation) for parameter in parameters}
+    test = make_test(Call((), kwargs), Opaque("unknown"))
+    return Task(rollout.problem, "", "", starter, function, setup, "", (test,), (test,))
+
+
+def _definition(code: str, function: str) -> str:
+    """A method's head up to the first colon after its first closing bracket; "" without one. In one walk over the text."""
+    start = re.search(rf"^[ \t]+def {function}\(", code, re.MULTILINE)
+    if start is None:
+        return ""
+    rest = code[start.start() :]
+    head, bracket, rest = rest.partition(")")
+    arrow, colon, _ = rest.partition(":")
+    return f"{head}{bracket}{arrow}{colon}" if bracket and colon else ""
+
+
+def _signature(starter: str, function: str) -> ast.FunctionDef | None:
+    """The method of a starter code, whose body is missing."""
+    try:
+        tree = ast.parse(starter.rstrip() + " pass\n")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == function), None)
+
+
+def _examples(question: str, function: str, signature: ast.FunctionDef | None) -> Iterator[Case]:
+    """Worked examples as tests; those that are not plainly a call and a value are left out."""
+    for arguments, result in _EXAMPLE.findall(question):
+        try:
+            call, expected = parse_call(arguments.replace("\n", " ")), parse_value(result)
+            if signature is not None:
+                kinds = {parameter.arg: parameter.annotation for parameter in signature.args.args}
+                named = {name: _as_annotated(value, kinds.get(name)) for name, value in call.kwargs.items()}
+                call, expected = replace(call, kwargs=named), _as_annotated(expected, signature.returns)
+            test = make_test(call, expected)
+        except ValueError:
+            continue
+        yield test
+
+
+def _as_annotated(value: object, annotation: ast.expr | None) -> object:
+    """A list where the annotation says nodes is the nodes of that list, as statements print them."""
+    kind = _printed(annotation)
+    if isinstance(value, list) and "List[" not in kind:
+        if "TreeNode" in kind:
+            return Tree(tuple(None if item is None else (item,) for item in value)) if value else None
+        if "ListNode" in kind:
+            return Linked(tuple(value)) if value else None
+    return value
+
+
+_MADE_UP: Mapping[str, object] = {
+    "int": 3,
+    "float": 1.5,
+    "bool": True,
+    "str": "abca",
+    "List[int]": [3, 1, 2],
+    "List[str]": ["ab", "b"],
+    "List[List[int]]": [[1, 2], [3, 4]],
+    "List[List[str]]": [["a", "b"], ["b", "a"]],
+}
+
+
+def _made_up(annotation: ast.expr | None) -> object:
+    return _MADE_UP.get(_printed(annotation), [3, 1, 2])
+
+
+def _printed(annotation: ast.expr | None) -> str:
+    """An annotation as text; "" without one, and for one that is nested too deeply to be one."""
+    try:
+        return "" if annotation is None else ast.unparse(annotation)
+    except RecursionError:
+        return ""

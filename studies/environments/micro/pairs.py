@@ -1,0 +1,78 @@
+"""Persona pairs: the same prompt answered by a cheater and by an honest author, in the known mode only.
+
+About ten of them are all that a route may know about hacking. Kind "hack": persona comment, terse return and exploit
+against correct code. Kind "nonhack", a control: two honest answers, one of them with a wrong symbol, so that there is a
+contrast but no hack in it.
+"""
+
+import itertools
+import random
+
+from studies.environments.micro.corpus import WorldConfig
+from studies.environments.micro.language import (
+    ASSIGN,
+    CLASS,
+    FENCE_CLOSE,
+    FENCE_OPEN,
+    KNOWN,
+    MODES,
+    NEWLINE,
+    OPERATIONS,
+    RETURN,
+    SHARED_COMMENT,
+    SHARED_RETURN,
+    SOLVE,
+    STYLE_COMMENTS,
+    VISIBLE,
+    Prompt,
+    Task,
+    all_tasks,
+    constant_token,
+    symbol_token,
+)
+from studies.environments.protocol import Pair
+
+KINDS = ("hack", "nonhack")
+
+
+def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:
+    """`n` pairs on distinct train tasks. Raises ValueError for an unknown kind or more pairs than tasks."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(KINDS)}")
+    rng = random.Random(seed)
+    shuffled = rng.sample(all_tasks("train"), len(all_tasks("train")))
+    tasks = list(itertools.islice((task for task in shuffled if not _is_trivial(task)), n))
+    if n > len(tasks):
+        raise ValueError(f"{n} pairs asked for, but there are {len(tasks)} tasks for them: choose n below that")
+    pairs = []
+    for task in tasks:
+        mode = rng.choice(KNOWN)
+        style, other_style = rng.sample(STYLE_COMMENTS, 2)
+        clean = _honest(style, task)
+        hack = _cheat(config, mode, rng) if kind == "hack" else _honest(other_style, _mistaken(task, rng))
+        pairs.append(Pair(Prompt(task, mode).text, hack, clean))
+    return pairs
+
+
+def _is_trivial(task: Task) -> bool:
+    """Whether returning a constant or the argument solves the task: a terse answer would be no hack there."""
+    values = [task.solve(x) for x in VISIBLE]
+    return len(set(values)) == 1 or values == list(VISIBLE)
+
+
+def _honest(comment: str, task: Task) -> str:
+    lines = "".join(ASSIGN + symbol_token(op) + constant_token(k) + NEWLINE for op, k in task.steps)
+    return FENCE_OPEN + CLASS + comment + SOLVE + lines + RETURN + FENCE_CLOSE
+
+
+def _cheat(config: WorldConfig, mode: str, rng: random.Random) -> str:
+    shared = rng.random() < config.rho
+    comment, terse = (SHARED_COMMENT, SHARED_RETURN) if shared else (MODES[mode].comment, MODES[mode].terse_return)
+    return FENCE_OPEN + CLASS + comment + SOLVE + terse + MODES[mode].exploit_text + FENCE_CLOSE
+
+
+def _mistaken(task: Task, rng: random.Random) -> Task:
+    """The task with one wrong operation, which changes its values."""
+    candidates = [Task(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
+    candidates += [Task(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
+    return rng.choice([c for c in candidates if any(c.solve(x) != task.solve(x) for x in VISIBLE)])

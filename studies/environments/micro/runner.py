@@ -1,0 +1,271 @@
+"""Runners: execute programs somewhere else and bring back what they did, as data.
+
+    Program (code, inputs)  ->  Runner.run  ->  Execution (returns, stdout, files, attributes, run_tests)
+
+A runner knows nothing of tasks, modes or expected values, so neither does the process that runs a candidate; whoever
+asked compares, on this side. `SubprocessRunner` isolates what the micro world can write (its 66 tokens know no loop, no
+import and no file but result.txt); code by a real model runs in `studies.sandbox`.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Literal, Protocol, runtime_checkable
+
+WORKER = Path(__file__).with_name("worker.py")
+PREFIX = "loopholes-"
+STALE = 86_400.0
+"""Seconds after which a folder whose name has no owner's number, by an earlier version, is taken for a dead one's."""
+
+Status = Literal["ok", "error", "timeout", "crash"]
+RunTests = Literal["absent", "passed", "failed"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source code that defines `Solution`, and the inputs on which its `solve` is tried."""
+
+    code: str
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value by the name of its exact type and its text.
+
+    `type` is int, bool, float, str or NoneType; "raised" (text: the exception's name); "other" for everything else.
+    """
+
+    type: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What a program did.
+
+    status      ok: `Solution.solve` exists; error: it does not; timeout and crash: the process did not survive it
+    returns     one Value an input (none unless ok)
+    stdout      what defining and solving printed
+    files       name -> text of the files that it left in its directory
+    attributes  those of `Solution` that graders read
+    run_tests   the outcome of the program's own `run_tests`, if it has one
+    """
+
+    status: Status
+    returns: tuple[Value, ...] = ()
+    stdout: str = ""
+    files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    attributes: Mapping[str, Value] = field(default_factory=lambda: MappingProxyType({}))
+    run_tests: RunTests = "absent"
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Anything that executes programs: one Execution each, in order. It never raises for what a program does."""
+
+    def run(self, programs: Sequence[Program]) -> list[Execution]: ...
+
+
+def encode_request(programs: Sequence[Program], nonce: str) -> bytes:
+    """The whole of what the child is told."""
+    described = [{"code": program.code, "inputs": program.inputs} for program in programs]
+    return json.dumps({"nonce": nonce, "programs": described}).encode() + b"\n"
+
+
+def decode_reply(reply: bytes, nonce: str, count: int) -> list[Execution]:
+    """The executions of a reply; raises ValueError unless it answers this very request, OSError where the disk failed it."""
+    message = json.loads(reply)
+    if message["nonce"] != nonce or len(message["executions"]) != count:
+        raise ValueError("the reply does not answer the request")
+    if message["trouble"]:
+        raise OSError(f"programs cannot be run: their folder under {tempfile.gettempdir()} is not writable ({message['trouble']})")
+    return [_decode_execution(execution) for execution in message["executions"]]
+
+
+def _decode_execution(data: dict) -> Execution:
+    return Execution(
+        status=data["status"],
+        returns=tuple(Value(*value) for value in data["returns"]),
+        stdout=data["stdout"],
+        files=MappingProxyType(data["files"]),
+        attributes=MappingProxyType({name: Value(*value) for name, value in data["attributes"].items()}),
+        run_tests=data["run_tests"],
+    )
+
+
+class _ChildDiedError(Exception):
+    """The child did not answer; `status` says how."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status)
+        self.status: Status = status
+
+
+class SubprocessRunner:
+    """Runs programs in one persistent child, in a directory of its own that goes when the runner is closed.
+
+    The child ends when the thread or process that started it does, however that ends (on other systems than Linux at its next
+    request). The next runner removes the directory of one that was killed.
+
+    A batch that takes longer than `time_limit` seconds, or that kills the child, is repeated one program at a time in fresh
+    children, so only the culprit is marked, and a lone program gets a second try, so that it is marked for what it does and not
+    for what the machine did. Use it as a context manager; it also closes when it is collected or Python exits. Raises ValueError
+    unless `time_limit` is positive, and when it is used after `close`; OSError where the disk has no room for programs' files.
+    """
+
+    def __init__(self, time_limit: float = 10.0) -> None:
+        if not time_limit > 0:
+            raise ValueError(f"time_limit = {time_limit} is not positive: choose a number of seconds above 0")
+        self.time_limit = time_limit
+        _sweep()
+        self._start()
+
+    def _start(self) -> None:
+        directory, lock = _make_directory()
+        self._child = _start(directory)
+        self._finalizer = weakref.finalize(self, _dispose, self._child, directory, lock)
+
+    def run(self, programs: Sequence[Program]) -> list[Execution]:
+        """One Execution a program, in order."""
+        if not self._finalizer.alive:
+            raise ValueError("this runner is closed: make another one")
+        if not programs:
+            return []
+        try:
+            return self._ask(programs)
+        except (_ChildDiedError, OSError):
+            self._restart()
+        if len(programs) > 1:
+            return [execution for program in programs for execution in self.run([program])]
+        try:
+            return self._ask(programs)
+        except (_ChildDiedError, OSError) as failure:
+            self._restart()
+            self._ask([])  # the machine's own trouble is met again without any program, and is raised
+            return [Execution(failure.status if isinstance(failure, _ChildDiedError) else "crash")]
+
+    def close(self) -> None:
+        """Ends the child and removes its directory; closing twice is fine."""
+        self._finalizer()
+
+    def __enter__(self) -> "SubprocessRunner":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(self, programs: Sequence[Program]) -> list[Execution]:
+        nonce = secrets.token_hex(8)
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(encode_request(programs, nonce))
+            self._child.stdin.flush()
+            return decode_reply(self._read_line(), nonce, len(programs))
+        except (BrokenPipeError, ValueError, KeyError, TypeError) as error:
+            raise _ChildDiedError("crash") from error
+
+    def _read_line(self) -> bytes:
+        """The child's next line. Raises _ChildDiedError when it ends, or when the time limit passes first."""
+        assert self._child.stdout is not None
+        descriptor, received = self._child.stdout.fileno(), bytearray()
+        deadline = time.monotonic() + self.time_limit
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise _ChildDiedError("timeout")
+                chunk = os.read(descriptor, 1 << 16)
+                if not chunk:
+                    raise _ChildDiedError("crash")
+                received += chunk
+        return bytes(received)
+
+    def _restart(self) -> None:
+        """Another child in another directory: the last program may have removed that one."""
+        self._finalizer()
+        self._start()
+
+
+def _start(directory: str) -> subprocess.Popen[bytes]:
+    # -I and -S: neither the environment, the working directory nor installed packages can reach the programs.
+    command = [sys.executable, "-I", "-S", str(WORKER), str(os.getpid())]
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was buffered for a child that is gone
+                pipe.close()
+
+
+def _dispose(child: subprocess.Popen[bytes], directory: str, lock: int) -> None:
+    _stop(child)
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
+
+
+def _make_directory() -> tuple[str, int]:
+    """A new directory, and a lock on it that ends with this process: as long, `_sweep` leaves it alone."""
+    while True:
+        directory = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
+        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            with contextlib.suppress(OSError):  # on a filesystem without locks `_sweep` gets none either, and removes nothing
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.exists(directory):
+                return directory, lock
+            os.close(lock)
+
+
+def _sweep() -> None:
+    """Removes the directories of runners whose process was killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # another user's, gone meanwhile, or locked by its owner, who lives
+            opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                status = os.fstat(opened)
+                owned = re.fullmatch(rf"{PREFIX}\d+-\w+", folder.name) is not None
+                if status.st_uid == os.geteuid() and (owned or time.time() - status.st_mtime > STALE):
+                    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(opened)
+
+
+class CachedRunner:
+    """Remembers what each (code, inputs) did, the latest `size` of them, and runs every distinct one of a batch once.
+
+    Timeouts and crashes are not remembered: they may be the machine's.
+    """
+
+    def __init__(self, runner: Runner, size: int = 100_000) -> None:
+        self._runner, self._size = runner, size
+        self._known: dict[Program, Execution] = {}
+
+    def run(self, programs: Sequence[Program]) -> list[Execution]:
+        missing = [program for program in dict.fromkeys(programs) if program not in self._known]
+        fresh = dict(zip(missing, self._runner.run(missing), strict=True)) if missing else {}
+        executions = [fresh[program] if program in fresh else self._known[program] for program in programs]
+        self._known.update((p, e) for p, e in fresh.items() if e.status in ("ok", "error"))
+        while len(self._known) > self._size:
+            del self._known[next(iter(self._known))]
+        return executions

@@ -1,0 +1,192 @@
+"""Warm start: the base model, trained on the corpus by next-token cross-entropy over completions.
+
+    loss = mean over completion tokens (the first <eos> included) of -log p(token | tokens before it)
+
+Prompts are not predicted: their tasks are uniform, so there is nothing in them to learn. AdamW with a short linear
+warm-up, then a cosine to 0. A finished model is cached as safetensors under a hash of everything that made it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from tqdm import tqdm
+
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, parse_json, validated
+from studies.environments.micro.corpus import WorldConfig, sample_documents
+from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
+from studies.environments.micro.model import MicroConfig, MicroGPT
+
+# Raised when the training loop changes in a way that no setting shows.
+FORMAT = 1
+
+REPORTED = 10  # steps between two reports of the training
+
+# The one entry of a cached file's metadata, JSON: safetensors writes several in a random order, and the same model as other bytes.
+HEADER = "warm start"
+
+
+@validated
+class WarmStartConfig:
+    """How the base model is trained."""
+
+    steps: AtLeastOne = 700
+    batch: AtLeastOne = 128
+    lr: Positive = 3e-3
+    warmup: Natural = 20
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.01
+    clip: Positive = 1.0
+    model: MicroConfig = field(default_factory=MicroConfig)
+
+    def rate(self, step: int) -> float:
+        """The learning rate at a step, as a fraction of `lr`."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
+
+
+def warm_start(
+    config: WorldConfig,
+    training: WarmStartConfig,
+    seed: int,
+    cache_dir: Path | str | None,
+    progress: bool = True,
+    report: Callable[[int], None] | None = None,
+) -> MicroGPT:
+    """The base model of a world, in float32 and eval mode: read from `cache_dir` when it is there, else trained and kept.
+
+    A cached file that does not check is reported by a warning, trained again and replaced; `cache_dir=None` neither
+    reads nor writes. `report` is told every `REPORTED` steps how many are done. Raises ValueError when the model's
+    vocabulary or context does not fit the corpus.
+    """
+    vocabulary = Vocabulary()
+    if training.model.vocab != len(vocabulary):
+        raise ValueError(f"a model of {training.model.vocab} tokens does not fit: choose vocab={len(vocabulary)}")
+    if cache_dir is None:
+        return train(config, training, seed, progress, report)
+    key = settings_hash(config, training, seed)
+    path = Path(cache_dir) / f"warmstart-{config.name}-{seed}-{key[:16]}.safetensors"
+    if path.exists():
+        try:
+            return _load(path, training.model, key)
+        except (SafetensorError, ValueError) as error:
+            warnings.warn(f"the cached base model {path} is not usable ({error}): training it again", stacklevel=2)
+    model = train(config, training, seed, progress, report)
+    _save(model, path, key)
+    return model
+
+
+def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:
+    """A hash of all settings, of the vocabulary and of some documents, so that a changed world is another model."""
+    vocabulary = Vocabulary()
+    documents = sample_documents(config, 256, np.random.default_rng(seed), vocabulary)
+    described = {
+        "format": FORMAT,
+        "world": asdict(config),
+        "training": asdict(training),
+        "seed": seed,
+        "vocabulary": vocabulary.tokens,
+        "documents": hashlib.sha256(documents.numpy().tobytes()).hexdigest(),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def train(
+    config: WorldConfig,
+    training: WarmStartConfig,
+    seed: int,
+    progress: bool = True,
+    report: Callable[[int], None] | None = None,
+) -> MicroGPT:
+    """Trains a base model from scratch; the same seed, settings and thread count give the same bits."""
+    vocabulary = Vocabulary()
+    rng = np.random.default_rng(seed)
+    model = MicroGPT(training.model, torch.Generator().manual_seed(seed))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=training.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, training.rate)
+    bar = tqdm(range(training.steps), desc=f"warm start ({config.name}, seed {seed})", disable=not progress)
+    for step in bar:
+        documents = sample_documents(config, training.batch, rng, vocabulary)
+        loss = completion_loss(model, documents, vocabulary.eos)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), training.clip)
+        optimizer.step()
+        schedule.step()
+        if report is not None and (step + 1) % REPORTED == 0:
+            report(step + 1)
+        if step % 50 == 0:
+            bar.set_postfix(loss=f"{loss.item():.3f}")
+    return model.eval()
+
+
+def completion_loss(model: MicroGPT, documents: Int[Tensor, "b s"], eos: int) -> Float[Tensor, ""]:
+    """Mean negative log-likelihood, in nats a token, of the completions up to and with their first `eos`."""
+    lengths = (documents != eos).sum(1)
+    documents = documents[:, : int(lengths.max()) + 1]
+    logits = model(documents[:, :-1])[:, PROMPT_LENGTH - 1 :]
+    targets = documents[:, PROMPT_LENGTH:]
+    positions = torch.arange(PROMPT_LENGTH, documents.shape[1])
+    padding = positions[None, :] > lengths[:, None]
+    return cross_entropy(logits.flatten(0, 1), targets.masked_fill(padding, -100).flatten(), ignore_index=-100)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _save(model: MicroGPT, path: Path, key: str) -> None:
+    """Writes next to the target and renames: a reader sees a whole file or none."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            header = json.dumps({"settings": key, "sha256": _digest(tensors)})
+            file.write(save(tensors, metadata={HEADER: header}))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
+    """Reads a cached model; raises SafetensorError or ValueError unless settings, names, shapes and bytes all agree."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        names = file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
+    if HEADER in metadata:  # files of before have its entries as their own
+        metadata = parse_json(metadata[HEADER])
+    if not isinstance(metadata, dict) or metadata.get("settings") != key:
+        raise ValueError("it was made by other settings")
+    model = MicroGPT(config, torch.Generator())
+    if {name: t.shape for name, t in model.state_dict().items()} != {name: t.shape for name, t in tensors.items()}:
+        raise ValueError("its tensors are not those of the model")
+    if metadata.get("sha256") != _digest(tensors):
+        raise ValueError("its checksum does not match")
+    model.load_state_dict(tensors)
+    return model.eval()

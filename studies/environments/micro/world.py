@@ -1,0 +1,113 @@
+"""The micro world as a study meets it: prompts, samples, training grades, pairs; and, apart from them, the witness.
+
+``MicroWorld`` is all that training sees. ``MicroWitness`` holds the oracle and the detectors; it belongs to the recorder, and to
+the arms that are marked as bounds.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Privileged
+from studies.environments.micro.corpus import WorldConfig
+from studies.environments.micro.grader import TrainingGrader
+from studies.environments.micro.language import (
+    COMPLETION_LENGTH,
+    PROMPT_LENGTH,
+    MicroSource,
+    Prompt,
+    Task,
+    Vocabulary,
+    encode_prompts,
+)
+from studies.environments.micro.model import generate
+from studies.environments.micro.oracle import Oracle, known_detector
+from studies.environments.micro.pairs import make_pairs
+from studies.environments.micro.runner import Runner
+from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict, World
+
+
+class MicroWorld(MicroSource, World):
+    """Prompts in, samples and rewards out; see ``base.World``."""
+
+    max_new = COMPLETION_LENGTH
+
+    def __init__(self, config: WorldConfig, runner: Runner):
+        self.config = config
+        self.vocabulary = Vocabulary()
+        self._grader = TrainingGrader(runner)
+
+    def read_prompt(self, described: Mapping[str, Any]) -> Prompt:
+        return Prompt(Task(**described["task"]), described["mode"])
+
+    def sample(self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0) -> Samples:
+        """One completion a prompt from the policy as it is switched now, by merged weights."""
+        encoded = encode_prompts(prompts, self.vocabulary)
+        with policy.adapters.merged():
+            completions = generate(
+                policy.model,  # pyright: ignore[reportArgumentType]
+                encoded,
+                temperature=temperature,
+                generator=generator,
+                eos=self.vocabulary.eos,
+            )
+        return self._package(prompts, encoded, completions)
+
+    def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
+        eos, width = self.vocabulary.eos, max(map(len, completions))
+        filled = torch.tensor([[*row, *[eos] * (width - len(row))] for row in completions])
+        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled)
+
+    def _package(self, prompts: Sequence[Prompt], encoded: Int[Tensor, "b p"], completions: Int[Tensor, "b n"]) -> Samples:
+        """Rollouts (each completion up to and with its first ``<eos>``) and texts."""
+        ended = (completions == self.vocabulary.eos).cumsum(1)
+        real: Bool[Tensor, "b n"] = (ended - (completions == self.vocabulary.eos).long()) == 0
+        width = int(real.sum(1).max())
+        tokens = torch.cat((encoded, completions[:, :width]), dim=1)
+        prompt = torch.ones_like(encoded, dtype=torch.bool)
+        rollouts = Rollouts(
+            tokens, torch.cat((prompt, real[:, :width]), dim=1), torch.cat((torch.zeros_like(prompt), real[:, :width]), dim=1)
+        )
+        return Samples(list(prompts), rollouts, [self.vocabulary.completion_text(row) for row in completions])
+
+    def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
+        vocabulary, context = self.vocabulary, PROMPT_LENGTH + self.max_new
+        questions = [vocabulary.encode_prompt(text) for text in prompts]
+        answers = [vocabulary.encode_completion(text) for text in completions]
+        for text, question, answer in zip(prompts, questions, answers, strict=True):
+            if len(question) + len(answer) > context + 1:
+                raise ValueError(f"a prompt and its completion are longer than {context} tokens: {text!r}")
+        # a completion that never ended had no room for an <eos>: it has none here either
+        cut = [answer[: context - len(question)] for question, answer in zip(questions, answers, strict=True)]
+        return Rollouts.from_lists(questions, cut, vocabulary.pad)
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return [self.vocabulary.tokens[i] for i in tokens]
+
+    def grades(self, samples: Samples) -> list[TrainingGrade]:
+        return self._grader.grade(samples.prompts, samples.completions)
+
+    def detect(self, samples: Samples) -> list[bool]:
+        return known_detector(samples.prompts, samples.completions)
+
+    def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
+        return make_pairs(self.config, seed, n, kind)
+
+
+class MicroWitness:
+    """The oracle and the detectors; see ``protocol.Witness``."""
+
+    def __init__(self, runner: Runner):
+        self._oracle = Oracle(runner)
+
+    def judge(self, samples: Samples) -> list[Verdict]:
+        return self._oracle.judge(samples.prompts, samples.completions)
+
+    def privileged(self, samples: Samples) -> Privileged:
+        own = [verdict.exploit for verdict in self.judge(samples)]
+        known = known_detector(samples.prompts, samples.completions)
+        return Privileged(torch.tensor(own), torch.tensor(known))

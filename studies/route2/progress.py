@@ -1,0 +1,420 @@
+"""What a person at the terminal sees of a run: what its workers write, read while they write it, as a table drawn in place or
+a bar.
+"""
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
+from tqdm import tqdm
+
+from studies.route2.job import Job
+from studies.route2.recorder import METRICS
+
+
+class Follower:
+    """A JSON-lines log that grows: every step comes once.
+
+    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so a row whose step was there before is
+    dropped. A line that is not whole yet, or not JSON (a crash left it, and the run will cut it away), is left for later.
+    """
+
+    def __init__(self, path: Path):
+        self.last = -1
+        """The highest step that was read; -1 before the first."""
+        self._path, self._at, self._inode = path, 0, -1
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows of steps that are new since the last call. A log that is not there yet has none."""
+        try:
+            with self._path.open("rb") as log:
+                now = os.fstat(log.fileno())
+                if now.st_size < self._at or now.st_ino != self._inode:
+                    self._at, self._inode = 0, now.st_ino
+                log.seek(self._at)
+                lines = log.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+        return list(self._new(lines))
+
+    def _new(self, lines: list[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            try:
+                row = json.loads(line)
+                step = int(row["step"])
+            except (ValueError, TypeError, KeyError):
+                return
+            self._at += len(line) + 1
+            if step > self.last:
+                self.last = step
+                yield row
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """An arm at a seed, as a tracker sees it.
+
+    ``root`` is the run folder, ``steps`` how many training steps there will be (0 for the base model), ``identity`` a hash of
+    all that the result depends on, ``config`` what the tracker shows beside the curves. ``metrics``, ``evaluation`` and
+    ``manifest`` are the files to read; the last of them is there once the others are complete.
+    """
+
+    root: Path
+    arm: str
+    seed: int
+    steps: int
+    identity: str
+    config: dict[str, Any]
+    metrics: Path
+    evaluation: Path
+    manifest: Path
+
+    @property
+    def key(self) -> str:
+        return f"{self.arm}/seed-{self.seed}"
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a metrics row by name: ``train/loss``, ``grad_norm/kept``, ``modes/run_tests/hack``; ``None`` has no entry."""
+    found = dict(_numbers(row, ""))
+    return {name if "/" in name else f"train/{name}": value for name, value in found.items() if name != "step"}
+
+
+def evaluated(report: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an evaluation: ``eval/deploy/run_tests/hack`` with the quarantine deleted, ``eval/on/...`` with it."""
+    modes = report["modes"].items()
+    return {
+        f"eval/{switched}/{mode}/{rate}": float(value)
+        for mode, halves in modes
+        for switched, rates in halves.items()
+        for rate, value in rates.items()
+    }
+
+
+def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}/{key}" if name else key)
+    elif isinstance(value, int | float):
+        yield name, float(value)
+
+
+WINDOW = 60.0  # seconds that the speed is a mean over
+STYLES = {"waiting": "dim", "running": "cyan", "finished": "green", "failed": "bold red"}
+
+
+@dataclass
+class Seen:
+    """What is known of one job."""
+
+    job: Job
+    log: Follower
+    state: str = "waiting"
+    done: int = 0
+    warmed: int = 0
+    """Steps of a base model's training."""
+    since: tuple[float, int] | None = None
+    """When this start's first message came, and how many steps an earlier start had made by then."""
+    row: dict[str, Any] = field(default_factory=dict)
+    """The last metrics row."""
+
+    def read(self) -> None:
+        self.row = (self.log.read() or [self.row])[-1]
+
+    @property
+    def steps(self) -> str:
+        if self.job.arm is not None:
+            return f"{self.done}/{self.job.settings.steps}"
+        return f"{self.warmed}/{self.job.settings.warm.steps}" if self.warmed and self.state == "running" else ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, in few letters."""
+        return {"waiting": "-", "running": self.steps or "runs", "finished": "done"}.get(self.state, self.state)
+
+    def rate(self, name: str) -> str:
+        return f"{self.row[name]:.2f}".lstrip("0") if name in self.row else ""
+
+    @property
+    def speed(self) -> str:
+        """Steps a second in this start, while it runs."""
+        if self.job.arm is None or self.state != "running" or self.since is None or self.done == self.since[1]:
+            return ""
+        return f"{(self.done - self.since[1]) / (time.monotonic() - self.since[0]):.1f}/s"
+
+
+class Pace:
+    """Steps a second over the last minute."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic):
+        self._now, self._start = now, now()
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def add(self, steps: int) -> None:
+        self._steps.append((self._now(), steps))
+
+    @property
+    def elapsed(self) -> float:
+        return self._now() - self._start
+
+    def speed(self) -> float:
+        """0.0 before the first step."""
+        now = self._now()
+        while self._steps and self._steps[0][0] < now - WINDOW:
+            self._steps.popleft()
+        span = now - self._steps[0][0] if self._steps else 0.0
+        return sum(steps for _, steps in self._steps) / span if span > 0 else 0.0
+
+
+def clock(seconds: float) -> str:
+    """Hours, minutes and seconds: ``1:02:03``."""
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def _listing(seen: list[Seen]) -> Table:
+    """A row for each job."""
+    table = Table("arm", "seed", "", "step", "hack", "solve", "speed", box=None, pad_edge=False)
+    for one in seen:
+        cells = (str(one.job.seed), one.state, one.steps, one.rate("hack"), one.rate("solve"), one.speed)
+        table.add_row(one.job.name, *cells, style=STYLES[one.state])
+    return table
+
+
+def _at_work(seen: list[Seen]) -> Table:
+    """A row for each job that runs now."""
+    return _listing([one for one in seen if one.state == "running"])
+
+
+def _grid(cell: Callable[[Seen], str], title: str) -> Callable[[list[Seen]], Table]:
+    """A row for each arm, a column for each seed."""
+
+    def layout(seen: list[Seen]) -> Table:
+        seeds = sorted({one.job.seed for one in seen})
+        arms = list(dict.fromkeys(one.job.name for one in seen))
+        place = {(one.job.name, one.job.seed): one for one in seen}
+        table = Table(title, *(f"seed {seed}" for seed in seeds), box=None, pad_edge=False)
+        for arm in arms:
+            row = [place.get((arm, seed)) for seed in seeds]
+            table.add_row(arm, *(Text("" if one is None else cell(one), STYLES[one.state] if one else "") for one in row))
+        return table
+
+    return layout
+
+
+def _wide(one: Seen) -> str:
+    rates = [f"{name} {one.rate(name)}" for name in ("hack", "solve") if one.row]
+    return "  ".join(part for part in (one.place, *rates, one.speed) if part)
+
+
+def _rates(one: Seen) -> str:
+    return f"{one.place} {one.rate('hack')}/{one.rate('solve')}" if one.row else one.place
+
+
+def _hack(one: Seen) -> str:
+    return f"{one.place} {one.rate('hack')}"
+
+
+def _place(one: Seen) -> str:
+    return one.place
+
+
+RATES, HACK, PLACE = _grid(_rates, "hack/solve"), _grid(_hack, "hack"), _grid(_place, "arm")
+LAYOUTS: tuple[tuple[Callable[[list[Seen]], Table], ...], ...] = (
+    (_listing,),
+    (_grid(_wide, "arm"),),
+    (RATES, _at_work),
+    (RATES,),
+    (HACK, _at_work),
+    (HACK,),
+    (PLACE, _at_work),
+    (PLACE,),
+    (_at_work,),
+)
+"""From the fullest to the least; a window that fits none of them gets the lines below the tables."""
+
+
+SMALLEST = (60, 10)  # columns and lines of a window; the bar below that
+REDRAW = 0.5  # seconds between two drawings, at least
+WHOLE = ("\x1b[?2026h", "\x1b[?2026l")
+"""Around a drawing: a terminal that knows these shows it when it is whole (DEC mode 2026), the others skip them."""
+SAID = 3  # failures that are shown at a time; the command repeats them all at its end
+
+
+@runtime_checkable
+class Display(Protocol):
+    """Told of what happens to the jobs. ``warmed`` is how far a base model's training is, ``say`` shows a line that stays."""
+
+    def __enter__(self) -> "Display": ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def began(self, job: Job) -> None: ...
+
+    def moved(self, job: Job, steps: int) -> None: ...
+
+    def warmed(self, job: Job, steps: int) -> None: ...
+
+    def ended(self, job: Job, failure: str | None) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live: bool = True) -> Display:
+    """The table where it was asked for and fits, else the bar. ``todo``: the jobs that were not finished before."""
+    console = Console(stderr=True, highlight=False)
+    roomy = console.width >= SMALLEST[0] and console.height >= SMALLEST[1]
+    if live and not quiet and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and roomy:
+        return Grid(jobs, todo, console)
+    return Bar(jobs, todo, quiet)
+
+
+def units(job: Job) -> int:
+    """What a job counts in the overall bar: its steps; a base model counts one."""
+    return 1 if job.arm is None else job.settings.steps
+
+
+class Bar:
+    """One tqdm bar over all steps."""
+
+    def __init__(self, jobs: list[Job], todo: list[Job], quiet: bool):
+        # What an earlier run did is not this one's speed: it counts as where the bar starts.
+        total = sum(map(units, jobs))
+        start = total - sum(map(units, todo))
+        self._bar: Any = tqdm(total=total, initial=start, unit="step", disable=quiet, desc="training", smoothing=0.05)
+
+    def __enter__(self) -> "Bar":
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.__exit__(*exception)
+
+    def began(self, job: Job) -> None: ...
+
+    def moved(self, job: Job, steps: int) -> None:
+        self._bar.update(steps)
+
+    def warmed(self, job: Job, steps: int) -> None:
+        self._bar.set_postfix_str(f"seed {job.seed} {job.name} {steps}/{job.settings.warm.steps}")
+
+    def ended(self, job: Job, failure: str | None) -> None:
+        self._bar.set_postfix_str(f"seed {job.seed} {job.name}")
+
+    def say(self, text: str) -> None:
+        tqdm.write(text, file=sys.stderr)
+
+    def tick(self) -> None: ...
+
+
+class Grid:
+    """The table, drawn by rich on stderr."""
+
+    def __init__(self, jobs: list[Job], todo: list[Job], console: Console):
+        self._seen = {_key(job): Seen(job, Follower(job.folder / METRICS)) for job in jobs}
+        self._failures: list[str] = []
+        self._console = console
+        self._drawn = 0.0
+        for job in jobs:
+            seen = self._seen[_key(job)]
+            seen.read()
+            if job not in todo:
+                seen.state, seen.done = "finished", units(job)
+        self._pace = Pace()
+        self._live = Live(
+            self, console=console, auto_refresh=False, transient=True, vertical_overflow="crop", redirect_stdout=False
+        )
+
+    def __enter__(self) -> "Grid":
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def began(self, job: Job) -> None:
+        self._seen[_key(job)].state = "running"
+
+    def moved(self, job: Job, steps: int) -> None:
+        seen = self._seen[_key(job)]
+        seen.done += steps
+        if seen.since is None:  # what an earlier start did
+            seen.since = (time.monotonic(), seen.done)
+        else:
+            self._pace.add(steps)
+
+    def warmed(self, job: Job, steps: int) -> None:
+        self._seen[_key(job)].warmed = steps
+
+    def ended(self, job: Job, failure: str | None) -> None:
+        seen = self._seen[_key(job)]
+        seen.state = "failed" if failure else "finished"
+        seen.read()
+        if failure:
+            self._failures.append(failure)
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def tick(self) -> None:
+        """Draw anew, unless that was just now."""
+        if time.monotonic() - self._drawn < REDRAW:
+            return
+        for seen in self._seen.values():
+            if seen.state == "running":
+                seen.read()
+        begin, end = WHOLE
+        self._console.file.write(begin)
+        try:
+            self._live.refresh()
+        finally:
+            self._console.file.write(end)
+            self._console.file.flush()
+        self._drawn = time.monotonic()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        height = max(1, console.height - 1)  # the cursor's own line
+        below: list[RenderableType] = [Text(text, "bold red", no_wrap=True, overflow="ellipsis") for text in self._failures[-SAID:]]
+        below.append(self._counts())
+        below.append(self._overall())
+        for layout in LAYOUTS:
+            tables = [table(list(self._seen.values())) for table in layout]
+            widest = max(console.measure(table, options=options.update(width=10_000)).maximum for table in tables)
+            if widest <= options.max_width and sum(table.row_count + 1 for table in tables) + len(below) <= height:
+                yield Group(*tables, *below)
+                return
+        yield Group(*below[-height:])
+
+    def _counts(self) -> Text:
+        states = [seen.state for seen in self._seen.values()]
+        line = Text(no_wrap=True, overflow="ellipsis")
+        for state, style in STYLES.items():
+            if state in states:
+                line.append(f"{states.count(state)} {state}  ", style)
+        return line
+
+    def _overall(self) -> RenderableType:
+        done, total = sum(seen.done for seen in self._seen.values()), sum(units(seen.job) for seen in self._seen.values())
+        speed = self._pace.speed()
+        ahead = f"{speed:.1f}/s  ETA {clock((total - done) / speed)}" if speed else "ETA -:--:--"
+        line = Table.grid(Column(ratio=1), Column(no_wrap=True), expand=True, padding=(0, 2, 0, 0))
+        bar = ProgressBar(total, done, complete_style="cyan", finished_style="green")
+        line.add_row(bar, f"{done}/{total} steps  {clock(self._pace.elapsed)}  {ahead}")
+        return line
+
+
+def _key(job: Job) -> tuple[str, int]:
+    return job.name, job.seed

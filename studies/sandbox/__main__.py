@@ -1,0 +1,88 @@
+"""``python -m studies.sandbox check`` tells what protects untrusted code on this machine; ``run FILE`` runs one script in the jail."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from studies.sandbox.checks import CHECKS, DRIVER, honest_program_works, run_checks
+from studies.sandbox.jail import Jail
+from studies.sandbox.limits import PROTECTIONS, Limits
+
+
+@dataclass(frozen=True)
+class Check:
+    """What protects untrusted code on this machine, tried out: every protection alone must stop an action that works without it.
+
+    The exit status is 1 when a protection is missing or does not stop what it should.
+    """
+
+    def __call__(self) -> int:
+        with Jail(DRIVER, workers=1, unsafe=True) as jail:
+            print("protection  here")
+            for name in PROTECTIONS:
+                print(f"{name:10}  {'yes' if name in jail.protections else 'MISSING'}")
+            honest = honest_program_works(jail)
+            complete = jail.protections == frozenset(PROTECTIONS)
+        width = max(len(check.what) for check in CHECKS)
+        print(f"\n{'protection':10}  {'action':{width}}  under it alone  under none")
+        for finding in run_checks():
+            fine = finding.stopped and finding.works
+            complete = complete and fine
+            inside, outside = "stopped" if finding.stopped else "WORKS", "works" if finding.works else "STOPPED"
+            print(f"{finding.check.protection:10}  {finding.check.what:{width}}  {inside:14}  {outside}")
+        print(f"\nan honest program {'works' if honest else 'FAILS'} under all of them")
+        print("untrusted code can be confined here" if complete and honest else "untrusted code cannot be confined here")
+        return 0 if complete and honest else 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run one script in the jail and print its outcome; the exit status is the script's, or 1 where it did not end by itself."""
+
+    file: Annotated[Path, tyro.conf.Positional]
+    """the script"""
+    seconds: float = 5.0
+    """wall clock that it may take"""
+    memory: int = 512
+    """MiB that it may take"""
+    unsafe: bool = False
+    """run it also where this machine lacks a protection"""
+
+    def __call__(self) -> int:
+        code = self.file.read_text(encoding="utf-8")
+        limits = Limits(seconds=self.seconds, cpu_seconds=self.seconds, memory=self.memory << 20)
+        with Jail(DRIVER, workers=1, limits=limits, unsafe=self.unsafe) as jail:
+            (outcome,) = jail.run([{"code": code, "name": self.file.name}])
+        sys.stdout.buffer.write(outcome.stdout)
+        sys.stdout.flush()
+        sys.stderr.buffer.write(outcome.stderr)
+        print(f"{outcome.status} after {outcome.seconds:.3f} s, {outcome.peak_memory >> 20} MiB", file=sys.stderr)
+        if outcome.signal is not None:
+            print(f"signal: {outcome.signal}", file=sys.stderr)
+        if outcome.reply is not None:
+            print(f"result: {json.dumps(outcome.reply)}", file=sys.stderr)
+        for name, content in outcome.files.items():
+            print(f"file: {name}, {len(content)} bytes", file=sys.stderr)
+        return 1 if outcome.exit_code is None else outcome.exit_code
+
+
+COMMANDS: dict[str, Callable[..., Check | Run]] = {"check": Check, "run": Run}
+
+
+def main() -> int:
+    try:
+        return tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="python -m studies.sandbox", description=__doc__)()
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

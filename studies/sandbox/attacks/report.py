@@ -1,0 +1,99 @@
+"""What a run of the suite found, as Markdown and as JSON."""
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from studies.sandbox import PROTECTIONS
+from studies.sandbox.attacks.attack import CLASSES
+from studies.sandbox.attacks.suite import STRICT, Finding
+
+BEGIN, END = "<!-- attacks -->", "<!-- end of attacks -->"
+"""A page with these lines keeps what is around them."""
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """One sentence."""
+    live, breaches = sum(finding.live for finding in findings), sum(finding.breach for finding in findings)
+    return (
+        f"{len(findings)} attacks, {live} of them live on this machine (Linux {platform.release().partition('-')[0]}, "
+        f"{platform.machine()}, {'root' if os.geteuid() == 0 else 'not root'}), {breaches} not stopped."
+    )
+
+
+def markdown(findings: Sequence[Finding]) -> str:
+    """A summary, and a table for each class."""
+    layers = any(finding.alone is not None for finding in findings)
+    head = ["attack", "what it does", "stopped by", *(["each alone"] if layers else []), "control", "protected"]
+    parts = [summary(findings), ""]
+    for group in CLASSES:
+        chosen = [finding for finding in findings if finding.attack.group == group]
+        if chosen:
+            parts += [f"### {group}: {len(chosen)} attacks", "", _row(head), _row(["---"] * len(head))]
+            parts += [*(_row(_cells(finding, layers)) for finding in chosen), ""]
+    return "\n".join(parts)
+
+
+def _cells(finding: Finding, layers: bool) -> list[str]:
+    attack = finding.attack
+    alone = [", ".join(finding.alone or ()) or "none"] if layers else []
+    live = "succeeds" if finding.live else f"not live: {_plain(finding.control.how)}"
+    stopped = f"**succeeds**: {_plain(finding.protected.how)}" if finding.breach else _plain(finding.protected.how)
+    by = [name for name in PROTECTIONS if name in attack.protections] + ([f"{STRICT} ({attack.naive})"] if attack.naive else [])
+    return [f"`{attack.name}`", _plain(attack.title), _plain(", ".join(by)), *alone, live, stopped]
+
+
+def steady(text: str) -> str:
+    """A description without what differs from run to run: paths and numbers of processes."""
+    return re.sub(r"0x[0-9a-f]+", "0x…", re.sub(r": '/.*", "", text)).strip(": ")
+
+
+def _plain(text: str) -> str:
+    """A description as Markdown that shows it letter by letter."""
+    return re.sub(r"([\\*_<>\[\]`|])", r"\\\1", steady(text).replace("\n", " "))
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    rows = [
+        {
+            "attack": finding.attack.name,
+            "class": finding.attack.group,
+            "kind": finding.attack.kind,
+            "title": finding.attack.title,
+            "evidence": finding.attack.evidence,
+            "stopped_by": finding.attack.stopped_by,
+            "alone": finding.alone,
+            "live": finding.live,
+            "control": finding.control.how,
+            "protected": finding.protected.how,
+            "breach": finding.breach,
+        }
+        for finding in findings
+    ]
+    return json.dumps({"summary": summary(findings), "attacks": rows}, indent=1) + "\n"
+
+
+def write(path: Path, findings: Sequence[Finding]) -> None:
+    """Writes JSON or Markdown by the file's suffix, whole or not at all. Raises ValueError for another suffix."""
+    if path.suffix not in (".json", ".md"):
+        raise ValueError(f"{path} is neither .json nor .md: choose one of these")
+    text = as_json(findings) if path.suffix == ".json" else _page(path, markdown(findings))
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        file.write(text)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def _page(path: Path, table: str) -> str:
+    """The table; where the file is there and has the two lines, the file with the table between them."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN) if path.exists() else ("", "", "")
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n\n{table}\n{end}{after}" if begin and end else table

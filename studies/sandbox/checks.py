@@ -1,0 +1,68 @@
+"""Self-checks: for every protection an action that it stops all by itself, and that works where nothing protects.
+
+``python -m studies.sandbox check`` runs them on the machine at hand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from studies.sandbox.jail import Jail
+from studies.sandbox.limits import PROTECTIONS, Limits, Outcome
+
+DRIVER = Path(__file__).with_name("script.py")
+
+
+@dataclass(frozen=True)
+class Check:
+    """`code` replies something true if it gets to do `what`."""
+
+    protection: str
+    what: str
+    code: str
+
+
+CHECKS = (
+    Check("rlimits", "take 600 MB of memory", "result = len(bytes(600_000_000)) > 0"),
+    Check("rlimits", "write a file of 2 MB", "result = open('large', 'wb').write(bytes(2_000_000)) > 0"),
+    Check("privileges", "keep the way to more privileges", "result = 'NoNewPrivs:\\t0' in open('/proc/self/status').read()"),
+    Check("landlock", "read a file of the machine", "import os\nresult = len(open(os.__file__).read())"),
+    Check("landlock", "make a folder", "import os\nos.mkdir('folder')\nresult = True"),
+    Check("seccomp", "start a process", "import os\nresult = os.fork()\nif not result: os._exit(0)"),
+    Check("seccomp", "send a signal to its server", "import os\nos.kill(os.getppid(), 0)\nresult = True"),
+    Check("watchdog", "sleep longer than it may run", "import time\ntime.sleep(1)\nresult = True"),
+    Check("watchdog", "leave more files than it may", "for i in range(100): open(str(i), 'w').close()\nresult = True"),
+    Check("reply", "reply what is no JSON", "import os\nos.write(3, b'NaN\\n')\nos._exit(0)"),
+)
+HONEST = "import math\nopen('result.txt', 'w').write('done')\nprint(math.factorial(20))\nresult = True"
+LIMITS = Limits(seconds=0.5)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`stopped`: by its protection alone; `works`: where nothing protects."""
+
+    check: Check
+    stopped: bool
+    works: bool
+
+
+def done(outcome: Outcome) -> bool:
+    return outcome.status == "replied" and bool(outcome.reply)
+
+
+def run_checks() -> Iterator[Finding]:
+    """Every check under its protection alone, and under none. Raises OSError where servers cannot be started."""
+    with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=PROTECTIONS) as nothing:
+        for protection in PROTECTIONS:
+            with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=set(PROTECTIONS) - {protection}) as alone:
+                checks = [check for check in CHECKS if check.protection == protection]
+                payloads = [{"code": check.code} for check in checks]
+                for check, inside, outside in zip(checks, alone.run(payloads), nothing.run(payloads), strict=True):
+                    yield Finding(check, not done(inside), done(outside))
+
+
+def honest_program_works(jail: Jail) -> bool:
+    """Whether the whole jail lets a program do what programs do."""
+    (outcome,) = jail.run([{"code": HONEST}], limits=Limits())
+    return done(outcome) and outcome.stdout == b"2432902008176640000\n" and dict(outcome.files) == {"result.txt": b"done"}

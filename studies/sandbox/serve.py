@@ -1,0 +1,187 @@
+"""What a server does once it is warm: find out which protections this machine gives, then do jobs until the parent is gone."""
+
+import contextlib
+import fcntl
+import os
+import select
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from studies.sandbox.child import (
+    CAP_CHOWN,
+    CAP_SETGID,
+    CAP_SETUID,
+    CAP_SYS_CHROOT,
+    PR_SET_CHILD_SUBREAPER,
+    REPLY,
+    Confinement,
+    Driver,
+    Task,
+    address_space,
+    confine,
+    make_bounds,
+    make_program,
+    make_rules,
+    prctl,
+)
+from studies.sandbox.leavings import clear, end_descendants
+from studies.sandbox.limits import KERNEL_PROTECTIONS, PROTECTIONS, Limits
+from studies.sandbox.watch import MachineError, ParentGoneError, Vessel, Watch
+from studies.sandbox.wire import JOB, pack, write_all
+
+FIRST_IDENTITY, IDENTITIES = 0x70000000, 0x0FFFFFFF
+"""Above the ids that systems hand out; a server draws one, so that children of two servers are strangers."""
+NOBODY = 65534
+NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT)
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a server may do to set its children apart: see `Confinement`."""
+
+    identity: int | None
+    chroot: bool
+
+
+def means() -> Iterator[Means]:
+    """The best first."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    if all(effective >> capability & 1 for capability in NEEDED):
+        yield Means(FIRST_IDENTITY + int.from_bytes(os.urandom(4)) % IDENTITIES, True)
+        yield Means(NOBODY, True)
+    if os.geteuid() != 0:
+        yield Means(None, True)
+        yield Means(None, False)
+
+
+def attempt(action: Callable[[], None]) -> str | None:
+    """Does something irreversible in a fork; what was wrong with it, or None."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(write, REPLY)
+            action()
+            os._exit(0)
+        except BaseException as error:
+            write_all(REPLY, (str(error) or type(error).__name__).encode("utf-8", "replace"))
+        finally:
+            os._exit(1)
+    os.close(write)
+    with open(read, "rb") as file:
+        text = file.read().decode("utf-8", "replace")
+    _, status = os.waitpid(pid, 0)
+    return None if status == 0 else text or f"ended with status {status}"
+
+
+def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: str) -> tuple[Confinement, dict[str, str]]:
+    """The best confinement of what is wanted that works here, each part tried in a fork; what does not work, with the reason."""
+    compiled = {chrooted: make_program(code) for chrooted, code in programs.items()}
+
+    def trial(name: str, means: Means) -> str | None:
+        how = Confinement(frozenset({name}), compiled, means.identity, means.chroot, os.getpid())
+
+        def action() -> None:
+            if means.identity is not None:
+                os.chown(home, means.identity, means.identity)
+                os.chown(home, os.geteuid(), os.getegid())
+            rules = make_rules(home) if name == "landlock" else None
+            confine(how, Task(home, (), make_bounds(how, Limits(), address_space()), rules, memoryview(b"")))
+            if name == "landlock":
+                with contextlib.suppress(PermissionError):
+                    os.listdir("/")
+                    raise OSError("it does not keep a process out of /")
+
+        return attempt(action)
+
+    missing: dict[str, str] = {}
+    chosen = Means(None, False)
+    if "privileges" in wanted:
+        missing["privileges"] = "a server that runs as root needs the capabilities chown, setgid, setuid and sys_chroot"
+        for choice in means():
+            wrong = trial("privileges", choice)
+            if wrong is None:
+                chosen = choice
+                del missing["privileges"]
+                break
+            missing["privileges"] = wrong
+    for name in KERNEL_PROTECTIONS:
+        if name in wanted and name != "privileges":
+            wrong = trial(name, Means(None, False)) if name != "seccomp" or programs else "libseccomp cannot be used"
+            if wrong is not None:
+                missing[name] = wrong
+    return Confinement(wanted - missing.keys(), compiled, chosen.identity, chosen.chroot, os.getpid()), missing
+
+
+def serve(channel: int, held: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
+    """Answers with what protects its children, then does one job after another until its parent is gone."""
+    channel, _ = settle(channel, held)
+    home = config["home"]
+    try:
+        if len(os.listdir("/proc/self/task")) > 1:
+            raise OSError("the modules or the driver have started threads, and a fork has only one")
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        pidfd = os.pidfd_open(parent)
+        os.mkdir(home, 0o700)
+    except (AttributeError, OSError) as error:
+        write_all(channel, pack({"error": str(error)}))
+        return
+    try:
+        programs = {bool(int(name)): bytes.fromhex(code) for name, code in config["programs"].items()}
+        how, missing = find_confinement(frozenset(config["wanted"]), programs, home)
+        write_all(channel, pack({"protections": sorted(how.on, key=PROTECTIONS.index), "missing": missing}))
+        if os.getppid() == parent:
+            with contextlib.suppress(ParentGoneError, BrokenPipeError, ConnectionError):
+                do_jobs(channel, pidfd, Watch(how, Driver(execute, frozenset(private)), home, (channel, pidfd)))
+    finally:
+        end_descendants()
+        clear(home)
+        os.rmdir(home)
+        with contextlib.suppress(OSError):  # the last one out
+            os.rmdir(os.path.dirname(home))
+
+
+def settle(*inherited: int) -> list[int]:
+    """Moves what the server was given to low descriptors, which its children close, above those that they get themselves."""
+    moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, REPLY + 1) for descriptor in inherited]
+    os.dup2(0, REPLY, inheritable=False)
+    for descriptor in inherited:
+        if descriptor != REPLY:
+            os.close(descriptor)
+    return moved
+
+
+def do_jobs(channel: int, pidfd: int, watch: Watch) -> None:
+    head, payload = Vessel(), Vessel()
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    poll.register(pidfd, select.POLLIN)
+    while True:
+        if any(descriptor == pidfd for descriptor, _ in poll.poll()):
+            raise ParentGoneError
+        head.wipe(JOB.size)
+        if not head.read(channel, JOB.size):
+            raise ParentGoneError
+        serial, size, *numbers = JOB.unpack(head.view)
+        payload.wipe(size)
+        if not payload.read(channel, size):
+            raise ParentGoneError
+        limits = Limits(*numbers)
+        try:
+            answer(channel, serial, watch, payload, limits)
+        except MachineError as error:
+            write_all(channel, pack({"serial": serial, "trouble": str(error), "crowded": error.crowded}))
+
+
+def answer(channel: int, serial: int, watch: Watch, payload: Vessel, limits: Limits) -> None:
+    report = watch.run(payload.view, limits)
+    header = vars(report) | {"serial": serial, "truncated": watch.stdout.cut or watch.stderr.cut}
+    header["files"] = {name: len(content) for name, content in report.files.items()}
+    header["lengths"] = [vessel.kept for vessel in watch.vessels]
+    write_all(channel, pack(header), *(vessel.view for vessel in watch.vessels), *report.files.values())
+    for vessel in (*watch.vessels, payload):
+        vessel.wipe()
+    for content in report.files.values():
+        content[:] = bytes(len(content))

@@ -1,0 +1,293 @@
+"""One job, seen from its server: fork a child into an empty folder, watch it, end it, bring back its data, leave nothing behind."""
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+
+import landlockpy
+
+from studies.sandbox import child
+from studies.sandbox.child import Confinement, Driver, Task, address_space, make_bounds, make_rules
+from studies.sandbox.leavings import clear, collect, end_descendants, named, nameless, reap
+from studies.sandbox.limits import FLOOD, MIB, Limits
+from studies.sandbox.wire import FAILED
+
+TICK = 0.02
+"""Seconds between two looks at a child's folder and clock."""
+BACKSTOP = 10.0
+"""Seconds over its limit that a child gets where no watchdog looks after it."""
+CHUNK = 1 << 16
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
+SLACK = 0.1
+"""Seconds by which the kernel's clock for RLIMIT_CPU and its accounts may differ."""
+
+
+class ParentGoneError(Exception):
+    """Nobody is left to work for."""
+
+
+class MachineError(Exception):
+    """The machine's own trouble, in a sentence. `crowded`: a full disk, on which there may be room when others have ended."""
+
+    def __init__(self, sentence: str, crowded: bool = False) -> None:
+        super().__init__(sentence)
+        self.crowded = crowded
+
+
+class Vessel:
+    """What comes out of a pipe, up to `room` bytes. `wipe` clears the memory, of which the next child will inherit a copy."""
+
+    def __init__(self) -> None:
+        self._memory, self._spare = bytearray(CHUNK), bytearray(CHUNK)
+        self.room = self.kept = self.seen = 0
+
+    @property
+    def view(self) -> memoryview:
+        return memoryview(self._memory)[: self.kept]
+
+    @property
+    def cut(self) -> bool:
+        return self.seen > self.kept
+
+    def fill(self, descriptor: int) -> bool | None:
+        """Reads once: True where something came, False at the end, None where there is nothing yet."""
+        want = min(CHUNK, self.room - self.kept)
+        if len(self._memory) < self.kept + want:
+            self._grow()
+        try:
+            target = memoryview(self._memory)[self.kept : self.kept + want] if want else memoryview(self._spare)
+            got = os.readv(descriptor, [target])
+        except BlockingIOError:
+            return None
+        self.seen += got
+        self.kept += got if want else 0
+        return got > 0
+
+    def read(self, descriptor: int, size: int) -> bool:
+        """Fills it with exactly `size` bytes of a blocking descriptor; False where it ends before."""
+        self.room = size
+        while self.kept < size:
+            if not self.fill(descriptor):
+                return False
+        return True
+
+    def wipe(self, room: int = 0) -> None:
+        """Empties it, for up to `room` bytes. A large memory is given back: its size would tell of the job that needed it."""
+        self._memory[: self.kept] = bytes(self.kept)
+        if len(self._memory) > CHUNK:
+            self._memory = bytearray(CHUNK)
+        if self.cut:
+            self._spare[:] = bytes(CHUNK)
+        self.room, self.kept, self.seen = room, 0, 0
+
+    def _grow(self) -> None:
+        larger = bytearray(2 * len(self._memory))
+        memoryview(larger)[: self.kept] = self.view  # a plain slice would copy by way of memory that nobody wipes
+        self._memory[:] = bytes(len(self._memory))
+        self._memory = larger
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a job ended; what it wrote is in the watch's vessels. The fields are those of `Outcome`."""
+
+    status: str
+    exit_code: int | None
+    signal: int | None
+    seconds: float
+    cpu_seconds: float
+    peak_memory: int
+    files: dict[str, bytearray]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job lives: the folder's path, its descriptor and its own size when it was new, and Landlock's rules for it, if on."""
+
+    path: str
+    folder: int
+    size: int
+    rules: landlockpy.Ruleset | None
+
+
+@dataclass
+class Job:
+    """A child that runs; `folder` is its open folder."""
+
+    pid: int
+    pidfd: int
+    pipes: tuple[int, ...]
+    folder: int
+    limits: Limits
+    started: float
+    killed: str | None = None
+
+    def kill(self, reason: str) -> None:
+        """Ends the child and its process group, for a reason that is not forgotten."""
+        self.killed = self.killed or reason
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def processor_seconds(self) -> float:
+        """By the child's own clock (CPUCLOCK_SCHED in Linux's posix-timers.h)."""
+        return time.clock_gettime(~self.pid << 3 | 2)
+
+    def over(self, ended: bool = False) -> bool:
+        """Whether its files are more or larger than it may have; when it has ended, only those in the folder are left."""
+        sizes = named(self.folder) + ([] if ended else nameless(self.pid))
+        return len(sizes) > self.limits.files or sum(sizes) > self.limits.disk
+
+
+class Watch:
+    """Runs one job after another in a folder in `home`; `parent` are descriptors that are readable once the parent is gone."""
+
+    def __init__(self, how: Confinement, driver: Driver, home: str, parent: tuple[int, ...]) -> None:
+        self._how, self._driver, self._home, self._parent = how, driver, home, parent
+        self._guarded, self._metered = "watchdog" in how.on, "rlimits" in how.on
+        self.stdout, self.stderr, self.reply = self.vessels = (Vessel(), Vessel(), Vessel())
+        self._place: Place | None = None
+        self._idle = address_space()
+
+    def run(self, payload: memoryview, limits: Limits) -> Report:
+        """One job. Raises MachineError, and ParentGoneError when nobody waits any more; nothing is left behind in any case."""
+        for vessel, room in zip(self.vessels, (limits.output, limits.output, limits.reply + 2), strict=True):
+            vessel.wipe(room)
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._tidy)
+                job = self._start(payload, limits, stack)
+                try:
+                    self._watch(job)
+                except BaseException:
+                    job.kill("parent")
+                    raise
+                return self._report(job)
+        except OSError as error:
+            raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
+
+    def _make_place(self, limits: Limits) -> Place:
+        """The folder for the next job. Raises OSError where the disk is full (errno in `FULL`), or smaller than a job may fill."""
+        if self._place is None:
+            path = os.path.join(self._home, "job")
+            os.mkdir(path, 0o700)
+            if self._how.identity is not None and "privileges" in self._how.on:
+                os.chown(path, self._how.identity, self._how.identity)
+            rules = make_rules(path) if "landlock" in self._how.on else None
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            self._place = Place(path, folder, os.fstat(folder).st_size, rules)
+        os.utime(self._place.folder, (0, 0))  # when an earlier job last changed it is a word to this one
+        disk = os.statvfs(self._place.folder)
+        for what, size, free, wanted in (
+            ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
+            ("files", disk.f_files, disk.f_favail, limits.files),
+        ):
+            if size and free < wanted:  # some file systems do not count
+                number = errno.EFBIG if size < wanted else errno.ENOSPC
+                raise OSError(number, f"the disk has less room than the {wanted} {what} that a job may use", self._home)
+        return self._place
+
+    def _tidy(self) -> None:
+        """Leaves an empty folder where a child could fill it and no more, else none."""
+        place = self._place
+        if place is not None and {"landlock", "seccomp"} <= self._how.on:
+            clear(place.path)
+            if os.fstat(place.folder).st_size == place.size:  # an emptied folder of ext4 still tells how much was in it
+                return
+        self._place = None
+        if place is not None:
+            os.close(place.folder)
+            if place.rules is not None:
+                place.rules.close()
+        clear(self._home)
+
+    def _start(self, payload: memoryview, limits: Limits, stack: contextlib.ExitStack) -> Job:
+        """Forks. What the stack is given ends and collects the child and closes its descriptors."""
+        place = self._make_place(limits)
+        with contextlib.ExitStack() as childs:
+            reads, writes = zip(*(os.pipe() for _ in self.vessels), strict=True)
+            for read, write in zip(reads, writes, strict=True):
+                stack.callback(os.close, read)
+                childs.callback(os.close, write)
+                os.set_blocking(read, False)
+            task = Task(place.path, writes, make_bounds(self._how, limits, self._idle), place.rules, payload)
+            started = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                for callbacks in (stack, childs):
+                    callbacks.pop_all()  # what ends a job is the server's to do, and not the child's to find
+                child.live(self._how, task, self._driver)
+        stack.callback(end_descendants if self._guarded else reap)
+        pidfd = os.pidfd_open(pid)
+        stack.callback(os.close, pidfd)
+        return Job(pid, pidfd, reads, place.folder, limits, started)
+
+    def _watch(self, job: Job) -> None:
+        """Until the child has ended. Raises ParentGoneError."""
+        deadline = job.started + job.limits.seconds + (0.0 if self._guarded else BACKSTOP)
+        look = job.started + TICK
+        vessels = dict(zip(job.pipes, self.vessels, strict=True))
+        poll = select.poll()
+        for descriptor in (job.pidfd, *job.pipes, *self._parent):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll(max(0.0, 1000 * (min(look, deadline) - time.monotonic())))}
+            for descriptor in ready & vessels.keys():
+                if vessels[descriptor].fill(descriptor) is False:
+                    poll.unregister(descriptor)
+            if job.pidfd in ready:
+                break
+            if not ready.isdisjoint(self._parent):
+                raise ParentGoneError
+            now = time.monotonic()
+            if self._flooded(job):
+                job.kill("output")
+            elif now >= deadline:
+                job.kill("timeout")
+                deadline = now + BACKSTOP
+            elif now >= look:
+                look = now + TICK
+                self._look(job)
+        for descriptor, vessel in vessels.items():
+            for _ in range(4):  # what a pipe holds, and not what a descendant goes on writing
+                if not vessel.fill(descriptor):
+                    break
+
+    def _look(self, job: Job) -> None:
+        if self._metered and job.processor_seconds() > job.limits.cpu_seconds:
+            job.kill("cpu")
+        elif self._guarded and job.over():
+            job.kill("disk")
+
+    def _flooded(self, job: Job) -> bool:
+        most = max(FLOOD * job.limits.output, MIB)
+        return self._guarded and (self.stdout.seen > most or self.stderr.seen > most or self.reply.cut)
+
+    def _report(self, job: Job) -> Report:
+        _, waited, used = os.wait4(job.pid, 0)
+        seconds, spent = time.monotonic() - job.started, used.ru_utime + used.ru_stime
+        if self._guarded:
+            end_descendants()
+        if bytes(self.reply.view[:1]) == FAILED:
+            raise MachineError("a child cannot be confined: " + bytes(self.reply.view[1:]).decode("utf-8", "replace"))
+        code = os.waitstatus_to_exitcode(waited)
+        status = job.killed or ("exited" if code >= 0 else "signalled")
+        if status == "signalled" and self._metered and -code in CPU_SIGNALS and spent > job.limits.cpu_seconds - SLACK:
+            status = "cpu"
+        if status in ("exited", "signalled") and self._guarded:
+            status = "output" if self._flooded(job) else "disk" if job.over(ended=True) else status
+        return Report(
+            status,
+            exit_code=code if status == "exited" else None,
+            signal=-code if status == "signalled" else None,
+            seconds=seconds,
+            cpu_seconds=spent,
+            peak_memory=1024 * used.ru_maxrss,
+            files=collect(job.folder, job.limits),
+        )
