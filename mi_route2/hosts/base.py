@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -233,3 +234,12 @@ def reader(into: dict[Site, Tensor], site: Site) -> Edit:
         into[site] = value.detach().clone()
 
     return keep
+
+
+@runtime_checkable
+class KeyValues(Protocol):
+    """Keys and values of a forward's sequences, by layer."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
+        """Takes the new ones ``[b h t dh]`` and returns all that the forward's queries may read ``[b h S dh]``."""
+        ...

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache
 
-from mi_route2.hosts.decoder import KeyValues
+from mi_route2.hosts.base import KeyValues
 
 GROUPED = "route2_grouped_sdpa"
 

@@ -12,7 +12,7 @@ rows may be at different places of different sequences. The hosts' hooks act in 
 from collections.abc import Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.linear import Branch
 from mi_route2.architectures import Architecture, config_of
-from mi_route2.hosts.base import Host
+from mi_route2.hosts.base import Host, KeyValues
 from mi_route2.sites import Site, module_at
 
 DECODERS: Mapping[str, str] = MappingProxyType(
@@ -33,15 +33,6 @@ HOSTED = ("torch", "transformer_lens")
 STREAM = ("resid_pre", "resid_post")
 MASKED = ("sdpa", "eager", "exact")
 """Attentions of transformers that take a mask of every query; the others would take it for something else."""
-
-
-@runtime_checkable
-class KeyValues(Protocol):
-    """Keys and values of a forward's sequences, by layer."""
-
-    def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Takes the new ones ``[b h t dh]`` and returns all that the forward's queries may read ``[b h S dh]``."""
-        ...
 
 
 class Decoder:

@@ -1,4 +1,4 @@
-"""``python -m studies.sandbox check`` tells what protects untrusted code on this machine; ``run FILE`` runs one script in the jail."""
+"""``python -m studies.sandbox check`` tells what protects untrusted code on this machine; ``run FILE`` runs a script in it."""
 
 import json
 import sys

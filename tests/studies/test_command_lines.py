@@ -37,9 +37,9 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "tracing, an arm twice": ("tracing", ["run", "--arms", "vanilla", "vanilla"], "arms must be given once each"),
     "tracing, no draws": ("tracing", ["run", "--draws", "0"], "draws must be at least 1, not 0"),
     "lanes, no steps": ("lanes", ["run", "--quick", "--text", "TEXT", "--dev.steps", "0"], "steps must be at least 1, not 0"),
-    "jail, no such file": ("jail", ["run", "NONE"], "No such file"),
-    "jail, no time": ("jail", ["run", "FILE", "--seconds", "nan"], "seconds"),
-    "leetcode, no data": ("loopholes.leetcode", ["report", "--data", "NONE", "--out", "NONE"], "NONE"),
+    "sandbox, no such file": ("sandbox", ["run", "NONE"], "No such file"),
+    "sandbox, no time": ("sandbox", ["run", "FILE", "--seconds", "nan"], "seconds"),
+    "leetcode, no data": ("environments.leetcode", ["report", "--data", "NONE", "--out", "NONE"], "NONE"),
     "an unknown benchmark": ("benchmarks", ["rooting"], "unknown benchmark 'rooting': did you mean 'routing'? choose from engine,"),
     **{
         f"{command} of {study}, {what}": (study, [command, place], place)

@@ -1,4 +1,4 @@
-"""One rank of a data-parallel step, run under torchrun by tests/mi_route2/test_distributed.py; rank r takes half of the batch.
+"""One rank of a data-parallel step, which tests/mi_route2/routing/test_distributed.py runs under torchrun: half of the batch.
 
 torchrun ... two_ranks.py OUT      writes OUT/rank-<r>.safetensors: every case's gradients after finish(reduce=...)
 """

@@ -1,4 +1,4 @@
-"""``python -m studies.environments.leetcode report --data DIR --out DIR``: measure the environment on real problems and rollouts."""
+"""``python -m studies.environments.leetcode report --data DIR --out DIR``: measure the environment on problems and rollouts."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""``python -m studies.sandbox.attacks [--only NAME] [--class C] [--layers] [--out FILE]``: run the attacks and say what stopped them.
+"""``python -m studies.sandbox.attacks [--only NAME] [--class C] [--layers] [--out FILE]``: run the attacks, say what stopped them.
 
 Each runs twice: with what should stop it left off, and as deployed. Exit code 1 where one was not stopped, 2 where none can run.
 """

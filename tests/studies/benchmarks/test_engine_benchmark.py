@@ -13,7 +13,7 @@ from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def read(row: dict) -> Result:

@@ -31,7 +31,7 @@ from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 ODD = Setting("odd", Size(2, d=36, heads=2, mlp=46, vocab=58, rollouts=4, tokens=11, prompt=3, kept_rank=5, quarantine_rank=3), 2)
 """No two axes are alike, so that none can stand in for another."""
 

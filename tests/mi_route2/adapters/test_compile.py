@@ -3,7 +3,8 @@
 The checks of shapes at run time, under which this suite runs, cannot be traced. So the theorems below are collected under their
 own name in a child without them; to run them by hand:
 
-    JAXTYPING_DISABLE=1 pytest -o addopts=--import-mode=importlib -o python_functions='check_*' tests/mi_route2/test_compile.py
+    JAXTYPING_DISABLE=1 pytest -o addopts=--import-mode=importlib -o python_functions='check_*' \\
+        tests/mi_route2/adapters/test_compile.py
 """
 
 import os
@@ -30,7 +31,7 @@ from mi_route2.sites import Site
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KINDS = SPECS | {"svd-fold": AdapterSpec(kept="svd", quarantine_rank=3, fold=True)}
 ROUTES = {
     "pooled gradient": MaskSpec(reinforced_only=False),

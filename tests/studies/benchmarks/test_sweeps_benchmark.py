@@ -27,7 +27,7 @@ from studies.benchmarks.sweeps import (
 
 pytestmark = pytest.mark.study
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 ODD = Setting("odd", 3, 24, 40, heads=3, vocab=50, tokens=7)
 """No two axes are alike, so that none can stand in for another."""
 

@@ -28,7 +28,7 @@ from studies.environments.micro.runner import (
     encode_request,
 )
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 VOCABULARY = Vocabulary()
 
 

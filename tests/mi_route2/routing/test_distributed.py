@@ -18,7 +18,7 @@ from mi_route2.routing.optimizer import sum_over_ranks
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CASES = ["open", "erase", *(f"{s}-{p}" for s in ("act", "grad", "full") for p in ("live", "ablated", "rollout"))]
 
 

@@ -1,0 +1,1 @@
+"""What all studies share: seeds, statistics, tables, processes, publishing, the command line."""
