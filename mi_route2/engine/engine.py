@@ -36,12 +36,13 @@ from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
 from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import VectorLike, looker
-from mi_route2.steering.state import ModelState, SteeringState
+from mi_route2.steering.state import SteeringState
 
 
 @checked

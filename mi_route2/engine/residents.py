@@ -13,9 +13,10 @@ from mi_route2.engine.request import EngineRequest
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.scheduler import Answer, Scheduler, Turn
 from mi_route2.hosts.decoder import Decoder
+from mi_route2.hosts.state import ModelState
 from mi_route2.runs import RunStore
 from mi_route2.sites import Site
-from mi_route2.steering.state import Full, ModelState, SteeringState
+from mi_route2.steering.state import Full, SteeringState
 
 
 class Residents:

@@ -13,13 +13,13 @@ from tqdm import tqdm
 from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
+from mi_route2.hosts.state import ModelState
 from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, plan, spent, with_idle
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import CleanRun, Given, Positions, Question, ask, refuse_dropout, refuse_foreign
 from mi_route2.patching.targets import Choice, Target, choose, count_layers, seen_by, split
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
-from mi_route2.steering.state import ModelState
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ o, gate, up, down and are moved off their init, so that no factor is 0. The side
 """
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,14 @@ class Bench:
         move([p for p in model.parameters() if p.requires_grad], torch.Generator().manual_seed(self._seed))
         return model
 
-    def plain(self, name: str, model: nn.Module, work: int) -> Contender:
-        """A forward and backward of ordinary autograd."""
+    def plain(self, name: str, side: nn.Module | Policy, work: int) -> Contender:
+        """A forward and backward of ordinary autograd; no route decides where ``side`` has adapters of this library."""
+        model, training = (side.model, side.adapters.unrouted) if isinstance(side, Policy) else (side, nullcontext)
 
         def step() -> None:
-            inputs = self.embed(self.batch.rollouts.tokens)
-            loss(logits(model, inputs), self.batch.rollouts, self.batch.advantages).backward()
+            with training():
+                inputs = self.embed(self.batch.rollouts.tokens)
+                loss(logits(model, inputs), self.batch.rollouts, self.batch.advantages).backward()
 
         return Contender(name, work, step, lambda: model.zero_grad(set_to_none=True))
 

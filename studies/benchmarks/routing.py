@@ -93,12 +93,12 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     full = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
 
     def full_rank(name: str, fold: bool, extra: int) -> Contender:
-        return bench.plain(name, bench.policy(AdapterSpec(quarantine="none", fold=fold)).model, base + extra)
+        return bench.plain(name, bench.policy(AdapterSpec(quarantine="none", fold=fold)), base + extra)
 
     sides: dict[str, Callable[[str], Contender]] = {
         FROZEN: lambda name: bench.plain(name, bench.model(), base),
-        SVD: lambda name: bench.plain(name, ours.model, work[SVD]),
-        LORA: lambda name: bench.plain(name, lora.model, work[LORA]),
+        SVD: lambda name: bench.plain(name, ours, work[SVD]),
+        LORA: lambda name: bench.plain(name, lora, work[LORA]),
         PEFT: lambda name: bench.plain(name, bench.peft(r + k), work[PEFT]),
         PEFT_SPLIT: lambda name: bench.plain(name, bench.peft(r, k), work[PEFT]),
         FOLDED: lambda name: full_rank(name, True, flops.folded(size)),

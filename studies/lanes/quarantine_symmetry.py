@@ -125,9 +125,10 @@ def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor,
     )
     readings: list[Reading] = []
     for step in range(settings.steps + 1):
-        loss = byte_loss(model, rows_at(tokens, step, settings.batch))
         optimiser.zero_grad()
-        loss.backward()
+        with adapters.unrouted():  # both learn from everything: what is watched is what keeps them apart
+            loss = byte_loss(model, rows_at(tokens, step, settings.batch))
+            loss.backward()
         if step % settings.every == 0 or step == settings.steps:
             readings.append(_reading(adapters, step, loss))
         if step < settings.steps:

@@ -71,7 +71,7 @@ def summed(parameters: dict[str, torch.nn.Parameter], rows: dict[str, Tensor]) -
 def test_vmap_gives_the_gradients_that_autograd_sums(bench: Bench) -> None:
     spec = AdapterSpec(rank=5, quarantine_rank=3)
     policy = bench.policy(spec)
-    bench.plain("autograd", policy.model, 0).step()
+    bench.plain("autograd", policy, 0).step()
     rows = bench.vmap("vmap", spec, 0).step()
     assert isinstance(rows, dict)
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
