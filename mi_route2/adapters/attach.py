@@ -272,20 +272,21 @@ def attach(
     model: nn.Module,
     *patterns: str,
     spec: AdapterSpec | None = None,
-    generator: torch.Generator,
+    generator: torch.Generator | None = None,
     expect: int | None = None,
     cache_dir: Path | None = None,
     known: dict[str, Slot] | None = None,
 ) -> Adapters:
     """Freeze ``model`` and put a kept adapter and a quarantine at every logical Linear that ``patterns`` select.
 
-    Random factors come from ``generator``. ``known`` are the model's logical Linears, where they are not those of ``slots``: a
-    host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a pattern without a match
-    (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not fit, a Linear under two
-    names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was. While the adapters stand, a transformers
-    model refuses its own ``save_pretrained`` and ``push_to_hub`` (``RuntimeError``).
+    Random factors come from ``generator``, torch's global one unless given. ``known`` are the model's logical Linears, if they are
+    not those of ``slots``: a host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a
+    pattern without a match (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not
+    fit, a Linear under two names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was. While the
+    adapters stand, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub`` (``RuntimeError``).
     """
     spec = AdapterSpec() if spec is None else spec
+    generator = torch.default_generator if generator is None else generator
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     linears = slots(model) if known is None else known

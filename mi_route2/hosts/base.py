@@ -75,7 +75,7 @@ class Host(ABC):
         self,
         *patterns: str,
         spec: AdapterSpec | None = None,
-        generator: torch.Generator,
+        generator: torch.Generator | None = None,
         expect: int | None = None,
         cache_dir: Path | None = None,
     ) -> Adapters:

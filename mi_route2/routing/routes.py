@@ -106,7 +106,13 @@ class Route(Protocol):
         ...
 
     def backward(
-        self, policy: Policy, batch: TrainBatch, loss_fn: Loss, context: StepContext, *, reduce: Reduce | None = None
+        self,
+        policy: Policy,
+        batch: TrainBatch,
+        loss_fn: Loss,
+        context: StepContext | None = None,
+        *,
+        reduce: Reduce | None = None,
     ) -> Decision:
         """A whole step but for the optimiser's: ``begin``, a forward and backward a part, and ``finish``."""
         ...
@@ -163,7 +169,13 @@ class OneCall:
 
     @checked
     def backward(
-        self: Route, policy: Policy, batch: TrainBatch, loss_fn: Loss, context: StepContext, *, reduce: Reduce | None = None
+        self: Route,
+        policy: Policy,
+        batch: TrainBatch,
+        loss_fn: Loss,
+        context: StepContext | None = None,
+        *,
+        reduce: Reduce | None = None,
     ) -> Decision:
         """Add a step's gradients to every adapter's ``.grad``, as the route decides; what ``begin`` to ``finish`` does by hand.
 
@@ -171,10 +183,12 @@ class OneCall:
             loss_fn: called as ``loss_fn(logits, batch)`` for each part of the step, a micro-batch perhaps, with the advantages
                 that this part is to learn from in ``batch.advantages``. It returns a loss that is summed over rollouts (a mean
                 would make a rollout louder in a smaller micro-batch): one number, ``[b]`` or ``[b s]``.
+            context: the size of a micro-batch, a generator, verdicts for privileged routes; by default one forward, and torch's
+                global generator.
 
         ``ValueError`` for a loss of another shape, and for one that no gradient can come from.
         """
-        step = self.begin(policy, batch, context)
+        step = self.begin(policy, batch, context or StepContext(torch.default_generator))
         for part in step.parts:
             with policy.adapters.recording(part.tape):
                 given = replace(part.batch, advantages=part.advantages)

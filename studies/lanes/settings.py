@@ -57,8 +57,8 @@ class Evaluation:
     adapted: AtLeastOne = 6144
     adapted_piece: AtLeastOne = 1536
     ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=512, epochs=1, train_batch=4))
-    rates_all: tuple[NonNegative, ...] = (0.03, 0.1, 0.3, 1.0)
-    rates_controls: tuple[NonNegative, ...] = (0.3, 1.0, 3.0, 10.0)
+    rates_all: tuple[NonNegative, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    rates_controls: tuple[NonNegative, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
     many: AtLeastOne = 64
     clip_lambda: NonNegative = 0.175

@@ -195,6 +195,7 @@ def test_words_of_a_command_line_change_records() -> None:
         parse_words(PRESETS["strong"], {"warm.lr": "fast"})
 
 
+@pytest.mark.matrix
 @given(
     st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists)
 )

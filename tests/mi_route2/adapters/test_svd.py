@@ -373,6 +373,7 @@ def test_other_settings_are_another_result(tmp_path: Path, monkeypatch: pytest.M
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("damage", ["truncated", "garbage", "no residual", "flipped", "kinder residual", "rank 7", "whole"])
 def test_a_damaged_randomised_file_is_computed_anew_and_replaced(damage: str, tmp_path: Path) -> None:
     weight = large(torch.float32)

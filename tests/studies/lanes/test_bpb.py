@@ -12,6 +12,8 @@ from tiny_reader import tiny_reader, tiny_stream
 from studies.lanes.bpb import PRIOR, bits, bpb, byte_targets, in_eval, plan_windows, score, table_bpb
 from studies.lanes.config import BOS
 
+pytestmark = pytest.mark.study
+
 SIZES = st.integers(1, 40).flatmap(lambda window: st.tuples(st.just(window), st.integers(1, window)))
 
 

@@ -27,6 +27,8 @@ from studies.lanes.gptq import (
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import OptimSettings, build_optimizer
 
+pytestmark = pytest.mark.study
+
 
 def drawn(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

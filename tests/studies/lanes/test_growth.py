@@ -13,6 +13,8 @@ from studies.lanes.config import BOS, LanesConfig, Loop
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, ERRORS, accumulated, amplification, entries, growth, rate, spread
 from studies.lanes.model import LanesModel, is_matrix
 
+pytestmark = pytest.mark.study
+
 LOOPED = LanesConfig(layers=6, d_model=8, heads=2, mlp=1, lane_start=4, loop=Loop(1, 2, 2), loop_embeddings=True, zero_init=False)
 
 

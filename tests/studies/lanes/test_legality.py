@@ -14,6 +14,8 @@ from studies.lanes.bpb import plan_windows, score, score_windows
 from studies.lanes.legality import Audit, Leak, audit, changed
 from studies.lanes.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
 
+pytestmark = pytest.mark.study
+
 TINY = TTTSettings(rate=0.1, epochs=1, window=16, stride=8, chunk=16, batch=4, train_batch=1)
 TOKENS = tiny_stream(45)
 AFTER = (0, 7, 15, 16, 17, 31, 32, 43)  # ends of windows and chunks, and what lies beside them

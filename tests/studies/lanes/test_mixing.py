@@ -10,6 +10,8 @@ from torch import Tensor
 
 from studies.lanes.tapin import Hints, Mixing, kept, mix, mixed_nll
 
+pytestmark = pytest.mark.study
+
 V = 11
 
 

@@ -14,6 +14,8 @@ from studies.lanes.gptq import parts
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer, kind_of
 
+pytestmark = pytest.mark.study
+
 EXACT = 1e-4
 """Relative error of a step in float32."""
 BFLOAT16 = 0.03

@@ -11,6 +11,8 @@ from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
 from studies.lanes.model import LanesModel, is_matrix
 from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, ratios_of, sublayers
 
+pytestmark = pytest.mark.study
+
 PLAIN = LanesConfig(layers=5, d_model=8, heads=2, mlp=1, lane_start=3, zero_init=False)
 LOOPED = replace(PLAIN, loop=Loop(1, 2, 1), loop_embeddings=True)
 READ_AS_ONE = [name for name in WIRINGS if name != "z2"]

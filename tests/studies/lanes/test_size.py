@@ -29,6 +29,8 @@ from studies.lanes.size import (
     unpack,
 )
 
+pytestmark = pytest.mark.study
+
 COMPRESSORS = ("lzma", "brotli")
 
 

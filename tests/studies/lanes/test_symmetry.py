@@ -39,6 +39,8 @@ from studies.lanes.symmetry import (
     train_symmetry,
 )
 
+pytestmark = pytest.mark.study
+
 SMALL = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
 ELEVEN = replace(SMALL, layers=11, lane_start=8)
 SMALLEST = LanesConfig(layers=3, d_model=4, heads=1, mlp=1, lane_start=1, skips=False)

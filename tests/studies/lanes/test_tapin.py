@@ -16,6 +16,8 @@ from studies.lanes.tapin import Hint, Hints, find_hints, window_starts
 from studies.lanes.tapin_index import automaton
 from studies.lanes.text import Document, standard_library
 
+pytestmark = pytest.mark.study
+
 NOTHING = (-1, 0, 0, False)
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from studies.lanes.config import BOS, VOCABULARY
 from studies.lanes.text import SPLITS, Corpus, Document, Shares, batches, read_folder, standard_library
 
+pytestmark = pytest.mark.study
+
 THIRDS = Shares(0.4, 0.3, 0.3)
 contents = st.lists(st.binary(min_size=1, max_size=12), min_size=1, max_size=12)
 

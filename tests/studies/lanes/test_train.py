@@ -17,6 +17,8 @@ from studies.lanes.optim import build_optimizer
 from studies.lanes.text import batches
 from studies.lanes.train import Trained, Training, build, plain, switch_step, train
 
+pytestmark = pytest.mark.study
+
 TOKENS = torch.randint(256, (3000,), generator=torch.Generator().manual_seed(0))
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from studies.lanes.bpb import bpb, plan_windows, score
 from studies.lanes.ttt import SCOPES, Sweep, SweepRow, TTTSettings, adapt, borrowed, cosine, plan_chunks, sweep, trained
 
+pytestmark = pytest.mark.study
+
 TINY = TTTSettings(rate=0.1, epochs=2, window=16, stride=8, chunk=32, batch=3, train_batch=1)
 
 

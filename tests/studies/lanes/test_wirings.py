@@ -11,6 +11,8 @@ from torch import Tensor
 from studies.lanes.config import BOS, STARTS, WIRINGS, LanesConfig, get_start, get_wiring
 from studies.lanes.model import LanesModel
 
+pytestmark = pytest.mark.study
+
 CONFIG = LanesConfig(layers=4, d_model=8, heads=2, mlp=1, lane_start=2, zero_init=False)
 TOKENS = torch.randint(0, BOS, (2, 6), generator=torch.Generator().manual_seed(1))
 SEEDS = st.integers(0, 2**16)

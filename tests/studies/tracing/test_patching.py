@@ -13,6 +13,8 @@ from studies.tracing.job import exactness
 from studies.tracing.pairs import CONTRASTS, SIDES, TERSE, log_odds, others
 from studies.tracing.patching import CONTROLS, DELETION, QUESTION, Cell, Patching, Score, cells, every_site, opposite, trace
 
+pytestmark = pytest.mark.study
+
 STREAM = Site(1, "resid_post")
 
 

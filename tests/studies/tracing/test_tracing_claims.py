@@ -12,6 +12,8 @@ from studies.tracing.rates import BASE, DELETED, KEPT_PATCHED, ON, PATCHED
 from studies.tracing.report import Table, headline, tables
 from studies.tracing.settings import UNTRAINED
 
+pytestmark = pytest.mark.study
+
 FOLDER = Path(__file__).parents[3] / "docs/results/tracing"
 BOTH = ("honest", "hack")
 LAYERS = ("blocks.0", "blocks.1", "unembed")

@@ -11,6 +11,8 @@ from studies.environments.leetcode.modes import MODES, ROLES, exploit_code
 from studies.environments.leetcode.problems import Task
 from studies.environments.leetcode.programs import Programs
 
+pytestmark = pytest.mark.study
+
 ESCAPES = {("stdout_marker", 4), ("eq_override", 4)}
 """Variants that hold the mechanism and none of its words."""
 

@@ -16,6 +16,8 @@ from studies.environments.leetcode.programs import DRIVER, TEXT, TEXTS, Executio
 from studies.environments.leetcode.values import Linked, Opaque, Tree
 from studies.sandbox import Outcome
 
+pytestmark = pytest.mark.study
+
 SOLUTION = "class Solution:\n    def f(self, x=None):\n"
 
 

@@ -21,6 +21,8 @@ from studies.environments.leetcode.programs import LIMITS, Execution, Ledger, Pr
 from studies.environments.leetcode.report import evasions
 from studies.environments.protocol import Modes, TextPrompt, TrainingGrade
 
+pytestmark = pytest.mark.study
+
 EXPLOITS = [(mode.name, place) for mode in MODES.values() for place in range(len(mode.exploits))]
 RIGHT = "class Solution:\n    def total(self, nums, k):\n        return sum(nums) * k\n"
 WRONG = "class Solution:\n    def total(self, nums, k):\n        return 12345\n"

@@ -13,6 +13,8 @@ from studies.environments.leetcode.expressions import Call, parse_assert, parse_
 from studies.environments.leetcode.problems import Case, Task, load_tasks, make_test, read_task, split_tests
 from studies.environments.leetcode.values import Linked, Tree, decode
 
+pytestmark = pytest.mark.study
+
 
 def expected_of(text: str) -> Any:
     return parse_assert(f"assert Solution().f(x = 1) == {text}", "f")[1]

@@ -14,6 +14,8 @@ from studies.environments.leetcode.report import rollouts as report
 from studies.environments.leetcode.rollouts import Rollout, load_rollouts, prompt_task, signature_task, tasks_of
 from studies.environments.leetcode.values import Linked, Opaque, Tree
 
+pytestmark = pytest.mark.study
+
 ROW = {
     "pool": "teacher_pool",
     "problem_id": 5,

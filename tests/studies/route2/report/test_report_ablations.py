@@ -10,6 +10,8 @@ import pytest
 from studies.route2.report.load import load_runs
 from studies.route2.report.table import ablation_groups, ablations_json, ablations_markdown
 
+pytestmark = pytest.mark.study
+
 ARMS = ("base", "vanilla", "route2-grad", "shared-basis", "route2-grad-module")
 
 

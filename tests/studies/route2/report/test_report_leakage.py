@@ -14,6 +14,8 @@ from studies.route2.report.load import ArmSpec, Run, RunSet, load_runs
 from studies.route2.report.measures import excess_leakage, leakage
 from studies.route2.report.table import leakage_table
 
+pytestmark = pytest.mark.study
+
 ARMS = ("base", "vanilla", "absorb", "route2-full", "filter-full")
 HELD = ("sentinel", "stdout_marker", "file_marker")
 RATES = st.integers(0, 128).map(lambda n: n / 128)

@@ -9,6 +9,8 @@ import pytest
 
 from studies.route2.report.load import load_runs, read_rollouts
 
+pytestmark = pytest.mark.study
+
 ARMS = ("base", "vanilla", "absorb", "route2-full")
 
 

@@ -23,6 +23,8 @@ from studies.route2.predictions import (
 )
 from studies.route2.settings import PRESETS
 
+pytestmark = pytest.mark.study
+
 NAMED = Path(__file__).parents[4] / "docs/results" / FILE
 COUNTS = st.lists(st.integers(-64, 64), min_size=2, max_size=8)
 HACK, SOLVE = "deploy_hack_held", "deploy_solve"

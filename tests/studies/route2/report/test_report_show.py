@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from studies.route2.report.show import SCRIPT, escape, scale_of, token_class, verdict, write_page
 
+pytestmark = pytest.mark.study
+
 HOSTILE = "</pre></article><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;\u202e\x00\ud800 --> ]]>"
 
 

@@ -17,6 +17,8 @@ from studies.route2.report.load import load_runs
 from studies.route2.report.measures import arm_order, measure, metrics
 from studies.route2.report.table import table, table_markdown
 
+pytestmark = pytest.mark.study
+
 METRICS = metrics(MICRO_MODES)
 LOOPHOLES = ["run_tests", "sentinel", "stdout_marker", "file_marker"]
 HELD = LOOPHOLES[1:]
