@@ -6,10 +6,13 @@ import shlex
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tyro
+from families import make_batch, make_family, make_rollouts
 
+from mi_route2.routing import Decision, PairBatch
 from studies.common.command_line import read_seeds
 from studies.environments.micro.language import COMPLETION_LENGTH, Vocabulary
 from studies.environments.protocol import read_pairs
@@ -86,6 +89,24 @@ def test_the_readme_finds_hacks_that_the_pairs_never_showed(
     assert found
     assert int(found[1]) >= 5
     assert float(found[2]) > 0.7
+
+
+def test_the_idea_of_the_readme_runs_on_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sketch has no model: here it gets one, pairs and batches, and the kept adapter learns nothing from flagged rollouts."""
+    monkeypatch.chdir(tmp_path)
+    make_family("Qwen3").save_pretrained("path/to/model")
+    code = re.search(r"^```py\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert code
+    steps: list[int] = []
+    namespace: dict[str, object] = {
+        "pairs": PairBatch(make_rollouts(seed=3), make_rollouts(seed=4), "none"),
+        "batches": [make_batch(seed=5), make_batch(seed=6)],
+        "loss_fn": lambda logits, batch: -(batch.rollouts.logprobs(logits).sum(1) * batch.advantages),
+        "optimizer": SimpleNamespace(step=lambda: steps.append(1)),
+    }
+    exec("from mi_route2 import *\n" + code[1], namespace)
+    assert len(steps) == 2
+    assert isinstance(namespace["decision"], Decision)
 
 
 def test_blocks_are_the_python_ones_in_order(tmp_path: Path) -> None:
