@@ -257,6 +257,7 @@ def test_another_base_is_taken_when_that_is_meant(qwen: Path, tmp_path: Path) ->
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """The libraries take seconds each."""
-    code = "import sys, mi_route2; print({'transformers', 'transformer_lens', 'nnsight', 'peft', 'mi_route2.engine'} & set(sys.modules))"
+    libraries = "{'transformers', 'transformer_lens', 'nnsight', 'peft', 'mi_route2.engine'}"
+    code = f"import sys, mi_route2; print({libraries} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
