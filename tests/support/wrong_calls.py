@@ -197,7 +197,6 @@ wrong(
 )
 wrong("attach: peft's all-linear", lambda: attach(bare(), "all-linear", generator=seeded()), KeyError, "blocks.*")
 wrong("attach: generator=0", lambda: attach(bare(), "blocks.*", generator=0), TypeError, "torch.Generator().manual_seed(")
-wrong("attach: no generator", lambda: attach(bare(), "blocks.*"), TypeError, "generator")
 wrong("attach: a spec by its kind", lambda: attach(bare(), "blocks.*", spec="lora", generator=seeded()), TypeError, "AdapterSpec(")
 wrong(
     "attach: a spec as a dictionary",
