@@ -186,21 +186,6 @@ class Adapters:
             out |= {f"quarantine.{name}": p.detach() for name, p in self.quarantine_parameters().items()}
         return out
 
-    def save_pretrained(
-        self, folder: Path | str, which: Literal["full", "deployed"] = "deployed", *, overwrite: bool = False
-    ) -> None:
-        """Write a folder; see ``store.save_pretrained``. The quarantine is in it only where ``which="full"`` asks for that."""
-        from mi_route2.adapters.io import save_pretrained  # the store imports this module
-
-        save_pretrained(self, folder, which, overwrite=overwrite)
-
-    @staticmethod
-    def from_pretrained(model: Any, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None) -> "Adapters":
-        """Attach to a torch model, or to any host, what ``save_pretrained`` wrote; see ``store.from_pretrained``."""
-        from mi_route2.adapters.io import from_pretrained
-
-        return from_pretrained(model, folder, any_base=any_base, cache_dir=cache_dir)
-
     def detach(self) -> nn.Module:
         """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was.
 
@@ -240,7 +225,7 @@ def _refuse_save(*_given: Any, **_named: Any) -> None:
     raise RuntimeError(
         "this model has adapters, under whose names transformers would find no weights and draw them at random: use "
         "export_merged(adapters, folder) for a whole checkpoint, export_peft(adapters, folder) for a LoRA, "
-        "adapters.save_pretrained(folder) to go on here, or adapters.detach() for the base alone"
+        "save_pretrained(adapters, folder) of mi_route2 to go on here, or adapters.detach() for the base alone"
     )
 
 

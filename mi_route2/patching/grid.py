@@ -186,30 +186,22 @@ class Grid:
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON has it: numbers, texts, lists and ``None`` (for a position that was skipped, and for ``recovered``
         where that is not defined)."""
-        from mi_route2.patching.grid import describe
-
         return describe(self)
 
     @checked
     def heatmap(self, path: Path | str) -> Path:
         """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""
-        from mi_route2.patching.grid import draw  # matplotlib takes a second to import
-
         return draw(self, Path(path))
 
     @checked
     def save(self, path: Path | str) -> None:
         """One safetensors file: the numbers, all else as JSON in its header, with a checksum. Whole or not at all."""
-        from mi_route2.patching.grid import write
-
         write(self, Path(path))
 
     @staticmethod
     @checked
     def load(path: Path | str) -> "Grid":
         """What ``save`` wrote. ``ValueError`` for a file that is damaged or of another kind."""
-        from mi_route2.patching.grid import read
-
         return read(Path(path))
 
 
