@@ -172,10 +172,30 @@ def test_fresh_seeds_of_weak_leave_a_lead(fresh_weak: Published) -> None:
     assert said(f"It solves {number(-fresh_weak.contrast('route2-grad', 'filter-grad', SOLVE)['mean'])} less.")
 
 
-def test_the_arms_that_were_named_and_not_run_are_listed(fresh: Published, fresh_weak: Published) -> None:
+def test_arms_that_were_named_and_run_later(fresh: Published, fresh_weak: Published) -> None:
+    later = Published("bounds/weak-300-307")
     assert set(PREDICTIONS.arms) <= fresh.result.rows.keys()
     missing = [arm for arm in PREDICTIONS.arms if arm not in fresh_weak.result.rows]
-    assert said(f"Named and not run on `weak`, for want of time: {', '.join(missing)}.") == bool(missing)
+    assert said(f"Named and not run with the others on `weak`: {', '.join(missing)}.")
+    assert set(missing) < later.result.rows.keys()
+    for arm in ("base", "vanilla", "oracle"):
+        assert later.result.rows[arm] == fresh_weak.result.rows[arm]
+
+
+def test_perfect_flags_do_better_without_a_quarantine_on_weak_and_alike_on_strong(fresh: Published) -> None:
+    later = Published("bounds/weak-300-307")
+    for metric, word in ((HACK, "hacks"), (EXPLOIT, "exploits")):
+        more = later.contrast("oracle", "filter-oracle", metric)
+        assert said(f"{word} {signed(more)[1:]} more")
+        assert later.below(more) == 0
+    less = later.contrast("oracle", "filter-oracle", SOLVE)
+    assert said(f"solves {number(-less['mean'])} [{number(-less['hi'])}, {number(-less['lo'])}] less")
+    assert later.below(less) == 8
+    assert said(f"(hack {signed(fresh.contrast('oracle', 'filter-oracle'))})")
+    assert said(f"oracle's model hacks in {number(later.mean('oracle', ON[0]))} of the held-out answers")
+    axes = later.contrast("haar-additive", "route-additive")
+    assert said(f"hack {signed(axes)[1:]} more, on all eight seeds")
+    assert later.below(axes) == 0
 
 
 @pytest.fixture(scope="module")

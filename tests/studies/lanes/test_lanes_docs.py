@@ -69,8 +69,8 @@ def test_what_the_page_says_in_words_is_what_the_claims_say(claims: dict[str, di
     }
     assert f"would take {claims['lanes']['needed']} and {claims['learned']['needed']} seeds" in page
     assert claims["bytes"]["measured"]["value"] < 0.05
-    assert "gains 0.0001 and 0.0083" in claims["controls"]["measured"]["note"]
-    assert "13 of 18 tuned rates at an edge" in claims["controls"]["measured"]["note"]
+    assert "gains -0.0006 and 0.0076" in claims["controls"]["measured"]["note"]
+    assert "4 of 18 tuned rates at an edge" in claims["controls"]["measured"]["note"]
     assert claims["scalars"]["measured"]["note"].startswith("5 of the 18")
     assert claims["scalars-z2"]["measured"]["note"].startswith("9 of the 18")
 
