@@ -88,7 +88,7 @@ class Grid:
 
     @property
     def metric(self) -> str:
-        """``logit_diff``, ``logprob`` or ``kl``."""
+        """``logit_diff``, ``logprob``, ``kl``, or ``function`` and the name of one."""
         return self.grader.metric
 
     @property
@@ -244,7 +244,7 @@ def _said(grid: Grid) -> dict[str, Any]:
         "sites": [str(target) for target in grid.sites],
         "positions": list(grid.positions),
         "labels": list(grid.labels),
-        "grader": asdict(grid.grader),
+        "grader": {name: getattr(grid.grader, name) for name in ("metric", "answer", "foil")},
         "replicas": list(grid.replicas),
         "skipped": [asdict(skip) for skip in grid.skipped],
         "alignment": asdict(grid.alignment),

@@ -14,7 +14,7 @@ from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.patching.forwards import Row, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
-from mi_route2.patching.question import CleanRun, Given, Positions, ask, places, refuse_dropout, refuse_foreign, widened
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, refuse_dropout, refuse_foreign, widened
 from mi_route2.patching.sweep import REPLICAS, Pair, record
 from mi_route2.patching.targets import Choice, Target, choose, count_layers, known_sites
 from mi_route2.sites import Site, precedes
@@ -31,7 +31,7 @@ def attribute(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     at: int | None = None,
@@ -41,6 +41,7 @@ def attribute(
     """The grid of ``sweep`` with estimates for scores (``kind="attribution"``); arguments and errors are the same.
 
     Two recorded forwards, one more and its backward, on every host and architecture. The parameters' gradients stay as they are.
+    ``ValueError`` for a metric that torch has no gradient of.
     """
     began = perf_counter()
     refuse_dropout(host)
@@ -74,6 +75,10 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
     with torch.enable_grad(), host.hooks({site: partial(_expose, exposed, site) for site in sites}):
         logits = host.logits(tokens)[:, -1]
         score = question.grader(logits, pair.clean.logits).sum()
+        if not score.requires_grad:
+            raise ValueError(
+                f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
+            )
         found = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
     index = torch.tensor(list(question.sources), device=device)
     return {
@@ -102,7 +107,7 @@ def paths(
     received: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
