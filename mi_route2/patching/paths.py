@@ -11,12 +11,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.checks import checked
-from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.base import Edit, Host, one_after_another
 from mi_route2.patching.forwards import Row, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, refuse_dropout, refuse_foreign, widened
 from mi_route2.patching.sweep import REPLICAS, Pair, record
-from mi_route2.patching.targets import Choice, Target, choose, count_layers, known_sites
+from mi_route2.patching.targets import Choice, Target, choose
 from mi_route2.sites import Site, precedes
 from mi_route2.steering.specs import patch
 
@@ -63,7 +63,7 @@ def attribute(
         for position, columns in question.columns:
             values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
-    layers = count_layers(host)
+    layers = len(host.layers())
     return pair.grid(targets, values, layers=layers, alpha=float(alpha), kind="attribution", forwards="whole", seconds=seconds)
 
 
@@ -135,7 +135,7 @@ def paths(
     running = Whole(host)
     pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
     targets = pair.split(given, heads)
-    base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, known_sites(host))
+    base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
     columns = [p for p in places(received, question.corrupt) if p <= question.at]
     rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
     values, spread, prepared = {}, [], perf_counter()
@@ -151,7 +151,7 @@ def paths(
             bar.update(len(some))
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
     said: dict[str, Any] = {"kind": "path", "replicas": spread, "forwards": "whole", "seconds": seconds}
-    return pair.grid(targets, values, layers=count_layers(host), alpha=float(alpha), **said)
+    return pair.grid(targets, values, layers=len(host.layers()), alpha=float(alpha), **said)
 
 
 def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
@@ -195,7 +195,7 @@ class _Base:
                 edits.setdefault(output, []).append(partial(_hold, which, value))
         for site, write in writing(rows, 0, len(next(iter(self.held.values())))).items():
             edits.setdefault(site, []).append(write)
-        running.under({site: partial(_one_after_another, some) for site, some in edits.items()}, len(rows))
+        running.under({site: partial(one_after_another, some) for site, some in edits.items()}, len(rows))
         return taken
 
     def _setting(self, site: Site, value: Tensor, columns: Sequence[int]) -> Edit:
@@ -232,13 +232,6 @@ def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], val
         else:
             new[:, at, head] = taken[:, at, head]
     return new
-
-
-def _one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor:
-    for edit in edits:
-        new = edit(value)
-        value = value if new is None else new
-    return value
 
 
 def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) -> None:

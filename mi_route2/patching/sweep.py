@@ -17,7 +17,7 @@ from mi_route2.hosts.state import ModelState
 from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, plan, spent, with_idle
 from mi_route2.patching.grid import Cell, Grid
 from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
-from mi_route2.patching.targets import Choice, Target, choose, count_layers, seen_by, split
+from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
 
@@ -247,7 +247,7 @@ def prepare(
     refuse_foreign(host, question, alpha)
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
-    targets, layers = pair.split(chosen, heads), count_layers(host)
+    targets, layers = pair.split(chosen, heads), len(host.layers())
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     groups = plan([row.place for row in rows], running.costs(), batch)
