@@ -127,6 +127,20 @@ BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
 )
 """TransformerLens hook names under ``blocks.<layer>.``, where an architecture says nothing else."""
 
+LENS_POINTS: Mapping[str, str] = MappingProxyType(
+    {
+        "resid_pre": "hook_resid_pre", "resid_mid": "hook_resid_mid", "resid_post": "hook_resid_post", "attn_out": "hook_attn_out",
+        "mlp_out": "hook_mlp_out", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "z": "attn.hook_z",
+    }
+)  # fmt: skip
+"""The hook names of TransformerLens that everybody knows, which its bridge has as aliases. ``attn_in`` and ``mlp_in`` have none:
+``hook_attn_in`` and ``hook_mlp_in`` stand in front of the norms."""
+
+ADAPTER_HOOKS: Mapping[str, str] = MappingProxyType(
+    {"kept_a": "route.hook_kept_a", "kept_out": "route.hook_kept", "quarantine_out": "route.hook_quarantine"}
+)
+"""Hook names of the adapters' points, under the bridge's name of their Linear."""
+
 BRIDGE_LINEARS: Mapping[str, str] = MappingProxyType(
     {
         "attn.q": "attn.q", "attn.k": "attn.k", "attn.v": "attn.v", "attn.o": "attn.o",

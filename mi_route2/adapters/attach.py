@@ -7,8 +7,10 @@ with adapters.recording(tape): # what the adapters learn from the next forward a
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
 """
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +69,29 @@ class Adapters:
         """Where SVDs of the base weights are kept, for whoever needs them later."""
         self.on_detach: list[Callable[[], None]] = []
         """What a host undoes when these adapters go."""
+
+    def __repr__(self) -> str:
+        branches = list(self.sites.values())
+        kept = _described(
+            "LoRA" if self.spec.kept == "lora" else "SVD (folded)" if self.spec.fold else "SVD",
+            [branch.kept for branch in branches],
+            self.kept_parameters(),
+        )
+        quarantine = "none"
+        if self.has_quarantine:
+            kind = "LoRA" if self.spec.quarantine == "lora" else "shared"
+            quarantine = _described(kind, [branch.quarantine for branch in branches], self.quarantine_parameters())
+        board = self._board
+        there = {"kept": not self._detached, "quarantine": self.has_quarantine and not self._detached}
+        on = [name for name, holds in there.items() if holds and getattr(board, name)]
+        states = {"merged": board.merged, "recording": board.tape, "unrouted": board.unrouted, "detached": self._detached}
+        how = ", ".join(name for name, holds in states.items() if holds)
+        return (
+            f"Adapters at {len(branches)} Linears of {type(self.model).__name__}: {_places(self.sites)}\n"
+            f"  kept: {kept}\n"
+            f"  quarantine: {quarantine}\n"
+            f"  on: {', '.join(on) or 'nothing'}{f' ({how})' if how else ''}"
+        )
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
         """``{"site.name": parameter}`` of the kept adapter."""
@@ -204,6 +229,42 @@ class Adapters:
         while self.on_detach:
             self.on_detach.pop()()
         return self.model
+
+
+def _described(kind: str, adapters: Sequence[nn.Module | None], parameters: Mapping[str, nn.Parameter]) -> str:
+    """Kind, ranks and size of the adapters of one kind, ``LoRA of rank 4, 1,536 parameters``."""
+    ranks = sorted({adapter.rank for adapter in adapters if isinstance(adapter, SVDKept | LoRA | SharedQuarantine)})
+    several = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"{kind} of {several}, {sum(p.numel() for p in parameters.values()):,} parameters"
+
+
+_MOST = 6
+"""Places that ``repr`` names."""
+
+
+def _places(names: Iterable[str]) -> str:
+    """Names of Linears, those of blocks by their layers: ``attn.q, attn.v in layers 0-3; unembed``."""
+    layers: dict[str, list[int]] = {}
+    alone = []
+    for name in names:
+        if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", name):
+            layers.setdefault(found[2], []).append(int(found[1]))
+        else:
+            alone.append(name)
+    linears: dict[str, list[str]] = {}
+    for linear, those in layers.items():
+        linears.setdefault(_ranges(those), []).append(linear)
+    every = [f"{', '.join(some)} in {those}" for those, some in linears.items()] + alone
+    more = [f"and {len(every) - _MOST} more"] if len(every) > _MOST else []
+    return "; ".join(every[:_MOST] + more)
+
+
+def _ranges(layers: Sequence[int]) -> str:
+    """``layers 0-3, 7``"""
+    # within a run of neighbors a layer less its place is the same
+    runs = [[layer for _, layer in some] for _, some in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
+    said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {said}"
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

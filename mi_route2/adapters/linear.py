@@ -73,8 +73,12 @@ class SVDKept(nn.Module):
         w = torch.linspace(1, 2, self.dS.numel(), dtype=p.dtype, device=p.device) * (self.Vh.to(p.dtype) @ q)
         return float(p @ (self.U.to(p.dtype) @ w) / w.norm())
 
+    @property
+    def rank(self) -> int:
+        return self.dS.numel()
+
     def extra_repr(self) -> str:
-        return f"rank={self.dS.numel()}"
+        return f"rank={self.rank}"
 
 
 class LoRA(nn.Module):
@@ -108,8 +112,12 @@ class LoRA(nn.Module):
         """The weight that this adapter adds."""
         return self.B @ self.A
 
+    @property
+    def rank(self) -> int:
+        return self.A.shape[0]
+
     def extra_repr(self) -> str:
-        return f"rank={self.A.shape[0]}"
+        return f"rank={self.rank}"
 
 
 Kept = SVDKept | LoRA
@@ -139,6 +147,10 @@ class SharedQuarantine(nn.Module):
         if isinstance(kept, SVDKept):
             return (kept.U * self.shared.to(kept.U.dtype)) @ kept.Vh
         return self.shared @ kept.A.detach()
+
+    @property
+    def rank(self) -> int:
+        return self._kept[0].rank
 
 
 Quarantine = LoRA | SharedQuarantine

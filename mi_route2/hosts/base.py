@@ -3,31 +3,95 @@
     host.attach("blocks.*.attn.*", spec=spec, generator=g)      the same adapters, parameters and file on every host
     host.capture([Site(0, "resid_mid")], tokens)                {site: tensor}, in one shape on every host
     with host.hooks({Site(1, "q"): edit}): host.logits(tokens)  read (return None) or write (return a tensor)
+    logits, cache = host.run_with_cache(tokens)                 TransformerLens's words and hook names, on every host
+    host.run_with_hooks(tokens, [("blocks.1.attn.hook_q", edit)])
 
 Values have the shapes that ``architectures.POINTS`` states: queries, keys, values and ``z`` by head, ``[b s h dh]``. A hook that
 was asked for and did not fire is an error that names its site.
 """
 
+import inspect
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
+from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.weights import weights_hash
-from mi_route2.architectures import ARCHITECTURES, CAUSAL, HEADED, Architecture, architecture_of, config_of
+from mi_route2.architectures import (
+    ADAPTER_HOOKS,
+    ADAPTER_POINTS,
+    ARCHITECTURES,
+    BRIDGE_LINEARS,
+    BRIDGE_POINTS,
+    CAUSAL,
+    HEADED,
+    LENS_POINTS,
+    POINTS,
+    Architecture,
+    architecture_of,
+    config_of,
+)
 from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.rollouts import Policy, demand_tokens
-from mi_route2.sites import Site, Slot, demand_site, slots
+from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, slots
 
 Edit = Callable[[Tensor], Tensor | None]
 """Reads a site's value and returns ``None``, or returns what the model goes on with."""
+
+
+Names = Site | str | Iterable[Site | str] | Callable[[str], bool]
+"""Sites as a caller names them: itself, a point of all layers (``"resid_pre"``), a name or glob of ours (``"blocks.*.z"``) or of
+TransformerLens (``"blocks.0.attn.hook_z"``), several of these, or a function that says of such a name whether it is meant."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """What TransformerLens gives a hook function as ``hook``: the point's ``name`` (TransformerLens's) and ``site``."""
+
+    name: str
+    site: Site
+
+    def layer(self) -> int:
+        """The block; ``ValueError`` for the unembedding."""
+        if self.site.layer is None:
+            raise ValueError(f"{self.site} is in no layer")
+        return self.site.layer
+
+
+class ActivationCache(Mapping[Site, Tensor]):
+    """Values of one forward by ``Site``, read by name too: ``cache["blocks.0.attn.hook_z"]``, ``cache["z", 0]``."""
+
+    def __init__(self, values: Mapping[Site, Tensor], names: Mapping[str, Site]):
+        self._values, self._names = values, names
+
+    def __getitem__(self, key: Site | str | tuple[str, int]) -> Tensor:
+        try:
+            site = self._names[key] if isinstance(key, str) else Site(key[1], key[0]) if isinstance(key, tuple) else key
+            return self._values[site]
+        except KeyError as error:
+            name = ".".join(map(str, ("blocks", *key[::-1]))) if isinstance(key, tuple) else str(key)
+            raise KeyError(f"no value at {name!r} in this cache: the nearest are {nearest(name, list(self._names))}") from error
+
+    def __iter__(self) -> Iterator[Site]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        some = [f"{site} {list(value.shape)}" for site, value in [*self._values.items()][:4]]
+        return f"ActivationCache of {len(self)} sites: {', '.join(some)}{', ...' if len(self) > len(some) else ''}"
 
 
 class Host(ABC):
@@ -118,13 +182,120 @@ class Host(ABC):
     def _forward(self, _model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
         return self._logits(tokens, attention)
 
+    def hook_names(self, site: Site) -> tuple[str, ...]:
+        """The names of a site: ours, and those that TransformerLens and its bridge have for it, on every host."""
+        row = self.architecture
+        if site.point in ADAPTER_POINTS:
+            linear = site.linear if site.layer is None else {**BRIDGE_LINEARS, **row.bridge_linears}[site.linear]
+            lens = [f"{linear}.{ADAPTER_HOOKS[site.point]}"]
+        else:
+            hooks = LENS_POINTS.get(site.point), {**BRIDGE_POINTS, **row.bridge_points}[site.point]
+            lens = [hook for hook in hooks if hook is not None and " " not in hook]  # one with a space is a reason
+        return (str(site), *(name if site.layer is None else f"blocks.{site.layer}.{name}" for name in lens))
+
+    def sites(self) -> list[Site]:
+        """Every site of the model, layer by layer; those of attached adapters, as they are switched now, behind the blocks' own."""
+        found = []
+        for layer in range(len(self.layers())):
+            for point in POINTS:
+                try:
+                    self.address(site := Site(layer, point))
+                except ValueError:  # this architecture, or this host, lacks the point
+                    continue
+                found.append(site)
+        branches = [module for module in self.model.modules() if isinstance(module, Branch)]
+        return found + [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
+
+    def layers(self) -> range:
+        """The layers of the model's blocks."""
+        return range(len({name.split(".")[1] for name in self.linears() if name.startswith("blocks.")}))
+
+    def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
+        """The sites that ``name`` means (see ``Names``), among ``known`` or all; ``KeyError`` for none, with the nearest names."""
+        known = self.sites() if known is None else known
+        chosen = [site for site in known if name == site.point or fnmatchcase(str(site), name)]
+        # our names first: a glob over adapters' points would match hooks of the bridge at the same Linear
+        chosen = chosen or [site for site in known if any(fnmatchcase(lens, name) for lens in self.hook_names(site))]
+        if not chosen:
+            if name in POINTS:
+                self.address(Site(0, name))  # says why this architecture has none
+            adapted = [site.slot for site in known if site.linear]
+            if (
+                name.rpartition(".")[2] in ADAPTER_POINTS
+                and not adapted
+                and not any(isinstance(m, Branch) for m in self.model.modules())
+            ):
+                raise no_adapter(name, ())
+            names = dict.fromkeys([*(site.point for site in known), *(one for site in known for one in self.hook_names(site))])
+            raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, [*names])}")
+        return chosen
+
+    def _named(self, names: Names | None) -> list[Site]:
+        if isinstance(names, Site):
+            return [names]
+        if isinstance(names, str):
+            return self.find(names)
+        known = self.sites()
+        if names is None:
+            return known
+        if callable(names):
+            found = [site for site in known if any(map(names, self.hook_names(site)))]
+            if not found:
+                raise KeyError(f"the function of names fits no site: names are such as {', '.join(self.hook_names(known[0]))}")
+            return found
+        found = [site for one in names for site in (self.find(one, known) if isinstance(one, str) else [one])]
+        return list(dict.fromkeys(found))
+
+    @checked
+    def run_with_cache(
+        self, tokens: Int[Tensor, "b s"], attention: Mask | None = None, names: Names | None = None
+    ) -> tuple[Float[Tensor, "b s v"], ActivationCache]:
+        """Logits, and detached values at the sites that ``names`` means, at all of them where it is ``None``.
+
+        ``cache[Site(0, "z")]``, ``cache["blocks.0.attn.hook_z"]`` and ``cache["z", 0]`` are one value. As in TransformerLens the
+        logits have a graph unless gradients are off. ``attention`` and errors as in ``logits``; ``KeyError`` for an unknown name.
+        """
+        sites, values = self._named(names), dict[Site, Tensor]()
+        with self.hooks({site: reader(values, site) for site in sites}):
+            logits = self.logits(tokens, attention)
+        return logits, ActivationCache(values, {name: site for site in values for name in self.hook_names(site)})
+
+    @checked
+    def run_with_hooks(
+        self, tokens: Int[Tensor, "b s"], hooks: Iterable[Any], attention: Mask | None = None
+    ) -> Float[Tensor, "b s v"]:
+        """Logits under ``hooks``, pairs of ``Names`` and a function of the value, or TransformerLens's of ``(value, hook)``.
+
+        A function returns ``None`` to read, or a tensor that the model goes on with; at one site they act in the order given.
+        Errors as in ``hooks``.
+        """
+        edits: dict[Site, list[Edit]] = {}
+        for pair in hooks:
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not callable(pair[1]):
+                raise TypeError(f"a hook is a name and a function, as in ('blocks.0.attn.hook_z', edit), not {pair!r:.60}")
+            names, function = pair
+            for site in self._named(names):
+                edits.setdefault(site, []).append(self._edit(site, function))
+        with self.hooks({site: partial(one_after_another, some) for site, some in edits.items()}):
+            return self.logits(tokens, attention)
+
+    def _edit(self, site: Site, function: Callable[..., Any]) -> Edit:
+        try:
+            takes_hook = "hook" in inspect.signature(function).parameters
+        except ValueError:  # a function of C has no signature: torch.zeros_like
+            takes_hook = False
+        if not takes_hook:
+            return function
+        return partial(function, hook=Hook(self.hook_names(site)[1], site))
+
     @checked
     def capture(self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Mask | None = None) -> dict[Site, Tensor]:
-        """Detached values at ``sites`` in one forward; ``attention`` as in ``logits``."""
-        found: dict[Site, Tensor] = {}
-        with torch.no_grad(), self.hooks({site: reader(found, site) for site in sites}):
-            self.logits(tokens, attention)
-        return found
+        """The values of ``run_with_cache`` at ``sites``, without gradients."""
+        chosen = list(sites)
+        for site in chosen:
+            demand_site(site, "a hook")
+        with torch.no_grad():
+            return dict(self.run_with_cache(tokens, attention, chosen)[1])
 
 
 def known_architecture(model: nn.Module) -> Architecture:
@@ -225,6 +396,15 @@ def _overwriting(site: Site, edit: Edit) -> Edit:
         return None if new is None else x.copy_(new)
 
     return overwrite
+
+
+def one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor | None:
+    """What several edits of one value leave; ``None`` if all of them only read."""
+    wrote = False
+    for edit in edits:
+        if (new := edit(value)) is not None:
+            value, wrote = new, True
+    return value if wrote else None
 
 
 def reader(into: dict[Site, Tensor], site: Site) -> Edit:

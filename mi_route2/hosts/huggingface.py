@@ -17,12 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
-from mi_route2.architectures import ADAPTER_POINTS, HEADED, Architecture, heads
+from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
-
-HOOKS = {"kept_a": "hook_kept_a", "kept_out": "hook_kept", "quarantine_out": "hook_quarantine"}
-"""The adapter's points by the name of their module in a ``Branch``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
         known = branches(model)
         if site.slot not in known:
             raise no_adapter(site.slot, known)
-        return Tap(f"{known[site.slot][0]}.{HOOKS[site.point]}", "output")
+        return Tap(f"{known[site.slot][0]}.{ADAPTER_HOOKS[site.point].removeprefix('route.')}", "output")
     paths = block_paths(model, architecture)
     if site.layer is None or not 0 <= site.layer < len(paths):
         raise KeyError(f"{site} is outside the model: its layers are 0..{len(paths) - 1}")

@@ -29,9 +29,9 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
-from mi_route2.architectures import ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
+from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
 from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, whole_stream
-from mi_route2.hosts.huggingface import HOOKS, Replays
+from mi_route2.hosts.huggingface import Replays
 from mi_route2.sites import Site, Slot, matching, no_adapter
 
 ROUTE = "route"
@@ -353,7 +353,7 @@ class BridgeHost(Host):
             known = {name: place.path for name, place in self._places.items() if isinstance(place.wrapped, RoutedLinear)}
             if site.slot not in known:
                 raise no_adapter(site.slot, known)
-            return f"{known[site.slot]}.{ROUTE}.{HOOKS[site.point]}"
+            return f"{known[site.slot]}.{ADAPTER_HOOKS[site.point]}"
         layers = len(self.bridge.blocks)
         if site.layer is None or not 0 <= site.layer < layers:
             raise KeyError(f"{site} is outside the model: its layers are 0..{layers - 1}")

@@ -1,13 +1,15 @@
 """What a sweep found: a value a cell, with the two runs between which it lies and its noise floor; on disk, and as a heatmap."""
 
+import html
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import matplotlib.colors
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -19,6 +21,10 @@ from mi_route2.patching.question import Alignment, Grader, Skip
 from mi_route2.patching.targets import Target
 from mi_route2.plots import GREY, PAGE_WIDTH, new_figure, save_figure, style
 from mi_route2.sites import Site
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from plotly.graph_objects import Figure
 
 RADIUS = 3
 
@@ -44,7 +50,7 @@ class Window:
         return [Site(layer, point) for layer in self.layers for point in points]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Grid:
     """Scores ``values`` of ``sites`` x ``positions``, NaN where a position was ``skipped``; one column where all that were not
     skipped are patched ``together``.
@@ -88,7 +94,7 @@ class Grid:
 
     @property
     def metric(self) -> str:
-        """``logit_diff``, ``logprob`` or ``kl``."""
+        """``logit_diff``, ``logprob``, ``kl``, or ``function`` and the name of one."""
         return self.grader.metric
 
     @property
@@ -183,6 +189,52 @@ class Grid:
         correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
         return float(correlation.statistic)
 
+    def __repr__(self) -> str:
+        rows, (peak, what) = len(self.sites), (self.argabs, "recovers" if self.defined else "changes the score by")
+        columns = "all positions together" if self.together else f"{len(self.columns)} positions"
+        change = (peak.value - self.corrupt) / (self.clean - self.corrupt if self.defined else 1.0)
+        return (
+            f"Grid({self.metric}, {rows} sites x {columns}, {self.kind}: clean {self.clean:.4g}, corrupt {self.corrupt:.4g}, noise "
+            f"{self.noise_floor:.1g}; furthest {peak.target}{'' if peak.position is None else f' at {peak.position}'}: "
+            f"{peak.value:.4g}, {what} {change:.3g})"
+        )
+
+    def _repr_html_(self) -> str:
+        """A table in the heatmap's colors, for notebooks; of a large grid the rows and columns with the largest effects."""
+        return to_html(self)
+
+    def to_pandas(self) -> "pd.DataFrame":
+        """A row for each cell: site, layer, point, head, position, token, value, recovered.
+
+        Empty where there is none: the unembedding's layer, the position of a column of all, what is not ``defined``.
+        """
+        import pandas as pd  # takes half a second
+
+        shape = self.values.shape
+        targets = [target for target in self.sites for _ in self.columns]
+        tokens = ("all",) if self.together else self.labels
+        recovered = self.recovered if self.defined else np.full(shape, np.nan)
+        whole = pd.Int64Dtype()
+        return pd.DataFrame(
+            {
+                "site": [str(target) for target in targets],
+                "layer": pd.array([target.site.layer for target in targets], dtype=whole),
+                "point": [target.site.point for target in targets],
+                "head": pd.array([target.head for target in targets], dtype=whole),
+                "position": pd.array([*self.columns] * shape[0], dtype=whole),
+                "token": [*tokens] * shape[0],
+                "value": self.values.ravel(),
+                "recovered": recovered.ravel(),
+            }
+        )
+
+    def interactive(self) -> "Figure":
+        """The heatmap as a figure of plotly: pointing at a cell tells its site, token, value and share recovered.
+
+        ``ModuleNotFoundError`` without plotly, which the extra ``plotly`` has.
+        """
+        return to_plotly(self)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as JSON has it: numbers, texts, lists and ``None`` (for a position that was skipped, and for ``recovered``
         where that is not defined)."""
@@ -236,7 +288,7 @@ def _said(grid: Grid) -> dict[str, Any]:
         "sites": [str(target) for target in grid.sites],
         "positions": list(grid.positions),
         "labels": list(grid.labels),
-        "grader": asdict(grid.grader),
+        "grader": {name: getattr(grid.grader, name) for name in ("metric", "answer", "foil")},
         "replicas": list(grid.replicas),
         "skipped": [asdict(skip) for skip in grid.skipped],
         "alignment": asdict(grid.alignment),
@@ -282,30 +334,115 @@ _CELL, _MARGIN, _TALLEST, _WIDEST = 0.17, 1.3, 40.0, 40.0
 """Inches: a cell, what titles and labels take, and the limits of a figure."""
 
 
+def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
+    """What the colors of a grid stand for, its name, and the value of the strongest color."""
+    shown = grid.recovered if grid.defined else grid.effect
+    return shown, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(shown))) or 1.0
+
+
+def _colors() -> matplotlib.colors.Colormap:
+    return matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
+
+
+def _title(grid: Grid) -> str:
+    return f"{grid.metric}: clean {grid.clean:.3g}, corrupt {grid.corrupt:.3g}, noise {grid.noise_floor:.1g}"
+
+
+def _told(grid: Grid, row: int, column: int) -> tuple[str, str, str, str]:
+    """Site, position and token, value, and share recovered of a cell, as text."""
+    cell = grid.cell(row, column)
+    token = "all positions" if cell.position is None else f"position {cell.position} {grid.labels[column]!r}"
+    if np.isnan(cell.value):
+        return str(cell.target), token, "skipped", "skipped"
+    recovered = f"{grid.recovered[row, column]:.4g}" if grid.defined else "not defined"
+    return str(cell.target), token, f"{cell.value:.6g}", recovered
+
+
+_MOST = 40
+"""Rows and columns that a notebook's table has at most."""
+
+
+def to_html(grid: Grid) -> str:
+    """See ``Grid._repr_html_``."""
+    shown, what, reach = _colored(grid)
+    # Where effects are equal the first come first, as in ``top``
+    size = np.where(np.isnan(grid.effect), -1.0, np.abs(grid.effect))
+    rows, columns = (sorted(np.argsort(-size.max(axis), kind="stable")[:_MOST].tolist()) for axis in (1, 0))
+    colors = _colors()
+
+    def cell(row: int, column: int) -> str:
+        red, green, blue, _ = colors(np.ma.masked_invalid(shown[row, column] / reach / 2 + 0.5))
+        ink = "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
+        site, token, value, recovered = map(html.escape, _told(grid, row, column))
+        style = f"background:rgb({255 * red:.0f},{255 * green:.0f},{255 * blue:.0f});color:{ink}"
+        text = "" if np.isnan(shown[row, column]) else f"{shown[row, column]:.2f}"
+        return f'<td style="{style}" title="{site}, {token}: {value}, recovered {recovered}">{text}</td>'
+
+    heads = "".join(
+        f"<th>{html.escape('all' if grid.together else _tick(grid.positions[c], grid.labels[c]))}</th>" for c in columns
+    )
+    lines = "".join(
+        f"<tr><th>{html.escape(str(grid.sites[row]))}</th>{''.join(cell(row, column) for column in columns)}</tr>"
+        for row in reversed(rows)  # upwards, as in the heatmap
+    )
+    parts = [f"{len(rows)} of {len(grid.sites)} sites"] if len(rows) < len(grid.sites) else []
+    parts += [f"{len(columns)} of {len(grid.columns)} positions"] if len(columns) < len(grid.columns) else []
+    most = f"; those with the largest effects, {' and '.join(parts)}" if parts else ""
+    caption = html.escape(f"{_title(grid)}; cells: {what}{most}")
+    return f'<table style="font-size:80%"><caption>{caption}</caption>{lines}<tr><th></th>{heads}</tr></table>'
+
+
+def to_plotly(grid: Grid) -> "Figure":
+    """See ``Grid.interactive``."""
+    try:
+        from plotly.graph_objects import Figure, Heatmap
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "the interactive heatmap needs plotly, which is not installed: pip install 'mi-route2[plotly]'", name="plotly"
+        ) from error
+    shown, what, reach = _colored(grid)
+    rows, columns = range(len(grid.sites)), range(len(grid.columns))
+    heat = Heatmap(
+        z=shown,
+        zmin=-reach,
+        zmax=reach,
+        colorscale=[[i / 10, matplotlib.colors.to_hex(_colors()(i / 10))] for i in range(11)],
+        colorbar={"title": {"text": what}},
+        customdata=[[tuple(map(html.escape, _told(grid, row, column))) for column in columns] for row in rows],
+        hovertemplate="site %{customdata[0]}<br>token %{customdata[1]}<br>value %{customdata[2]}"
+        "<br>recovered %{customdata[3]}<extra></extra>",
+        hoverongaps=False,
+    )
+    # Two tokens may have the same text, so that an axis of texts would draw them as one column
+    ticks = ["all"] if grid.together else [html.escape(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
+    figure = Figure(heat)
+    figure.update_layout(title=html.escape(_title(grid)), template="plotly_white")
+    figure.update_xaxes(title="token of the corrupt prompt", tickvals=[*columns], ticktext=ticks)
+    figure.update_yaxes(tickvals=[*rows], ticktext=[str(target) for target in grid.sites])
+    return figure
+
+
 def draw(grid: Grid, path: Path) -> Path:
     """Writes the heatmap; ``ValueError`` for a suffix or folder that ``save_figure`` does not take."""
-    shown = grid.recovered if grid.defined else grid.effect
-    what = "recovered" if grid.defined else f"change of {grid.metric}"
+    shown, what, reach = _colored(grid)
     rows, columns = shown.shape
     height, width = min(_TALLEST, _MARGIN + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
     with style():
         figure = new_figure(width, height)
         axes = figure.add_subplot()
-        reach = float(np.nanmax(np.abs(shown))) or 1.0
-        colours = matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
-        image = axes.imshow(shown, aspect="auto", origin="lower", cmap=colours, vmin=-reach, vmax=reach, interpolation="nearest")
+        image = axes.imshow(shown, aspect="auto", origin="lower", cmap=_colors(), vmin=-reach, vmax=reach, interpolation="nearest")
         axes.grid(visible=False)
-        ticks = ["all"] if grid.together else [_tick(p, label) for p, label in zip(grid.positions, grid.labels)]
+        ticks = ["all"] if grid.together else [_tick(p, label).replace("$", r"\$") for p, label in zip(grid.positions, grid.labels)]
         axes.set_xticks(range(columns), ticks, rotation=90)
         axes.set_yticks(range(rows), [str(target) for target in grid.sites])
         if grid.at in grid.columns:
             axes.get_xticklabels()[grid.positions.index(grid.at)].set_fontweight("bold")
         axes.set_xlabel("token of the corrupt prompt")
-        axes.set_title(f"{grid.metric}: clean {grid.clean:.3g}, corrupt {grid.corrupt:.3g}, noise {grid.noise_floor:.1g}")
+        axes.set_title(_title(grid))
         figure.colorbar(image, ax=axes, label=what, shrink=min(1.0, 3 / height))
         return save_figure(figure, path)
 
 
 def _tick(position: int, label: str) -> str:
-    """A token as text that a figure can have: no line breaks, no markup."""
-    return f"{label!r}"[1:-1].replace("$", r"\$") + f"  {position}"
+    """A token and its position on one line."""
+    return f"{label!r}"[1:-1] + f"  {position}"

@@ -11,12 +11,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.checks import checked
-from mi_route2.hosts.base import Edit, Host
+from mi_route2.hosts.base import Edit, Host, one_after_another
 from mi_route2.patching.forwards import Row, Whole, plan, with_idle, writing
 from mi_route2.patching.grid import Grid
-from mi_route2.patching.question import CleanRun, Given, Positions, ask, places, refuse_dropout, refuse_foreign, widened
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, ask, places, refuse_dropout, refuse_foreign, widened
 from mi_route2.patching.sweep import REPLICAS, Pair, record
-from mi_route2.patching.targets import Choice, Target, choose, count_layers, known_sites
+from mi_route2.patching.targets import Choice, Target, choose
 from mi_route2.sites import Site, precedes
 from mi_route2.steering.specs import patch
 
@@ -31,7 +31,7 @@ def attribute(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float = 1.0,
     heads: bool = False,
     at: int | None = None,
@@ -41,6 +41,7 @@ def attribute(
     """The grid of ``sweep`` with estimates for scores (``kind="attribution"``); arguments and errors are the same.
 
     Two recorded forwards, one more and its backward, on every host and architecture. The parameters' gradients stay as they are.
+    ``ValueError`` for a metric that torch has no gradient of.
     """
     began = perf_counter()
     refuse_dropout(host)
@@ -62,7 +63,7 @@ def attribute(
         for position, columns in question.columns:
             values[target, position] = pair.scores[1] + float(change[list(columns)].sum())
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
-    layers = count_layers(host)
+    layers = len(host.layers())
     return pair.grid(targets, values, layers=layers, alpha=float(alpha), kind="attribution", forwards="whole", seconds=seconds)
 
 
@@ -74,6 +75,10 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
     with torch.enable_grad(), host.hooks({site: partial(_expose, exposed, site) for site in sites}):
         logits = host.logits(tokens)[:, -1]
         score = question.grader(logits, pair.clean.logits).sum()
+        if not score.requires_grad:
+            raise ValueError(
+                f"the metric {question.grader.metric} has no gradient: compute it with torch from the logits, or call sweep"
+            )
         found = torch.autograd.grad(score, [exposed[site] for site in sites], allow_unused=True)
     index = torch.tensor(list(question.sources), device=device)
     return {
@@ -102,7 +107,7 @@ def paths(
     received: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
@@ -130,7 +135,7 @@ def paths(
     running = Whole(host)
     pair = record(running, question, list(dict.fromkeys(target.site for target in given)))
     targets = pair.split(given, heads)
-    base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, known_sites(host))
+    base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
     columns = [p for p in places(received, question.corrupt) if p <= question.at]
     rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
     values, spread, prepared = {}, [], perf_counter()
@@ -146,7 +151,7 @@ def paths(
             bar.update(len(some))
     seconds = {"prepare": prepared - began, "cells": perf_counter() - prepared}
     said: dict[str, Any] = {"kind": "path", "replicas": spread, "forwards": "whole", "seconds": seconds}
-    return pair.grid(targets, values, layers=count_layers(host), alpha=float(alpha), **said)
+    return pair.grid(targets, values, layers=len(host.layers()), alpha=float(alpha), **said)
 
 
 def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
@@ -190,7 +195,7 @@ class _Base:
                 edits.setdefault(output, []).append(partial(_hold, which, value))
         for site, write in writing(rows, 0, len(next(iter(self.held.values())))).items():
             edits.setdefault(site, []).append(write)
-        running.under({site: partial(_one_after_another, some) for site, some in edits.items()}, len(rows))
+        running.under({site: partial(one_after_another, some) for site, some in edits.items()}, len(rows))
         return taken
 
     def _setting(self, site: Site, value: Tensor, columns: Sequence[int]) -> Edit:
@@ -227,13 +232,6 @@ def _set(heads: Sequence[int | None], taken: Tensor, columns: Sequence[int], val
         else:
             new[:, at, head] = taken[:, at, head]
     return new
-
-
-def _one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor:
-    for edit in edits:
-        new = edit(value)
-        value = value if new is None else new
-    return value
 
 
 def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) -> None:

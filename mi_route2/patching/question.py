@@ -2,11 +2,11 @@
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -119,20 +119,41 @@ def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurren
 METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType({"logit_diff": ("answer", "foil"), "logprob": ("answer",), "kl": ()})
 """Every metric, and the tokens that it takes."""
 
+Metric = str | Callable[[Tensor], Any]
+"""One of ``METRICS``, or a function of a run's logits ``[v]`` at the scored position that returns one number."""
+
+_FUNCTION = "function "
+"""What stands in front of a function's name: with its space no name of ``METRICS`` can be mistaken for a function's."""
+
 
 @dataclass(frozen=True)
 class Grader:
-    """A metric with its tokens. ``ValueError`` for an unknown metric, and where it lacks a token or was given one too many."""
+    """A metric with its tokens, or a ``function`` under its name, ``"function margin"``.
+
+    A file keeps only the name of a function, so a grader that was loaded cannot be called. ``ValueError`` for an unknown metric,
+    and where it lacks a token or was given one too many.
+    """
 
     metric: str
     answer: int | None = None
     foil: int | None = None
+    function: Callable[[Tensor], Any] | None = field(default=None, repr=False, compare=False)
+
+    @staticmethod
+    def of(metric: Metric, answer: int | None, foil: int | None) -> "Grader":
+        """The grader of a metric as a caller gives it."""
+        if not isinstance(metric, str):
+            return Grader(_FUNCTION + getattr(metric, "__name__", type(metric).__name__), answer, foil, metric)
+        if metric.startswith(_FUNCTION):
+            raise ValueError(f"the metric {metric!r} is a name that a grid keeps: give the function itself")
+        return Grader(metric, answer, foil)
 
     def __post_init__(self) -> None:
-        if self.metric not in METRICS:
-            raise ValueError(f"unknown metric {self.metric!r}: choose among {', '.join(METRICS)}")
+        own = self.metric.startswith(_FUNCTION)
+        if self.metric not in METRICS and not own:
+            raise ValueError(f"unknown metric {self.metric!r}: choose among {', '.join(METRICS)}, or give a function of the logits")
         for name in ("answer", "foil"):
-            token, takes = getattr(self, name), name in METRICS[self.metric]
+            token, takes = getattr(self, name), not own and name in METRICS[self.metric]
             if takes != (token is not None):
                 raise ValueError(
                     f"the metric {self.metric} {'needs' if takes else 'takes no'} {name}{'' if takes else ': leave it out'}"
@@ -150,6 +171,8 @@ class Grader:
     def __call__(self, logits: Float[Tensor, "n v"], clean: Float[Tensor, " v"]) -> Float[Tensor, " n"]:
         """Every row's score, in nats or logits. ``clean`` are the clean run's logits."""
         wide = widened(logits)
+        if self.metric.startswith(_FUNCTION):
+            return torch.stack([self._own(row) for row in wide])
         if self.metric == "logit_diff":
             return wide[:, self.answer] - wide[:, self.foil]
         chances = wide.log_softmax(-1)
@@ -157,6 +180,22 @@ class Grader:
             return chances[:, self.answer]
         target = widened(clean).log_softmax(-1)
         return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # a token of no chance adds nothing
+
+    def _own(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
+        """The function's score of one run; ``ValueError`` where that is not one finite number."""
+        if self.function is None:
+            raise ValueError(f"the {self.metric} was kept as only the name: sweep again with the function itself")
+        score = self.function(logits)
+        if isinstance(score, Tensor) and score.numel() != 1:
+            raise ValueError(
+                f"the metric {self.metric} returned a tensor of shape {list(score.shape)}: return one number for a run"
+            )
+        if not isinstance(score, Tensor | SupportsFloat):
+            raise ValueError(f"the metric {self.metric} returned a {type(score).__name__}: return one number for a run")
+        score = score.reshape(()).to(logits) if isinstance(score, Tensor) else logits.new_tensor(float(score))
+        if not score.isfinite():
+            raise ValueError(f"the metric {self.metric} returned {score.item()}: a score must be finite")
+        return score
 
 
 def widened(logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
@@ -357,7 +396,7 @@ def ask(
     corrupt: Given,
     *,
     positions: Positions = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     answer: int | str | None = None,
     foil: int | str | None = None,
     at: int | None = None,
@@ -376,7 +415,7 @@ def ask(
         if partner is None:
             raise ValueError(f"position {at} cannot be scored: it has no partner in the clean prompt ({alignment.summary})")
         clean_at = partner
-    grader = Grader(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
+    grader = Grader.of(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
     chosen = places(positions, other)
     sources, skipped = _partners(chosen, alignment, scored, clean_at)
     return Question(other, one, alignment, scored, clean_at, chosen, sources, skipped, grader, together)

@@ -16,8 +16,8 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.state import ModelState
 from mi_route2.patching.forwards import Forwards, Group, Record, Row, forwards, needed, plan, spent, with_idle
 from mi_route2.patching.grid import Cell, Grid
-from mi_route2.patching.question import CleanRun, Given, Positions, Question, ask, refuse_dropout, refuse_foreign
-from mi_route2.patching.targets import Choice, Target, choose, count_layers, seen_by, split
+from mi_route2.patching.question import CleanRun, Given, Metric, Positions, Question, ask, refuse_dropout, refuse_foreign
+from mi_route2.patching.targets import Choice, Target, choose, seen_by, split
 from mi_route2.sites import Site
 from mi_route2.steering.specs import patch
 
@@ -226,7 +226,7 @@ def prepare(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
@@ -247,7 +247,7 @@ def prepare(
     refuse_foreign(host, question, alpha)
     chosen, running = choose(host, sites), forwards(host, how)
     pair = record(running, question, list(dict.fromkeys(target.site for target in chosen)))
-    targets, layers = pair.split(chosen, heads), count_layers(host)
+    targets, layers = pair.split(chosen, heads), len(host.layers())
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
     groups = plan([row.place for row in rows], running.costs(), batch)
@@ -286,7 +286,7 @@ def sweep(
     positions: Positions = None,
     answer: int | str | None = None,
     foil: int | str | None = None,
-    metric: str = "logit_diff",
+    metric: Metric = "logit_diff",
     alpha: float | int = 1.0,
     heads: bool = False,
     together: bool = False,
@@ -306,9 +306,10 @@ def sweep(
         sites: a point for all layers (``"resid_pre"``, ``"kept_a"``), a glob (``"blocks.*.attn.q.kept_a"``), a ``Site``, a
             ``Target`` (one head), or several of these.
         positions: of the corrupt prompt: numbers, texts or ``Span``; all where it is ``None``.
-        answer: one token, an id or a text. ``kl`` takes none.
+        answer: one token, an id or a text. ``kl`` and functions take none.
         foil: likewise, for ``logit_diff`` alone.
-        metric: ``logit_diff``, ``logprob`` (nats) or ``kl`` of the clean from the patched distribution (nats).
+        metric: ``logit_diff``, ``logprob`` (nats), ``kl`` of the clean from the patched distribution (nats), or a function of one
+            run's logits ``[v]`` at the scored position, in float64, that returns a number.
         alpha: 1 replaces, 0 changes nothing.
         heads: q, k, v and z head by head.
         together: patch all positions at once, in one cell a site.

@@ -5,17 +5,14 @@ choose(host, ["blocks.*.attn.q.kept_a", Site(3, "z")])
 Target(Site(3, "z"), head=2)                        written blocks.3.z[2]
 """
 
-import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
-from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
+from mi_route2.architectures import HEADED
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
-from mi_route2.hosts.huggingface import branches
-from mi_route2.sites import Site, nearest, no_adapter
+from mi_route2.sites import Site
 
 _TARGET = re.compile(r"(.+?)(?:\[([0-9]+)\])?")
 _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
@@ -48,37 +45,7 @@ class Target:
 
 
 Choice = Site | Target | str | Iterable[Site | Target | str]
-"""Sites as a caller names them: one or several, each itself, a glob over their names, or a point for all layers."""
-
-
-def count_layers(host: Host) -> int:
-    """How many blocks the host's model has."""
-
-    def stands(layer: int) -> bool:
-        try:
-            host.address(Site(layer, "resid_pre"))
-        except KeyError:
-            return False
-        return True
-
-    return next(layer for layer in itertools.count() if not stands(layer))
-
-
-def known_sites(host: Host) -> list[Site]:
-    """Every site that the host's model has, layer by layer; those of attached adapters, as they are switched now, behind the
-    blocks' own."""
-    found = [site for layer in range(count_layers(host)) for point in POINTS if _stands(host, site := Site(layer, point))]
-    for name, (_, branch) in branches(host.model).items():
-        found += [Site.parse(f"{name}.{point}") for point in ADAPTER_POINTS if point in branch.fires]
-    return found
-
-
-def _stands(host: Host, site: Site) -> bool:
-    try:
-        host.address(site)
-    except ValueError:
-        return False
-    return True
+"""Sites as a caller names them: one or several, each itself, a name or glob (TransformerLens's too), or a point of all layers."""
 
 
 def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
@@ -86,7 +53,7 @@ def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
     given = [sites] if isinstance(sites, Site | Target | str) else list(sites)
     if not given:
         raise ValueError("no sites: name at least one, as 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
-    known = known_sites(host)
+    known = host.sites()
     return tuple(dict.fromkeys(target for one in given for target in _meant(host, one, known)))
 
 
@@ -100,15 +67,7 @@ def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Targ
 
 def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
     plain, head = (name, None) if not (found := _TARGET.fullmatch(name)) else (found[1], found[2])
-    chosen = [site for site in known if name == site.point or fnmatchcase(str(site), plain)]
-    if not chosen:
-        if name in POINTS:
-            host.address(Site(0, name))  # says why this architecture has none
-        if plain.rpartition(".")[2] in ADAPTER_POINTS and not branches(host.model):
-            raise no_adapter(name, ())
-        names = [*dict.fromkeys(site.point for site in known), *map(str, known)]
-        raise KeyError(f"no site matches {name!r}: the nearest are {nearest(name, names)}")
-    return [Target(site, None if head is None else int(head)) for site in chosen]
+    return [Target(site, None if head is None else int(head)) for site in host.find(plain, known)]
 
 
 def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, ...]:

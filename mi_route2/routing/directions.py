@@ -153,12 +153,20 @@ class Provenance:
     seed: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Directions:
     """``vectors[site]`` has unit norm: ``[*feature]``, or ``[k, *feature]`` for top-k (orthonormal rows; ``k`` may be 0)."""
 
     vectors: Mapping[str, Tensor]
     provenance: Provenance
+
+    def __repr__(self) -> str:
+        p = self.provenance
+        seed = "" if p.seed is None else f", seed {p.seed}"
+        return (
+            f"Directions({len(self.vectors)} sites, {p.fitter} on {p.kind}, step {p.step}{seed}, pairs {p.pairs_hash[:12]}, "
+            f"base {p.base_hash[:12]})"
+        )
 
     def overlap(self, other: "Directions") -> float:
         """Mean over sites of the cosine with ``other``; below .2 the direction has rotated off."""

@@ -1,5 +1,6 @@
 """What the pages print is runnable: Python blocks in order and without a network, command lines, the file of pairs."""
 
+import json
 import linecache
 import re
 import shlex
@@ -76,6 +77,18 @@ def test_every_block_runs(name: str, workplace: Path, monkeypatch: pytest.Monkey
     assert found
     for line, code in found:
         run_block(name, line, code, namespace)
+
+
+@pytest.mark.parametrize("name", ["route", "patch", "steer"])
+def test_every_notebook_runs(name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    page = f"docs/notebooks/{name}.ipynb"
+    book = json.loads((ROOT / page).read_text(encoding="utf-8"))
+    codes = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert len(codes) >= 3
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for i, code in enumerate(codes):
+        run_block(page, 1000 * i, code, namespace)  # a line of its own for each cell: sources are kept by page and line
 
 
 def test_the_readme_finds_hacks_that_the_pairs_never_showed(

@@ -374,3 +374,50 @@ def test_select_counts_orders_and_names_the_nearest() -> None:
         select(model, "blocks.*.attn.q", expect=5)
     with pytest.raises(KeyError, match="none at all"):
         select(nn.Sequential(nn.GELU()), "*")
+
+
+# ---- what they print
+
+
+def counted(adapters: Adapters, kind: str) -> str:
+    held = adapters.kept_parameters() if kind == "kept" else adapters.quarantine_parameters()
+    return f"{sum(p.numel() for p in held.values()):,} parameters"
+
+
+def test_printed_adapters_say_what_is_where_and_what_is_on() -> None:
+    adapters = make_policy(SPECS["lora"]).adapters
+    said = repr(adapters)
+    assert "12 Linears of MicroGPT" in said
+    assert "attn.q, attn.k, attn.v, attn.o, mlp.up, mlp.down in layers 0-1" in said
+    assert f"kept: LoRA of rank 4, {counted(adapters, 'kept')}" in said
+    assert f"quarantine: LoRA of rank 3, {counted(adapters, 'quarantine')}" in said
+    states = {"full": "kept, quarantine", "deployed": "kept", "reference": "nothing", "unrouted": "kept, quarantine (unrouted)"}
+    for name, on in states.items():
+        with switch(adapters, name):
+            assert repr(adapters).endswith(f"on: {on}")
+    with adapters.deployed(), adapters.merged():
+        assert repr(adapters).endswith("on: kept (merged)")
+    with adapters.recording(Tape(4, TOKENS.shape[1])):
+        assert repr(adapters).endswith("on: kept, quarantine (recording)")
+        adapters.model(TOKENS)
+    adapters.detach()
+    assert repr(adapters).endswith("on: nothing (detached)")
+
+
+def test_printed_adapters_tell_kinds_ranks_and_places_apart() -> None:
+    def said(spec: AdapterSpec, *patterns: str, model: nn.Module | None = None) -> str:
+        return repr(attach(model or make_model(), *patterns, spec=spec, generator=torch.Generator().manual_seed(0)))
+
+    lines = said(SPECS["svd-shared"], "blocks.0.*", "blocks.1.mlp.up", "unembed")
+    assert "mlp.up in layers 0-1" in lines
+    assert "attn.q, attn.k, attn.v, attn.o, mlp.down in layer 0" in lines
+    assert "unembed" in lines
+    assert "kept: SVD of ranks 13 to 16" in lines
+    assert "quarantine: shared of ranks 13 to 16" in lines
+    assert "quarantine: none" in said(AdapterSpec(kept="lora", rank=2, quarantine="none"), "blocks.*")
+    assert "kept: SVD (folded) of rank 16" in said(SPECS["svd-fold"], "blocks.*")
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), *(nn.Linear(4, 4) for _ in range(30)))
+    many = said(AdapterSpec("lora", rank=1), "*", model=plain)
+    assert "31 Linears of Sequential" in many
+    assert len(many) < 400
+    assert "and 25 more" in many

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from mi_route2.architectures import POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
-from mi_route2.patching import Target, attribute, paths, sweep
+from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
 from studies.environments.micro.model import MicroConfig, MicroGPT
 
@@ -262,3 +263,85 @@ def test_attribution_ranks_cells_of_a_trained_model_as_the_sweep_does() -> None:
     assert 0.5 < estimate.rank_correlation(exact) <= 1
     with pytest.raises(ValueError, match="other sites or positions"):
         exact.rank_correlation(sweep(host, sites="z", **question()))
+
+
+def rank_of_answer(logits: Tensor) -> float:
+    """No gradient: how many tokens are likelier than the answer."""
+    return float((logits > logits[..., ANSWER]).sum())
+
+
+def margin(logits: Tensor) -> Tensor:
+    """The answer against all other tokens: no metric of the package says that."""
+    return logits[..., ANSWER] - torch.cat([logits[..., :ANSWER], logits[..., ANSWER + 1 :]], -1).logsumexp(-1)
+
+
+@pytest.mark.parametrize("metric", [margin, rank_of_answer, lambda logits: logits[2].sin().item()])
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+def test_a_metric_of_ones_own_scores_cells_as_plain_hooks_do(metric: Any, how: str) -> None:
+    """Every cell against one forward under plain torch hooks in float64, scored by the same function."""
+    host, hand = adapted("Qwen3")
+    sites = [Site(0, "resid_pre"), Site(1, "z"), Site(1, "kept_a", "mlp.down")]
+    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites=sites, metric=metric, how=how, progress=False)
+    read, score = hand.read(CLEAN[None]), lambda logits: float(metric(logits.double()))
+    expected = [
+        [score(hand.logits(CORRUPT[None], site, [p], read[site][[p]])) for p in range(LENGTH)] for site in sites
+    ]  # fmt: skip
+    np.testing.assert_allclose(grid.values, expected, rtol=0, atol=1e-9)
+    assert (grid.clean, grid.corrupt) == pytest.approx((score(hand.run(CLEAN[None])), score(hand.run(CORRUPT[None]))), abs=1e-9)
+    assert grid.metric == f"function {metric.__name__}"
+
+
+def test_a_metric_of_ones_own_has_paths_and_attribution_where_torch_knows_its_slope() -> None:
+    host, _ = adapted("Qwen3")
+    named: dict[str, Any] = {"answer": ANSWER, "foil": FOIL}
+    own: dict[str, Any] = {"metric": lambda logits: logits[..., ANSWER] - logits[..., FOIL]}
+    given: dict[str, Any] = {"clean": CLEAN, "corrupt": CORRUPT}
+    for call, asked in (
+        (attribute, {"sites": ["z", "resid_mid"]}),
+        (paths, {"senders": Site(0, "mlp_out"), "receivers": Site(1, "k"), "progress": False}),
+    ):
+        np.testing.assert_allclose(
+            call(host, **given, **asked, **own).values, call(host, **given, **asked, **named).values, atol=1e-12
+        )
+    ahead, back = (sweep(host, **given, sites="z", metric=margin, alpha=alpha, progress=False) for alpha in (3e-3, -3e-3))
+    estimate, slope = attribute(host, **given, sites="z", metric=margin), (ahead.values - back.values) / 6e-3
+    np.testing.assert_allclose(estimate.effect, slope, rtol=0, atol=1e-3 * np.abs(slope).max())
+    for blind in (rank_of_answer, lambda logits: margin(logits).detach()):
+        with pytest.raises(ValueError, match=r"has no gradient.*sweep"):
+            attribute(host, **given, sites="z", metric=blind)
+
+
+def test_a_metric_of_ones_own_says_what_does_not_fit() -> None:
+    host, _ = adapted("Qwen3")
+    given: dict[str, Any] = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "z", "progress": False}
+    for asked, said in (
+        ({"metric": margin, "answer": 4}, "takes no answer: leave it out"),
+        ({"metric": margin, "foil": 4}, "takes no foil: leave it out"),
+        ({"metric": lambda logits: logits}, r"returned a tensor of shape \[\d+\].*one number"),
+        ({"metric": lambda logits: None}, "returned a NoneType.*one number"),
+        ({"metric": lambda logits: float("nan")}, "returned nan.*finite"),
+        ({"metric": "margin"}, "unknown metric 'margin': choose among logit_diff, logprob, kl, or give a function"),
+        ({"metric": "function margin"}, "give the function itself"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sweep(host, **given, **asked)
+    with pytest.raises(TypeError, match="sweep: metric must be"):
+        sweep(host, **given, metric=3)
+
+
+def test_a_grid_of_a_metric_of_ones_own_loads_under_its_name(tmp_path: Path) -> None:
+    """A function called like a metric of the package is not taken for it, in the file too; only its name is kept."""
+
+    def kl(logits: Tensor) -> Tensor:
+        return margin(logits)
+
+    host, _ = adapted("Qwen3")
+    grid = sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="z", metric=kl, progress=False)
+    grid.save(tmp_path / "own.safetensors")
+    again = Grid.load(tmp_path / "own.safetensors")
+    np.testing.assert_array_equal(again.values, grid.values)
+    assert again.metric == again.to_json()["metric"] == "function kl"
+    assert (again.grader, again.recovered.tolist()) == (grid.grader, grid.recovered.tolist())
+    with pytest.raises(ValueError, match="only the name"):
+        again.grader(torch.zeros(1, VOCAB), torch.zeros(VOCAB))
+    grid.heatmap(tmp_path / "own.svg")

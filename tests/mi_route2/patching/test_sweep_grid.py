@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import sys
+from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -175,3 +179,108 @@ def test_a_heatmap_is_drawn(grid: Grid, tmp_path: Path) -> None:
     assert "recovered" in svg if grid.defined else "change of logit_diff" in svg
     with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf"):
         grid.heatmap(tmp_path / "map.gif")
+
+
+GRIDS = pytest.mark.parametrize("grid", [make(), together(), make(clean=1.0)], ids=["recovered", "together", "undefined"])
+
+
+@GRIDS
+def test_a_table_has_a_row_for_every_cell(grid: Grid) -> None:
+    table = grid.to_pandas()
+    assert list(table.columns) == ["site", "layer", "point", "head", "position", "token", "value", "recovered"]
+    assert len(table) == grid.values.size
+    for i, row in enumerate(table.to_dict("records")):
+        cell = grid.cell(*divmod(i, len(grid.columns)))
+        site = cell.target.site
+        assert (row["site"], row["point"]) == (str(cell.target), site.point)
+        for name, expected in (("layer", site.layer), ("head", cell.target.head), ("position", cell.position)):
+            assert pd.isna(row[name]) if expected is None else row[name] == expected
+        assert row["token"] == ("all" if cell.position is None else grid.labels[grid.positions.index(cell.position)])
+        np.testing.assert_equal(row["value"], cell.value)
+        np.testing.assert_equal(row["recovered"], (cell.value - grid.corrupt) / 4 if grid.defined else np.nan)
+    text = table.to_csv(index=False)
+    np.testing.assert_array_equal(pd.read_csv(StringIO(text))["value"], table["value"])
+
+
+class Cells(HTMLParser):
+    """What a browser would show of a table: text and title of every cell; and everything that it would load from elsewhere."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.titles: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = dict(attrs)
+        self.tags.append(tag)
+        self.loads += [f"{tag} {name}" for name in ("src", "href") if name in named] + ["url"] * ("url(" in str(named.get("style")))
+        if tag == "td":
+            self.titles.append(str(named["title"]))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@GRIDS
+def test_a_notebook_shows_every_cell_and_loads_nothing(grid: Grid) -> None:
+    page = Cells(grid._repr_html_())
+    assert len(page.titles) == grid.values.size
+    assert not page.loads
+    assert any("blocks.5.z[1]" in title and "-4" in title for title in page.titles) or grid.together
+    assert grid.metric in page.text
+    assert ("recovered" if grid.defined else "change of logit_diff") in page.text
+
+
+def test_a_token_is_text_in_a_page_and_a_figure_and_no_markup() -> None:
+    grid = make(labels=("<script>", "a", "b", "</td><img src=x>"))
+    page = Cells(grid._repr_html_())
+    assert not {"script", "img"} & set(page.tags)
+    assert any("<script>" in title for title in page.titles)
+    assert "<script>" not in str(grid.interactive().to_dict())
+
+
+def test_of_a_large_grid_the_cells_with_an_effect_are_shown() -> None:
+    values = np.ones((100, 90))
+    values[70, 80] = 3.0
+    sites = tuple(Target(Site(layer, "resid_pre")) for layer in range(100))
+    grid = make(values, sites=sites, positions=tuple(range(90)), labels=("t",) * 90, skipped=(), layers=100, at=89)
+    page = Cells(grid._repr_html_())
+    assert len(page.titles) < 2000
+    assert any(title.startswith("blocks.70.resid_pre, position 80") for title in page.titles)
+    assert "of 100 sites" in page.text
+    assert "of 90 positions" in page.text
+
+
+@GRIDS
+def test_an_interactive_figure_tells_every_cell_when_pointed_at(grid: Grid) -> None:
+    figure = grid.interactive()
+    (heat,) = figure.data
+    expected = grid.recovered if grid.defined else grid.effect
+    np.testing.assert_array_equal(np.asarray(heat.z, dtype=float), expected)
+    assert heat.zmin == -heat.zmax == -np.nanmax(np.abs(expected))
+    told = heat.customdata[1][0]
+    assert list(told[:1]) == ["blocks.5.z[1]"]
+    value = grid.values[1, 0]
+    assert f"{value:.6g}" in told
+    assert (f"{grid.recovered[1, 0]:.4g}" if grid.defined else "not defined") in told
+    for name in ("site", "token", "value", "recovered"):
+        assert f"{name} %{{customdata" in heat.hovertemplate
+    page = figure.to_html(include_plotlyjs=False)
+    assert "cdn" not in page
+
+
+def test_without_plotly_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'mi-route2\[plotly\]'"):
+        make().interactive()
+
+
+def test_a_grid_prints_as_what_it_found() -> None:
+    said = repr(make())
+    assert len(said) < 300
+    for word in ("logit_diff", "3 sites x 4 positions", "clean 5", "corrupt 1", "blocks.5.z[1] at 3", "-4"):
+        assert word in said
+    assert "all positions together" in repr(together())

@@ -16,7 +16,7 @@ from mi_route2.hosts import Host, open_host
 from mi_route2.patching import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
 from mi_route2.patching.forwards import Costs, needed, plan, spent
 from mi_route2.patching.question import places, read
-from mi_route2.patching.targets import choose, known_sites
+from mi_route2.patching.targets import choose
 from mi_route2.sites import Site
 from studies.environments.micro.language import Vocabulary
 
@@ -215,7 +215,7 @@ def test_lanes_that_are_switched_off_or_merged_are_no_sites() -> None:
     points = {"on": {"kept_a", "kept_out", "quarantine_out"}, "deployed": {"kept_a", "kept_out"}, "merged": set()}
     for state, switched in (("on", adapters.full), ("deployed", adapters.deployed), ("merged", adapters.merged)):
         with switched():
-            assert {site.point for site in known_sites(adapted) if site.linear} == points[state]
+            assert {site.point for site in adapted.sites() if site.linear} == points[state]
     with adapters.deployed(), pytest.raises(KeyError, match="no site matches 'quarantine_out'"):
         sweep(adapted, **{**ASKED, "sites": "quarantine_out"})
 

@@ -327,3 +327,11 @@ def test_the_base_hash_is_of_the_frozen_weights_alone() -> None:
         policy.model.blocks[1].mlp.down.weight[0, 0] += 1e-6  # pyright: ignore
     assert policy.adapters.base_hash != make_policy(SPECS["svd"]).adapters.base_hash
     assert make_model().blocks[1].mlp.down.weight.shape == (16, 40)  # pyright: ignore
+
+
+def test_printed_directions_say_where_they_came_from() -> None:
+    policy = make_policy(SPECS["lora"])
+    said = repr(persona(policy, "act").fit(policy, 3))
+    assert len(said) < 200
+    for word in ("12 sites", "persona", "act", "step 3", "pairs-h"):
+        assert word in said
