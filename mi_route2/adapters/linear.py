@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
-from mi_route2.adapters.tape import L1, NO_MASK, Lane, ReadOutput, Refuse, Tape, apply_factor, requested
+from mi_route2.adapters.tape import L1, NO_MASK, Gate, ReadOutput, Refuse, Tape, apply_factor, requested
 from mi_route2.sites import Slot
 
 
@@ -52,11 +52,11 @@ class SVDKept(nn.Module):
         self,
         x: Float[Tensor, "*batch d_in"],
         tape: Tape | None,
-        lane: Lane | None,
+        gate: Gate | None,
         site: str,
         point: Callable[[Tensor], Tensor] = same,
     ) -> Float[Tensor, "*batch d_out"]:
-        return apply_factor(point(self.bottleneck(x)), self.dS, tape, lane, site, "dS") @ self.U.mT
+        return apply_factor(point(self.bottleneck(x)), self.dS, tape, gate, site, "dS") @ self.U.mT
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
         """The weight that this adapter adds."""
@@ -94,19 +94,19 @@ class LoRA(nn.Module):
         self.B = nn.Parameter(torch.zeros(weight.shape[0], rank, dtype=self.A.dtype, device=self.A.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
-        """``A x``, without a lane."""
+        """``A x``, without a gate."""
         return x @ self.A.to(x.dtype).mT
 
     def forward(
         self,
         x: Float[Tensor, "*batch d_in"],
         tape: Tape | None,
-        lane: Lane | None,
+        gate: Gate | None,
         site: str,
         point: Callable[[Tensor], Tensor] = same,
     ) -> Float[Tensor, "*batch d_out"]:
-        a = apply_factor(x, self.A, tape, lane, site, "A")
-        return apply_factor(point(a), self.B, tape, lane, site, "B")
+        a = apply_factor(x, self.A, tape, gate, site, "A")
+        return apply_factor(point(a), self.B, tape, gate, site, "B")
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
         """The weight that this adapter adds."""
@@ -133,13 +133,13 @@ class SharedQuarantine(nn.Module):
         self.shared = nn.Parameter(torch.zeros_like(getattr(kept, kept.scored)))
 
     def forward(
-        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, lane: Lane | None, site: str
+        self, x: Float[Tensor, "*batch d_in"], tape: Tape | None, gate: Gate | None, site: str
     ) -> Float[Tensor, "*batch d_out"]:
         (kept,) = self._kept
         if isinstance(kept, SVDKept):
-            return apply_factor(kept.bottleneck(x), self.shared, tape, lane, site, "shared") @ kept.U.mT
+            return apply_factor(kept.bottleneck(x), self.shared, tape, gate, site, "shared") @ kept.U.mT
         # A belongs to the kept adapter: what the quarantine learns must not reach it.
-        return apply_factor(x @ kept.A.detach().to(x.dtype).mT, self.shared, tape, lane, site, "shared")
+        return apply_factor(x @ kept.A.detach().to(x.dtype).mT, self.shared, tape, gate, site, "shared")
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
         """The weight that this adapter adds."""
@@ -231,14 +231,14 @@ class Branch(nn.Module):
         if y is None:
             y = self._folded_kept(x, tape)
         elif board.kept:
-            y = y + self.hook_kept(self.kept(x, tape, self._lane("kept"), self.site, self.hook_kept_a))
+            y = y + self.hook_kept(self.kept(x, tape, self._gate("kept"), self.site, self.hook_kept_a))
         if board.quarantine and self.quarantine is not None:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
         if tape is not None and torch.is_grad_enabled():
             tape.without_quarantine |= self.quarantine is not None and not board.quarantine
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
-            elif tape.kept is None and y is not None and y.requires_grad:  # no lane notes the backward
+            elif tape.kept is None and y is not None and y.requires_grad:  # no gate notes the backward
                 y.register_hook(partial(_note, tape, self.site))
         elif tape is None and board.kept and torch.is_grad_enabled() and self.mask_requested:
             y.register_hook(partial(_refuse_unmasked, self.site))  # pyright: ignore[reportOptionalMemberAccess]
@@ -249,7 +249,7 @@ class Branch(nn.Module):
         """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
         return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
 
-    def _lane(self, adapter: Literal["kept", "quarantine"]) -> Lane | None:
+    def _gate(self, adapter: Literal["kept", "quarantine"]) -> Gate | None:
         """What this adapter learns by; ``None``: ordinary autograd."""
         tape = self._board.tape
         if tape is None:
@@ -258,23 +258,23 @@ class Branch(nn.Module):
 
     def _read(self, x: Tensor, tape: Tape) -> None:
         rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
-        if not tape.saw_forward(self.site, self.hook_mask):
+        if not tape.saw_forward(self.site):
             return  # a replay shows what was seen before
         if tape.inputs is not None:
             tape.inputs.read(self.site, rows)
         if tape.kept is not None and self._board.kept:
-            tape.kept.decide(self.site)
+            tape.kept.called(self.site, self.hook_mask)
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
-        kept, lane = self.kept, self._lane("kept")
+        kept, gate = self.kept, self._gate("kept")
         assert isinstance(kept, SVDKept)
         a = self.hook_kept_a(kept.bottleneck(x))
-        scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, lane, self.site, "dS")
+        scaled = a * self.S.to(a.dtype) + apply_factor(a, kept.dS, tape, gate, self.site, "dS")
         return functional.linear(scaled, kept.U, self._slot[0].module.bias)  # pyright: ignore[reportArgumentType]
 
     def _quarantined(self, x: Tensor, tape: Tape | None) -> Tensor:
         assert self.quarantine is not None
-        y = self.quarantine(x, tape, self._lane("quarantine"), self.site)
+        y = self.quarantine(x, tape, self._gate("quarantine"), self.site)
         if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
             real = None if tape.real is None else tape.real.reshape(y.shape[:-1])
             y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)

@@ -1,7 +1,7 @@
 """One recorded pass: what the adapters may learn from it, and what is read off on the way.
 
-A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Lane`` for the kept adapter and
-one for the quarantine: a lane sees each factor's per-rollout gradient inside the backward and answers with the gradient that
+A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Gate`` for the kept adapter and
+one for the quarantine: a gate sees each factor's per-rollout gradient inside the backward and answers with the gradient that
 the parameter receives. Readers watch the input of every site in the forward, or the pair (input, gradient at the output) in
 the backward. The layout is stated by whoever makes the tape and is never guessed from a tensor's shape: ``[b * s, d]`` read as
 rollouts would flag tokens.
@@ -13,7 +13,7 @@ refused: gradients accumulate over tapes.
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,50 +25,59 @@ from torch.autograd.function import once_differentiable
 from mi_route2.adapters.gradients import Diagonal, FactorGradient, Pairs
 from mi_route2.checks import checked
 
+Hooks = Callable[[Tensor], Tensor]
+"""A site's mask point: takes a mask and returns what the hooks there make of it."""
+
 
 @runtime_checkable
-class Lane(Protocol):
-    """Decides what the factors of one adapter learn in one pass."""
+class Gate(Protocol):
+    """Decides which gradients pass to the factors of one adapter in one forward and backward."""
 
     detach: bool
-    """Whether what is flagged (weight 0) also sends no gradient through the adapter to its input."""
+    """True if what is flagged (mask 0) also sends no gradient through the adapter to its input."""
+
+    def called(self, site: str, point: Hooks) -> None:
+        """Note a call of the site in the forward, after readers saw its input; ``point`` runs the hooks at its mask."""
+        ...
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
-        """The gradient of the factor; ``None`` where it is assigned after the backward."""
+        """Return the gradient of the factor, or ``None`` if it is assigned after the backward."""
         ...
 
-    def weights(self, site: str) -> Tensor:
-        """``[b]`` or ``[b, s]``, 0 where flagged at this site; asked for only where ``detach`` is set."""
-        ...
-
-    def decide(self, site: str) -> None:
-        """Told at each call of the site in the forward, once its input was read: what is decided by then may be settled now."""
+    def mask(self, site: str) -> Tensor:
+        """Return ``[b]`` or ``[b, s]``, 0 where flagged at this site; read only if ``detach`` is set, after ``gradient``."""
         ...
 
 
 class LearnNothing:
-    """A lane under which an adapter stays in the forward and learns nothing; what ``like`` flags sends nothing through it."""
+    """A gate that lets nothing pass: the adapter stays in the forward and learns nothing.
 
-    def __init__(self, like: Lane | None = None):
+    What the gate ``like`` flags also sends no gradient through the adapter.
+    """
+
+    def __init__(self, like: Gate | None = None):
         self.detach, self._like = like is not None, like
+
+    def called(self, site: str, point: Hooks) -> None:
+        if self._like is not None:
+            self._like.called(site, point)
 
     def gradient(self, site: str, factor: str, pair: object) -> None:
         return None
 
-    def decide(self, site: str) -> None:
-        if self._like is not None:
-            self._like.decide(site)
-
-    def weights(self, site: str) -> Tensor:
+    def mask(self, site: str) -> Tensor:
         if self._like is None:
-            raise RuntimeError(f"a lane that blocks nothing has no weights (asked at {site})")
-        return self._like.weights(site)
+            raise RuntimeError(f"a gate that flags nothing has no mask (asked at {site})")
+        return self._like.mask(site)
 
 
 class Refuse:
-    """The lane of a forward without a tape: such a forward may be differentiated, but no adapter learns from it unless asked."""
+    """The gate of a forward without a tape: such a forward may be differentiated, but no adapter learns from it unless asked."""
 
     detach = False
+
+    def called(self, site: str, point: Hooks) -> None:
+        return None
 
     def gradient(self, site: str, factor: str, pair: object) -> None:
         raise RuntimeError(
@@ -77,11 +86,8 @@ class Refuse:
             "or say that both adapters may learn from everything, with adapters.unrouted()"
         )
 
-    def decide(self, site: str) -> None:
-        return None
-
-    def weights(self, site: str) -> Tensor:
-        raise RuntimeError(f"a forward without a tape has no weights (asked at {site})")
+    def mask(self, site: str) -> Tensor:
+        raise RuntimeError(f"a forward without a tape has no mask (asked at {site})")
 
 
 @runtime_checkable
@@ -100,9 +106,9 @@ class OutputReader(Protocol):
 
 @checked
 class Tape:
-    """The state of one forward and backward: layout, lanes and readers.
+    """The state of one forward and backward: layout, gates and readers.
 
-    ``kept`` and ``quarantine`` are lanes; ``None`` leaves that adapter to ordinary autograd. ``l1`` adds
+    ``kept`` and ``quarantine`` are gates; ``None`` leaves that adapter to ordinary autograd. ``l1`` adds
     ``l1 * mean |quarantine output|``, averaged over sites, to the loss by its exact gradient; positions that ``real`` marks
     False (padding) count as 0 in that mean.
     """
@@ -112,8 +118,8 @@ class Tape:
         rollouts: int,
         tokens: int,
         *,
-        kept: Lane | None = None,
-        quarantine: Lane | None = None,
+        kept: Gate | None = None,
+        quarantine: Gate | None = None,
         inputs: InputReader | None = None,
         outputs: OutputReader | None = None,
         l1: float = 0.0,
@@ -128,7 +134,6 @@ class Tape:
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
         self.without_quarantine = False
         """Whether a forward that could be learnt from ran while there was a quarantine and it was switched off."""
-        self._forward: dict[str, nn.Module | None] = {}
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._reports: Counter[tuple[str, str]] = Counter()
@@ -144,27 +149,17 @@ class Tape:
             "give the tape the layout of the batch that the model runs"
         )
 
-    def saw_forward(self, site: str, mask: nn.Module | None = None) -> bool:
-        """Note that ``site`` runs; whether this is a call of its own and no replay under gradient checkpointing.
+    def saw_forward(self, site: str) -> bool:
+        """Note that ``site`` runs; return True if this is a call of its own, False for a replay under gradient checkpointing.
 
-        ``mask`` is the site's point for masks, where hooks may overrule them. ``RuntimeError`` for a forward after the backward.
+        ``RuntimeError`` for a forward after the backward.
         """
         if in_backward():
             return False
         if self._backward:
             raise RuntimeError(f"{site} runs again after the backward of its tape: {_ONE_BACKWARD}")
-        self._forward[site] = mask
         self._calls[site] += 1
         return True
-
-    def mask(self, site: str, keep: Tensor) -> Tensor:
-        """``keep`` (1 learn, 0 flagged) after the hooks at the site's mask point; ``ValueError`` where they give no such mask."""
-        point = self._forward.get(site)
-        new = keep if point is None else point(keep)
-        if not isinstance(new, Tensor) or new.shape != keep.shape:
-            got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
-            raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(keep.shape)}")
-        return new
 
     def saw_backward(self, site: str, what: str, again: bool = False) -> None:
         """Note that ``site`` reported the gradient of ``what``. ``RuntimeError`` if one call reports it twice: ``again`` from the
@@ -176,7 +171,7 @@ class Tape:
 
     def assert_fired(self, sites: Iterable[str], *, backward: bool) -> None:
         """Raise ``RuntimeError`` naming each site that did not run in the forward (or report in the backward)."""
-        missing = [site for site in sites if site not in (self._backward if backward else self._forward)]
+        missing = [site for site in sites if site not in (self._backward if backward else self._calls)]
         if missing:
             what = "report a gradient" if backward else "run"
             raise RuntimeError(
@@ -222,12 +217,12 @@ def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
 
 
 class RoutedFactor(torch.autograd.Function):
-    """``multiply`` whose factor gradient is the lane's answer."""
+    """``multiply`` whose factor gradient is the gate's answer."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, lane: Lane, site: str, name: str) -> Tensor:
+    def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, gate: Gate, site: str, name: str) -> Tensor:
         ctx.save_for_backward(h, factor)
-        ctx.routing, ctx.reported = (tape, lane, site, name), False
+        ctx.routing, ctx.reported = (tape, gate, site, name), False
         return multiply(h, factor)
 
     @staticmethod
@@ -235,18 +230,18 @@ class RoutedFactor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         h, factor = ctx.saved_tensors
-        # Detached: a lane that holds h would otherwise hold the graph, whose node holds the lane, and none would ever be freed.
+        # Detached: a gate that holds h would otherwise hold the graph, whose node holds the gate, and none would ever be freed.
         h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
-        tape, lane, site, name = ctx.routing
-        report(ctx, tape, site, f"{'kept' if lane is tape.kept else 'quarantine'}.{name}")
+        tape, gate, site, name = ctx.routing
+        report(ctx, tape, site, f"{'kept' if gate is tape.kept else 'quarantine'}.{name}")
         pair_type = Diagonal if factor.ndim == 1 else Pairs
-        answer = lane.gradient(site, name, pair_type(tape.rows(h), tape.rows(dy)))
+        answer = gate.gradient(site, name, pair_type(tape.rows(h), tape.rows(dy)))
         dh = None
         if ctx.needs_input_grad[0]:
             cast = factor.to(dy.dtype)
             dh = dy * cast if factor.ndim == 1 else dy @ cast
-            if lane.detach:
-                keep = (lane.weights(site) != 0).to(dh.dtype)
+            if gate.detach:
+                keep = (gate.mask(site) != 0).to(dh.dtype)
                 keep = keep if keep.ndim == 2 else keep[:, None].expand(-1, tape.tokens)
                 dh = dh * keep.reshape(*dh.shape[:-1], 1)
         return dh, None if answer is None else answer.to(factor.dtype), None, None, None, None
@@ -291,26 +286,26 @@ class L1(torch.autograd.Function):
         return grads[0] + ctx.weight * sign, None, None
 
 
-def _ask(lane: Lane, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
-    """Tell ``lane`` of a gradient that this backward adds to a ``.grad``: ``torch.autograd.grad`` reads and trains nothing."""
+def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
+    """Tell ``gate`` of a gradient that this backward adds to a ``.grad``: ``torch.autograd.grad`` reads and trains nothing."""
     try:
         stored = torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
         return
     if stored:
-        lane.gradient(site, name, gradient)  # pyright: ignore[reportArgumentType]
+        gate.gradient(site, name, gradient)  # pyright: ignore[reportArgumentType]
 
 
-def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, lane: Lane | None, site: str, name: str) -> Tensor:
-    """``multiply`` under the lane of the open tape, or plain where there is none; without a tape a lane refuses gradients."""
-    if lane is None or not torch.is_grad_enabled():
+def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, gate: Gate | None, site: str, name: str) -> Tensor:
+    """``multiply`` under the gate of the open tape, or plain if there is none; without a tape a gate refuses gradients."""
+    if gate is None or not torch.is_grad_enabled():
         return multiply(h, factor)
     if tape is None:
         if factor.requires_grad and not torch.compiler.is_compiling():
             factor = factor.view_as(factor)  # a hook at the parameter itself would stay there
             if factor.grad_fn is not None:  # a transform of torch.func returns gradients and stores none
-                factor.register_hook(partial(_ask, lane, site, name, factor.grad_fn.next_functions[0][0]))
+                factor.register_hook(partial(_ask, gate, site, name, factor.grad_fn.next_functions[0][0]))
         return multiply(h, factor)
-    out = RoutedFactor.apply(h, factor, tape, lane, site, name)
+    out = RoutedFactor.apply(h, factor, tape, gate, site, name)
     assert isinstance(out, Tensor)
     return out

@@ -16,13 +16,15 @@ from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written
 from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.adapters.linear import Branch, SVDKept
 from mi_route2.adapters.svd import decompose
-from mi_route2.adapters.tape import LearnNothing, Tape
+from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.validation import Natural, read_record, validated
 
 FeatureKind = Literal["act", "grad", "full"]
 Features = Mapping[str, Feature]
+SCORED = frozenset({"dS", "B"})
+"""The factor of a kept adapter whose gradient is a ``grad`` feature."""
 
 
 def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
@@ -38,16 +40,16 @@ def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
 
 
 class ActivationReader:
-    """Pools each site's input over predictor positions as the forward runs; ``features()`` gives ``Vh`` times the mean.
+    """Reader of activation features in the forward: ``Vh`` times each site's mean input over predictor positions.
 
-    The mean commutes with ``Vh``, so the projection is of one vector a rollout.
+    The mean commutes with ``Vh``, so one vector a rollout is projected.
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
         self._mask = predictors
         self._count = predictors.sum(dim=1, keepdim=True).clamp_min(1)
         self._basis = basis
-        self._features: dict[str, list[Written]] = {}
+        self._calls: dict[str, list[Written]] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         dtype = wide(x.dtype)
@@ -55,11 +57,12 @@ class ActivationReader:
         kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
         mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
         feature = Written(mean @ self._basis[site].to(mean).mT, mean.norm(dim=1))
-        self._features.setdefault(site, []).append(feature)
+        self._calls.setdefault(site, []).append(feature)
 
+    @property
     def features(self) -> dict[str, Written]:
-        """The mean over the calls of a site, which are one but where modules are shared."""
-        return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._features.items()}
+        """The mean over the calls of each site; there are several only if the model shares modules."""
+        return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._calls.items()}
 
 
 def _mean(calls: list[Written]) -> Written:
@@ -69,27 +72,26 @@ def _mean(calls: list[Written]) -> Written:
 
 
 class GradientReader:
-    """A lane that learns nothing and holds each rollout's gradient on the scored factor."""
+    """A gate that lets nothing pass and holds each rollout's gradient on the scored factor."""
 
     detach = False
 
-    def __init__(self, scored: frozenset[str] = frozenset({"dS", "B"})):
-        self._scored = scored
+    def __init__(self) -> None:
         self.features: dict[str, FactorGradient | Written] = {}
 
-    def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
-        if factor in self._scored:
-            self.features[site] = added(self.features.get(site), compact(pair, scored=True))
-
-    def decide(self, site: str) -> None:
+    def called(self, site: str, point: Hooks) -> None:
         return None
 
-    def weights(self, site: str) -> Tensor:
-        raise RuntimeError(f"a reading lane has no weights (asked at {site})")
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
+        if factor in SCORED:
+            self.features[site] = added(self.features.get(site), compact(pair, scored=True))
+
+    def mask(self, site: str) -> Tensor:
+        raise RuntimeError(f"a gate that only reads has no mask (asked at {site})")
 
 
 class FullGradientReader:
-    """Holds the pair (x, dL/dy) of every site: its inner products and norms are those of ``G_b``."""
+    """Reader of full-weight gradients: the pair (x, dL/dy) of each site, whose inner products and norms are those of ``G_b``."""
 
     def __init__(self) -> None:
         self.features: dict[str, FactorGradient | Written] = {}
@@ -113,13 +115,13 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
             acts = ActivationReader(rollouts.predictors, basis)
             with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts)):
                 policy.forward(policy.model, rollouts.tokens, rollouts.attention)
-            return acts.features()
-        lane, full = GradientReader(), FullGradientReader()
-        tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=lane)
+            return acts.features
+        grad, full = GradientReader(), FullGradientReader()
+        tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=grad)
         with torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(policy.adapters.sites, backward=True)
-        return full.features if kind == "full" else lane.features
+        return full.features if kind == "full" else grad.features
 
 
 FORMAT = "mi-route2 directions 1"

@@ -1,22 +1,28 @@
-"""From features to flags to weights: what the kept adapter's lane does at each module, within one part of a batch.
+"""Mask routes: rollouts or tokens that the kept adapter learns nothing from.
 
-A lane is told of every factor's gradient, a module at a time. Where its flags exist by then it weighs the gradient at once; where
-they need every module (a pooled gradient score) it holds what it was told until the step is finished.
+    s_b^m  = cos(f_b^m, v^m)                       score of rollout b at module m;  pooled: s_b = mean_m s_b^m
+    flag_b = s_b > tau  and  A_b > 0               A_b > 0 only if ``reinforced_only``
+    mask_b = 1 - flag_b                            hooks at ``hook_mask`` have the last word
+    w_b    = mask_b * (eta if K_b < 0 else 1)      K: the kept advantage, eta: ``negative_scale``
+    kept gradient = sum_b w_b g_b
+
+Scores, flags and weights are the pure functions below. What differs between specs is when a score exists (``MaskSpec.decided_at``);
+what has to be held until then is the state of a ``MaskGate``, one for each micro-batch, and nowhere else.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding
-from mi_route2.adapters.tape import LearnNothing, Tape
+from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
 from mi_route2.routing.directions import (
+    SCORED,
     ActivationReader,
     Directions,
     FeatureKind,
@@ -41,311 +47,302 @@ from mi_route2.routing.routes import (
     check_step,
     chunks,
     refit,
-    trainable,
+    trained_gradients,
 )
 from mi_route2.routing.spec import MaskSpec, Through
 
-SCORED = frozenset({"dS", "B"})
+Scores = Float[Tensor, " b"] | Float[Tensor, "b s"]
+Flags = Bool[Tensor, " b"] | Bool[Tensor, "b s"]
+Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
+"""1 learn, 0 flagged; hooks may give any type and any value between."""
+
+
+# ---- the maths: scores -> flags -> weights
 
 
 def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
-    """``cos(feature_b, v)``; 0 for a rollout whose feature is 0 (it has nothing to flag), or rounding: a norm up to ``floor``."""
+    """``cos(f_b, v)``; 0 if the feature is 0 (it has nothing to flag) or rounding: a norm up to ``floor``."""
     inner, norms = feature.inner(v), feature.norms()
     real = norms > (rounding([feature]) if floor is None else floor)
     return torch.where(real, inner / torch.where(real, norms * v.norm(), torch.ones_like(norms)), torch.zeros_like(inner))
 
 
-def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
-    """The mean over modules of the cosine."""
+def module_scores(features: Features, directions: Directions) -> dict[str, Float[Tensor, " b"]]:
+    """``s_b^m = cos(f_b^m, v^m)`` for every module m that has a direction; ``RuntimeError`` if one has no feature."""
     missing = directions.vectors.keys() - features.keys()
     if missing:
         raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
-    # In name order, so that directions read back from a file give the same sum to the last bit.
     floor = floors(features, directions.provenance.kind)
-    cosines = [cosine(features[site], directions.vectors[site], floor[site]) for site in sorted(directions.vectors)]
-    return torch.stack(cosines).mean(dim=0)
+    # In name order, so that directions read back from a file give the same pooled sum to the last bit.
+    return {site: cosine(features[site], directions.vectors[site], floor[site]) for site in sorted(directions.vectors)}
+
+
+def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
+    """``s_b = mean_m cos(f_b^m, v^m)``."""
+    return torch.stack(list(module_scores(features, directions).values())).mean(dim=0)
+
+
+def token_scores(
+    x: Float[Tensor, "b s d_in"], predictors: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
+) -> Float[Tensor, "b s"]:
+    """``s_bt = cos(Vh x_bt, v)`` on predictors, -1 elsewhere."""
+    # where, not a product: padding may hold anything, NaN included
+    a = torch.where(predictors[..., None], x, torch.zeros_like(x)) @ Vh.to(x).mT
+    scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1)
+    return torch.where(predictors, scores, torch.full_like(scores, -1.0))
+
+
+def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], predictors: Bool[Tensor, "b s"]) -> Flags:
+    """``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors alone."""
+    flags = scores > spec.tau
+    if spec.reinforced_only:
+        flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
+    return flags & predictors if scores.ndim == 2 else flags
+
+
+def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
+    """The same number of flags on random rollouts: the control that keeps the count (a rollout's tokens move together)."""
+    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
+
+
+def weigh(mask: Mask, spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Mask:
+    """``w_b = mask_b * (eta if K_b < 0 else 1)``; ``advantages`` are the kept adapter's, K."""
+    ones = torch.ones_like(advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
+    scale = torch.where(advantages < 0, spec.negative_scale * ones, ones)
+    return mask * (scale if mask.ndim == 1 else scale[:, None])
+
+
+def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"]:
+    """``K_b = A_b``, or for ``kept_advantage="unflagged"`` ``R_b - mean(R over the group's unflagged)``, 0 if b is flagged."""
+    if spec.kept_advantage == "own":
+        return batch.advantages
+    assert flags is not None  # the spec asks for scores that exist before the loss
+    # Flagged hacks raise the group's mean, which would punish its honest failures and push the kept adapter towards hacking.
+    counted = group_advantages(batch.rewards, batch.groups, ~flags)
+    return torch.where(flags, torch.zeros_like(counted), counted)
+
+
+def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Float[Tensor, " b"]:
+    """The mean over modules of one value a rollout, or of the mean over predictors of one value a token."""
+    means = [v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1) for v in values]
+    return torch.stack(means).mean(dim=0)
+
+
+def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
+    """``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+    new = mask if point is None else point(mask)
+    if not isinstance(new, Tensor) or new.shape != mask.shape:
+        got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
+        raise ValueError(f"a hook at {site}.hook_mask returned {got}, not a mask of shape {list(mask.shape)}")
+    return new
+
+
+# ---- the state of a step
 
 
 class TokenReader:
-    """Per token ``cos(Vh x, v)`` at each site, in the forward; -1 off the predictors."""
+    """Reader of token scores in the forward; ``scores[site]`` is ``[b, s]``, -1 off the predictors."""
 
-    def __init__(self, predictors: Bool[Tensor, "b s"], basis: dict[str, Tensor], directions: Directions):
-        self._mask, self._basis, self._directions = predictors, basis, directions
+    def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor], directions: Directions):
+        self._predictors, self._basis, self._directions = predictors, basis, directions
         self.scores: dict[str, Tensor] = {}
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         if site in self.scores:
             raise RuntimeError(f"{site} runs twice in one forward, so its tokens have no one score: use unit='pooled'")
-        a = torch.where(self._mask[..., None], x, torch.zeros_like(x)) @ self._basis[site].to(x).mT
-        v = self._directions.vectors[site].to(x)
-        scores = torch.nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1)
-        self.scores[site] = torch.where(self._mask, scores, torch.full_like(scores, -1.0))
+        self.scores[site] = token_scores(x, self._predictors, self._basis[site], self._directions.vectors[site])
 
 
-def flag(spec: MaskSpec, scores: Tensor, advantages: Float[Tensor, " b"]) -> Tensor:
-    """Over the threshold, and reinforced where the rule asks for that; in the shape of ``scores``, ``[b]`` or ``[b s]``."""
-    over = scores > spec.tau
-    if spec.reinforced_only:
-        over &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
-    return over
+class MaskGate:
+    """The kept adapter's gate in one forward and backward, and all that is held until that backward ends.
 
+    The mask of a module is decided once, as soon as its score exists (``MaskSpec.decided_at``): in the forward when the module
+    is called, in the backward at its first gradient, or by ``settle`` after the last.
 
-@dataclass(frozen=True)
-class Rule:
-    """From scores to weights, for the rollouts of one part."""
+    Args:
+        batch: the rollouts of this micro-batch.
+        advantages: those that the kept adapter learns from, K.
+        generator: draws shuffled flags.
+        directions: what features are compared with; ``None`` if flags are ``known``.
+        known: flags of whole rollouts, if they exist before the forward, and with them ``pooled_scores``.
+        site_scores: scores by module that exist when the module is called: ablated ones, or those of a token reader.
+        reader: holds the features that the training pass shows; ``None`` for ``score="grad"``, which the gate sees itself.
+    """
 
-    spec: MaskSpec
-    advantages: Float[Tensor, " b"]
-    kept_advantages: Float[Tensor, " b"]
-    predictors: Bool[Tensor, "b s"]
-
-    def flags(self, scores: Tensor) -> Tensor:
-        """``[b]``, or ``[b s]`` on predictors alone."""
-        flags = flag(self.spec, scores, self.advantages)
-        return flags & self.predictors if scores.ndim == 2 else flags
-
-    def weights(self, keep: Tensor) -> Tensor:
-        """``keep`` (1 learn, 0 flagged) times the scale of the kept advantage's sign."""
-        ones = torch.ones_like(self.kept_advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
-        scale = torch.where(self.kept_advantages < 0, self.spec.negative_scale * ones, ones)
-        return keep * (scale if keep.ndim == 1 else scale[:, None])
-
-
-class MaskLane:
-    """The kept adapter's lane in one part. ``known`` are pooled flags that exist already; otherwise they are worked out here."""
-
-    def __init__(self, rule: Rule, directions: Directions | None, generator: torch.Generator, want_unrouted: bool):
-        self.detach = rule.spec.through == "detach"
-        self.rule, self._directions, self._generator, self._want_unrouted = rule, directions, generator, want_unrouted
-        self.known: Tensor | None = None
-        self.given: Features | None = None
-        self.acts: ActivationReader | None = None
-        self.tokens: TokenReader | None = None
-        self.full: FullGradientReader | None = None
-        self.grads: dict[str, FactorGradient | Written] = {}
-        self.held: dict[tuple[str, str], FactorGradient | Written] = {}
-        self.unrouted: dict[str, Tensor] = {}
-        self.flags: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        spec: MaskSpec,
+        batch: TrainBatch,
+        advantages: Float[Tensor, " b"],
+        generator: torch.Generator,
+        *,
+        directions: Directions | None = None,
+        known: Flags | None = None,
+        pooled_scores: Float[Tensor, " b"] | None = None,
+        site_scores: Mapping[str, Tensor] | None = None,
+        reader: ActivationReader | FullGradientReader | None = None,
+        want_unrouted: bool = False,
+    ):
+        self.detach = spec.through == "detach"
+        self._spec, self._batch, self._advantages, self._generator = spec, batch, advantages, generator
+        self._directions, self._site_scores, self._reader, self._want_unrouted = directions, site_scores, reader, want_unrouted
+        self.predictors = batch.rollouts.predictors
+        # Decided: for whole rollouts, and at each module.
+        self.known, self.pooled_scores = known, pooled_scores
         self.scores: dict[str, Tensor] = {}
-        self.overrule: Callable[[str, Tensor], Tensor] = lambda site, keep: keep
-        self._keep: dict[str, Tensor] = {}
-        self._called: set[str] = set()
+        self.flags: dict[str, Tensor] = {}
+        self.masks: dict[str, Tensor] = {}
+        # Held until it can be decided: mask points, scored gradients and the size of the largest, gradients that wait for a flag.
+        self._points: dict[str, Hooks] = {}
+        self._gradients: dict[str, FactorGradient | Written] = {}
         self._largest: Tensor | None = None
-        self._floors: dict[str, Tensor] = {}
+        self.waiting: dict[tuple[str, str], FactorGradient | Written] = {}
+        # Summed for the optimizer's second moment.
+        self.unrouted: dict[str, Tensor] = {}
 
-    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
-        if self._want_unrouted:
-            ones = torch.ones_like(self.rule.advantages)
-            plain, name = pair.weighted(ones), f"{site}.{factor}"
-            self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
-        scored = self.rule.spec.score == "grad" and factor in SCORED
-        # Scored gradients are read three times (inner product, norm, weighted sum): one product over the tokens will do for all.
-        small = compact(pair, scored=scored) if self._waits or scored else pair
-        if scored:
-            self.grads[site] = added(self.grads.get(site), small)
-        if self._waits:
-            self.held[site, factor] = added(self.held.get((site, factor)), small)
-            return None
-        return small.weighted(self.rule.weights(self.weights(site)))
+    def called(self, site: str, point: Hooks) -> None:
+        """Decide the module's mask if its score exists in the forward.
 
-    def decide(self, site: str) -> None:
-        """Flags that the forward gives, of this site or of the whole rollout, pass the site's mask point while it runs.
-
-        ``RuntimeError`` where a module's own live flag would be decided by the first of several calls.
+        ``RuntimeError`` if a live flag of the module's own would be decided by the first of several calls.
         """
-        if site in self._called and self.known is None and self.given is None and self.rule.spec.unit != "pooled":
+        if site in self._points and self._spec.score_policy == "live" and self._spec.unit != "pooled":
             raise RuntimeError(
                 f"{site} runs twice in one forward, so a live flag of its own would be decided by one call and act on both: use "
                 "unit='pooled' or score_policy='ablated' (or, where the forward itself ran twice, a tape for each)"
             )
-        self._called.add(site)
-        in_forward = (
-            self.tokens is not None or (self.acts is not None and self.rule.spec.unit == "rollout") or self.given is not None
-        )
-        if self.known is not None or in_forward:
-            self.weights(site)
+        self._points[site] = point
+        if self._spec.decided_at in ("begin", "forward") and site not in self.masks:
+            self._decide(site)
 
-    @property
-    def _waits(self) -> bool:
-        """Whether the flag exists only after the whole backward."""
-        return self.known is None and self.rule.spec.settles_at_finish
+    def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
+        if self._want_unrouted:
+            plain, name = pair.weighted(torch.ones_like(self._batch.advantages)), f"{site}.{factor}"
+            self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
+        waits, scored = self._spec.decided_at == "finish", self._spec.score == "grad" and factor in SCORED
+        # Scored gradients are read three times (inner product, norm, weighted sum): one product over the tokens will do for all.
+        small = compact(pair, scored=scored) if waits or scored else pair
+        if scored:
+            self._gradients[site] = added(self._gradients.get(site), small)
+        if waits:
+            self.waiting[site, factor] = added(self.waiting.get((site, factor)), small)
+            return None
+        return self.passed(site, small)
 
-    def weights(self, site: str) -> Tensor:
-        """0 where flagged, 1 elsewhere (``negative_scale`` scales what is learnt, it does not flag), as hooks at the site's mask
-        point leave it; they see it once."""
-        if site not in self._keep:
-            self._keep[site] = self.overrule(site, (~self._flags(site)).to(self.rule.advantages.dtype))
-        return self._keep[site]
+    def mask(self, site: str) -> Tensor:
+        return self.masks[site]
+
+    def passed(self, site: str, gradient: FactorGradient | Written) -> Tensor:
+        """``sum_b w_b g_b`` of one factor; decides the module's mask if this is its first gradient."""
+        if site not in self.masks:
+            self._decide(site)
+        return gradient.weighted(weigh(self.masks[site], self._spec, self._advantages))
+
+    def pooled(self) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
+        """Pooled scores and flags of the training pass, once every module has reported; not yet shuffled."""
+        assert self._directions is not None
+        scores = pooled(self._features, self._directions)
+        return scores, decide(scores, self._spec, self._batch.advantages, self.predictors)
+
+    def settle(self, scores: Float[Tensor, " b"], flags: Bool[Tensor, " b"]) -> None:
+        """Take pooled flags, which hold at every module."""
+        self.pooled_scores, self.known = scores, flags
 
     @property
     def overruled(self) -> bool:
-        """Whether a hook changed a mask."""
-        whole = self.known is not None
-        return any(not torch.equal(keep, (~self.flags["" if whole else site]).to(keep)) for site, keep in self._keep.items())
+        """True if a hook changed a mask."""
+        return any(not torch.equal(mask, (~self.flags[site]).to(mask)) for site, mask in self.masks.items())
 
     @property
-    def decided(self) -> dict[str, Tensor]:
-        """Flags by site as hooks left them: what was learnt nothing from."""
-        return {site: keep == 0 for site, keep in self._keep.items()}
-
-    def _flags(self, site: str) -> Tensor:
-        if self.known is None and self.rule.spec.unit == "pooled":
-            self.settle()
-        if self.known is not None:
-            return self.known
-        if site not in self.flags:
-            scores = self._site_scores(site)
-            flags = self.rule.flags(scores)
-            self.scores[site], self.flags[site] = scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags
-        return self.flags[site]
-
-    def _site_scores(self, site: str) -> Tensor:
-        assert self._directions is not None
-        if self.tokens is not None:
-            return self.tokens.scores[site]
-        features, v = self._features(), self._directions.vectors[site]
-        if self.given is not None:
-            self._floors = self._floors or floors(features, self._directions.provenance.kind)
-            return cosine(features[site], v, self._floors[site])
-        if self.acts is not None:
-            return cosine(features[site], v)
-        # A backward comes from the loss, so what rounding a module inherits is from modules that have reported.
-        size = features[site].magnitude()
-        self._largest = size if self._largest is None else torch.maximum(self._largest, size)
-        return cosine(features[site], v, NOISE * torch.finfo(size.dtype).eps * self._largest)
-
     def _features(self) -> Features:
-        if self.given is not None:
-            return self.given
-        if self.acts is not None:
-            return self.acts.features()
-        return self.grads if self.full is None else self.full.features
+        return self._gradients if self._reader is None else self._reader.features
 
-    def pooled(self) -> tuple[Tensor, Tensor]:
-        """Pooled scores and flags, once every module has reported; not yet shuffled."""
+    def _decide(self, site: str) -> None:
+        """Make the module's mask final, as the hooks at its mask point leave it; they see it once."""
+        if self.known is None and self._spec.unit == "pooled":
+            scores, flags = self.pooled()
+            self.settle(scores, shuffled(flags, self._generator) if self._spec.shuffle else flags)
+        if self.known is not None:
+            flags = self.known
+        else:
+            self.scores[site] = self._score(site)
+            flags = decide(self.scores[site], self._spec, self._batch.advantages, self.predictors)
+            flags = shuffled(flags, self._generator) if self._spec.shuffle else flags
+        self.flags[site] = flags
+        self.masks[site] = hooked(site, (~flags).to(self._batch.advantages.dtype), self._points.get(site))
+
+    def _score(self, site: str) -> Tensor:
+        if self._site_scores is not None:
+            return self._site_scores[site]
         assert self._directions is not None
-        scores = pooled(self._features(), self._directions)
-        return scores, self.rule.flags(scores)
-
-    def settle(self) -> None:
-        """Make the pooled flags of this part known."""
-        scores, flags = self.pooled()
-        self.know(scores, shuffled(flags, self._generator) if self.rule.spec.shuffle else flags)
-
-    def know(self, scores: Tensor | None, flags: Tensor) -> None:
-        self.known = self.flags[""] = flags
-        if scores is not None:
-            self.scores[""] = scores
-
-
-def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """The same number of flags on random rollouts (each row of tokens moves as one)."""
-    return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
-
-
-def _either(first: Tape, second: Tape) -> Callable[[str, Tensor], Tensor]:
-    """A mask passes its point in one of two passes, whichever comes to it first: the other's tape has not seen the site then."""
-    return lambda site, keep: second.mask(site, first.mask(site, keep))
+        feature, v = self._features[site], self._directions.vectors[site]
+        if self._spec.score == "act":
+            return cosine(feature, v)
+        # A backward comes from the loss, so what rounding a module inherits is from modules that have reported.
+        size = feature.magnitude()
+        self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+        return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)
 
 
 class _MaskStep(Once):
-    def __init__(self, route: "MaskRoute", policy: Policy, batch: TrainBatch, context: StepContext):
-        self._route, self._policy = route, policy
-        spec = route.spec
-        scores, flags = route.early(policy, batch, context)
-        kept_advantages = batch.advantages
-        if spec.kept_advantage == "unflagged":
-            assert flags is not None
-            counted = group_advantages(batch.rewards, batch.groups, ~flags)
-            kept_advantages = torch.where(flags, torch.zeros_like(counted), counted)
-        # Two adapters, two advantages: each learns from a backward of its own. With one adapter, or one advantage, one will do.
-        split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
-        self.parts: list[Part] = []
-        self._lanes: list[MaskLane] = []
-        self._generator, pieces = context.generator, chunks(batch, context.micro)
-        if spec.shuffle and flags is None and not spec.settles_at_finish and len(pieces) > 1:
-            raise ValueError(
-                "these flags are known a micro-batch at a time and would be shuffled within it alone, which is no control: use "
-                "micro=None, or unit='pooled' with score_policy='ablated'"
-            )
-        for index in pieces:
-            piece = batch.rows(index)
-            b, s = piece.rollouts.tokens.shape
-            l1 = route.l1 * b / len(batch.rollouts)
-            rule = Rule(spec, piece.advantages, kept_advantages[index], piece.rollouts.predictors)
-            lane = MaskLane(rule, route.directions, context.generator, route.want_unrouted)
-            if flags is not None:
-                lane.know(None if scores is None else scores[index], flags[index])
-            tape = route.tape(policy, lane, piece, l1=0.0 if split else l1)
-            if split:
-                tape.quarantine = LearnNothing()
-                first = Tape(b, s, kept=LearnNothing(), l1=l1, real=piece.rollouts.attention)
-                if spec.through == "detach":
-                    first.kept, lane.overrule = LearnNothing(lane), _either(first, tape)
-                self.parts.append(Part(piece, first, piece.advantages))
-            self.parts.append(Part(piece, tape, kept_advantages[index]))
-            self._lanes.append(lane)
+    def __init__(self, spec: MaskSpec, policy: Policy, parts: list[Part], gates: list[MaskGate], generator: torch.Generator):
+        self._spec, self._policy, self.parts, self._gates, self._generator = spec, policy, parts, gates, generator
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
         self._finish(self.parts, adapters, masks=True)
         kept = adapters.kept_parameters()
         self._settle()
-        for lane in self._lanes:
-            for (site, factor), gradient in lane.held.items():
+        for gate in self._gates:
+            for (site, factor), gradient in gate.waiting.items():
                 p = kept[f"{site}.{factor}"]
                 if not p.requires_grad:
                     continue  # frozen: it is scored like any other, and autograd would give it no gradient either
-                assert lane.known is not None
-                routed = gradient.weighted(lane.rule.weights(lane.weights(site))).to(p.dtype)
+                routed = gate.passed(site, gradient).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
+        unrouted: dict[str, Tensor] = {}
+        for gate in self._gates:
+            for name, g in gate.unrouted.items():
+                if kept[name].requires_grad:
+                    unrouted[name] = unrouted[name] + g if name in unrouted else g
         if reduce is not None:
-            reduce(trainable(kept, adapters.quarantine_parameters()))
-        return self._decision(reduce)
+            # The unrouted too, or second moments, and with them weights, would differ between ranks.
+            reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
+        return self._decision(unrouted)
 
     def _settle(self) -> None:
-        """Make flags known that waited for the whole backward; shuffled over the batch, not within each micro-batch."""
-        lanes = [lane for lane in self._lanes if lane.held]
-        if not lanes:
+        """Decide flags that waited for the whole backward; shuffled over the batch, not within each micro-batch."""
+        gates = [gate for gate in self._gates if gate.waiting]
+        if not gates:
             return
-        scores, flags = zip(*(lane.pooled() for lane in lanes))
+        scores, flags = zip(*(gate.pooled() for gate in gates))
         whole = torch.cat(flags)
-        whole = shuffled(whole, self._generator) if self._route.spec.shuffle else whole
-        for lane, score, own in zip(lanes, scores, whole.split([len(f) for f in flags])):
-            lane.know(score, own)
+        whole = shuffled(whole, self._generator) if self._spec.shuffle else whole
+        for gate, score, own in zip(gates, scores, whole.split([len(f) for f in flags])):
+            gate.settle(score, own)
 
-    def _decision(self, reduce: Reduce | None) -> Decision:
-        def summary(per_site: dict[str, Tensor], predictors: Tensor) -> Tensor:
-            rows = [
-                v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1)
-                for v in per_site.values()
-            ]
-            return torch.stack(rows).mean(dim=0)
+    def _decision(self, unrouted: dict[str, Tensor]) -> Decision:
+        flagged = [per_rollout([mask == 0 for mask in gate.masks.values()], gate.predictors) > 0.5 for gate in self._gates]
+        values = [[gate.pooled_scores] if gate.pooled_scores is not None else [*gate.scores.values()] for gate in self._gates]
+        scores = [per_rollout(own, gate.predictors) for own, gate in zip(values, self._gates)] if all(values) else None
+        return Decision(
+            scores=None if scores is None else torch.cat(scores),
+            flags=torch.cat(flagged),
+            unrouted=unrouted,
+            extra={"overruled": 1.0} if any(gate.overruled for gate in self._gates) else {},
+        )
 
-        masks = [lane.rule.predictors for lane in self._lanes]
-        flags = torch.cat([summary(lane.decided, m) > 0.5 for lane, m in zip(self._lanes, masks)])
-        scored = all(lane.scores for lane in self._lanes)
-        scores = torch.cat([summary(lane.scores, m) for lane, m in zip(self._lanes, masks)]) if scored else None
-        unrouted: dict[str, Tensor] = {}
-        for lane in self._lanes:
-            for name, g in lane.unrouted.items():
-                unrouted[name] = unrouted[name] + g if name in unrouted else g
-        kept = self._policy.adapters.kept_parameters()
-        unrouted = {name: g for name, g in unrouted.items() if kept[name].requires_grad}
-        if reduce is not None and unrouted:  # or the second moments, and with them the weights, would differ between ranks
-            carriers = {name: nn.Parameter(torch.zeros_like(g)) for name, g in unrouted.items()}
-            for name, p in carriers.items():
-                p.grad = unrouted[name]
-            reduce(list(carriers.values()))
-            unrouted = {name: p.grad for name, p in carriers.items() if p.grad is not None}
-        extra = {"overruled": 1.0} if any(lane.overruled for lane in self._lanes) else {}
-        return Decision(scores=scores, flags=flags, unrouted=unrouted, extra=extra)
+
+# ---- the route
 
 
 class MaskRoute(OneCall):
-    """See the module. ``fitter`` is ``None`` where the score needs no direction (channels, none).
+    """See the module's equations.
 
-    ``flags`` are flags of your own in the place of a score's; see ``from_flags``.
+    Args:
+        fitter: gives the directions; ``None`` if the score needs none (channels, none).
+        l1: weight of the mean absolute output of the quarantine in the loss.
+        want_unrouted: also return the kept gradient that the step would have had without the route.
+        flags: flags of your own in place of a score's; see ``from_flags``.
     """
 
     def __init__(
@@ -411,7 +408,7 @@ class MaskRoute(OneCall):
         return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
 
     def _own_flags(self, batch: TrainBatch) -> Tensor:
-        """Flags that the user gave; ``ValueError`` where they do not fit the batch."""
+        """Flags that the user gave; ``ValueError`` if they do not fit the batch."""
         flags = self._given(batch) if callable(self._given) else self._given
         by_rollout, by_token = batch.rollouts.tokens.shape[:1], batch.rollouts.tokens.shape
         if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
@@ -436,16 +433,52 @@ class MaskRoute(OneCall):
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         check_step(self.spec, batch, context)
-        return _MaskStep(self, policy, batch, context)
+        spec, indices = self.spec, chunks(batch, context.micro)
+        if spec.shuffle and spec.decided_at in ("forward", "backward") and len(indices) > 1:
+            raise ValueError(
+                "these flags are known a micro-batch at a time and would be shuffled within it alone, which is no control: use "
+                "micro=None, or unit='pooled' with score_policy='ablated'"
+            )
+        scores, flags = self._early(policy, batch, context)
+        kept = kept_advantages(spec, batch, flags)
+        # Two adapters, two advantages: each learns from a backward of its own. With one adapter, or one advantage, one will do.
+        split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
+        parts: list[Part] = []
+        gates: list[MaskGate] = []
+        for index in indices:
+            piece = batch.rows(index)
+            (b, s), real = piece.rollouts.tokens.shape, piece.rollouts.attention
+            l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, and this is a share of them
+            inputs, outputs, site_scores = self._sources(policy, piece)
+            gate = MaskGate(
+                spec,
+                piece,
+                kept[index],
+                context.generator,
+                directions=self.directions,
+                known=None if flags is None else flags[index],
+                pooled_scores=None if scores is None else scores[index],
+                site_scores=site_scores,
+                reader=inputs if isinstance(inputs, ActivationReader) else outputs,
+                want_unrouted=self.want_unrouted,
+            )
+            gates.append(gate)
+            if split:
+                for_quarantine = Tape(b, s, kept=LearnNothing(gate if gate.detach else None), l1=l1, real=real)
+                parts.append(Part(piece, for_quarantine, piece.advantages))
+                parts.append(Part(piece, Tape(b, s, kept=gate, quarantine=LearnNothing(), real=real), kept[index]))
+            else:
+                parts.append(Part(piece, Tape(b, s, kept=gate, inputs=inputs, outputs=outputs, l1=l1, real=real), kept[index]))
+        return _MaskStep(spec, policy, parts, gates, context.generator)
 
-    def basis(self, policy: Policy) -> dict[str, Tensor]:
-        """``Vh`` at every site, worked out once."""
+    def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
+        """``Vh`` at every site, computed once."""
         if self._basis is None:
             self._basis = coordinates(policy.adapters) if self.spec.score == "act" else {}
         return self._basis
 
-    def early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
-        """Pooled scores and flags where they exist before the loss."""
+    def _early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
+        """Pooled scores and flags, if they exist before the loss."""
         spec, b = self.spec, len(batch.rollouts)
         scores = None
         if self._given is not None:
@@ -458,32 +491,31 @@ class MaskRoute(OneCall):
             own = spec.score == "own_channel"
             flags = context.privileged.own_channel if own else context.privileged.known_channel
             flags = flags & (batch.advantages > 0) if spec.reinforced_only else flags
-        elif spec.score_policy == "ablated" and spec.unit == "pooled":
+        elif spec.decided_at == "begin":
             pieces = [self.score(policy, batch.rollouts.rows(index)) for index in chunks(batch, context.micro)]
             scores = torch.cat([p for p in pieces if p is not None])
-            flags = flag(spec, scores, batch.advantages)
+            flags = decide(scores, spec, batch.advantages, batch.rollouts.predictors)
         else:
             return None, None
         return scores, shuffled(flags, context.generator) if spec.shuffle else flags
 
-    def tape(self, policy: Policy, lane: MaskLane, piece: TrainBatch, l1: float) -> Tape:
-        """The tape of one part, with the readers that the lane's flags need."""
-        b, s = piece.rollouts.tokens.shape
-        spec, tape = self.spec, Tape(b, s, kept=lane, l1=l1, real=piece.rollouts.attention)
-        lane.overrule = tape.mask
-        if lane.known is not None:
-            return tape
+    def _sources(
+        self, policy: Policy, piece: TrainBatch
+    ) -> tuple[TokenReader | ActivationReader | None, FullGradientReader | None, Mapping[str, Tensor] | None]:
+        """What a micro-batch's flags are read from: a reader of inputs, one of outputs, or scores by module."""
+        spec, predictors = self.spec, piece.rollouts.predictors
+        if spec.decided_at == "begin":
+            return None, None, None
         assert self.directions is not None
-        predictors, basis = piece.rollouts.predictors, self.basis(policy)
+        basis = self._basis_of(policy)
         if spec.score_policy == "ablated":
-            lane.given = collect(policy, piece.rollouts, self._kind, basis)
-        elif spec.score == "act" and spec.unit == "token":
-            lane.tokens = tape.inputs = TokenReader(predictors, basis, self.directions)
-        elif spec.score == "act":
-            lane.acts = tape.inputs = ActivationReader(predictors, basis)
-        elif spec.score == "full":
-            lane.full = tape.outputs = FullGradientReader()
-        return tape
+            return None, None, module_scores(collect(policy, piece.rollouts, self._kind, basis), self.directions)
+        if spec.unit == "token":
+            reader = TokenReader(predictors, basis, self.directions)
+            return reader, None, reader.scores
+        if spec.score == "act":
+            return ActivationReader(predictors, basis), None, None
+        return None, FullGradientReader() if spec.score == "full" else None, None  # the gate itself sees factor gradients
 
     @property
     def _kind(self) -> FeatureKind:
@@ -493,7 +525,7 @@ class MaskRoute(OneCall):
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         if self.directions is None or not self.spec.needs_direction:
             return None
-        return pooled(collect(policy, rollouts, self._kind, self.basis(policy)), self.directions)
+        return pooled(collect(policy, rollouts, self._kind, self._basis_of(policy)), self.directions)
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}

@@ -46,12 +46,11 @@ class RoutedAdamW(torch.optim.Optimizer):
                 p.addcdiv_(state["exp_avg"], denominator, value=-group["lr"] / (1 - b1**t))
 
 
-def sum_over_ranks(parameters: Sequence[nn.Parameter]) -> None:
-    """All-reduce (sum) the gradients in one flat buffer; a missing gradient counts as 0, so that every rank takes part."""
+def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
+    """Replace each tensor by its sum over all ranks (one all-reduce of a flat buffer); every rank gives the same shapes."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("sum_over_ranks needs an initialised process group (torch.distributed.init_process_group)")
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    flat = torch.cat([g.flatten() for g in grads])
+    flat = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(flat)
-    for p, piece in zip(parameters, flat.split([g.numel() for g in grads])):
-        p.grad = piece.view_as(p).clone()
+    for g, piece in zip(gradients, flat.split([g.numel() for g in gradients])):
+        g.copy_(piece.view_as(g))

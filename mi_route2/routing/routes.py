@@ -29,8 +29,8 @@ from mi_route2.routing.batch import Privileged, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter
 from mi_route2.routing.spec import EraseSpec, RouteSpec
 
-Reduce = Callable[[Sequence[nn.Parameter]], None]
-"""Sums the gradients of parameters over data-parallel ranks, in place."""
+Reduce = Callable[[Sequence[Tensor]], None]
+"""Sums gradients over data-parallel ranks, in place."""
 Loss = Callable[[Tensor, TrainBatch], Tensor]
 """From logits ``[b s v]``, and the rollouts that they are of, to a loss: one number, or one a rollout or token to be summed."""
 
@@ -75,6 +75,11 @@ class StepContext:
 def chunks(batch: TrainBatch, micro: int | None) -> list[Tensor]:
     """Indices of the micro-batches, in order."""
     return list(torch.arange(len(batch.rollouts)).split(micro or len(batch.rollouts)))
+
+
+def pieces(batch: TrainBatch, micro: int | None) -> list[TrainBatch]:
+    """The micro-batches, in order."""
+    return [batch.rows(index) for index in chunks(batch, micro)]
 
 
 @runtime_checkable
@@ -159,9 +164,17 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
             raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or mend their rewards")
 
 
-def trainable(*named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
-    """What a reduction over ranks sums: a frozen parameter would get a gradient of 0, by which an optimiser still moves it."""
-    return [p for parameters in named for p in parameters.values() if p.requires_grad]
+def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The ``.grad`` of every parameter that trains, made 0 if missing: a reduction needs the same tensors from each rank.
+
+    Frozen parameters are left out: a gradient of 0 would still let an optimizer's momentum or weight decay move them.
+    """
+    gradients = []
+    for p in (p for parameters in named for p in parameters.values() if p.requires_grad):
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        gradients.append(p.grad)
+    return gradients
 
 
 class OneCall:
@@ -237,28 +250,13 @@ class Once:
 
 
 class _OpenStep(Once):
-    def __init__(self, policy: Policy, batch: TrainBatch, context: StepContext, l1: float):
-        self._policy = policy
-        width = batch.rollouts.tokens.shape[1]
-        pieces = [batch.rows(index) for index in chunks(batch, context.micro)]
-        self.parts = [
-            Part(
-                piece,
-                Tape(
-                    len(piece.rollouts),
-                    width,
-                    l1=l1 * len(piece.rollouts) / len(batch.rollouts),
-                    real=piece.rollouts.attention,
-                ),
-                piece.advantages,
-            )
-            for piece in pieces
-        ]
+    def __init__(self, policy: Policy, parts: list[Part]):
+        self._policy, self.parts = policy, parts
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.parts, self._policy.adapters)
         if reduce is not None:
-            reduce(trainable(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
+            reduce(trained_gradients(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
         return Decision()
 
 
@@ -275,7 +273,13 @@ class OpenRoute(OneCall):
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
-        return _OpenStep(policy, batch, context, self._l1)
+        parts = []
+        for piece in pieces(batch, context.micro):
+            b, s = piece.rollouts.tokens.shape
+            # The penalty is a mean over rollouts, so a micro-batch adds its share of it.
+            tape = Tape(b, s, l1=self._l1 * b / len(batch.rollouts), real=piece.rollouts.attention)
+            parts.append(Part(piece, tape, piece.advantages))
+        return _OpenStep(policy, parts)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None
@@ -291,19 +295,15 @@ def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
 
 
 class _EraseStep(Once):
-    def __init__(self, route: "EraseRoute", policy: Policy, batch: TrainBatch, context: StepContext):
-        self._route, self._policy = route, policy
-        width = batch.rollouts.tokens.shape[1]
-        pieces = [batch.rows(index) for index in chunks(batch, context.micro)]
-        # The quarantine of the additive form learns the removed part alone, so its own gradient is discarded.
-        self.parts = [Part(p, Tape(len(p.rollouts), width, quarantine=LearnNothing()), p.advantages) for p in pieces]
+    def __init__(self, route: "EraseRoute", policy: Policy, parts: list[Part]):
+        self._route, self._policy, self.parts = route, policy, parts
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters, directions = self._policy.adapters, self._route.directions
         self._finish(self.parts, adapters)
         assert directions is not None
         if reduce is not None:  # before: the component of a sum is not the sum of the components
-            reduce(trainable(adapters.kept_parameters()))
+            reduce(trained_gradients(adapters.kept_parameters()))
         removed, total = 0.0, 0.0
         for site, axes in directions.vectors.items():
             p = adapters.scored(site)
@@ -339,7 +339,12 @@ class EraseRoute(OneCall):
         check_step(self.spec, batch, context)
         if self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
-        return _EraseStep(self, policy, batch, context)
+        # The quarantine of the additive form learns the removed part alone, so its own gradient is discarded.
+        parts = [
+            Part(piece, Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing()), piece.advantages)
+            for piece in pieces(batch, context.micro)
+        ]
+        return _EraseStep(self, policy, parts)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None

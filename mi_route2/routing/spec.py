@@ -107,9 +107,14 @@ class MaskSpec:
             )
 
     @property
-    def settles_at_finish(self) -> bool:
-        """Whether the flag needs every module's gradient of the training backward itself."""
-        return self.unit == "pooled" and self.score_policy == "live" and self.score in ("grad", "full")
+    def decided_at(self) -> Literal["begin", "forward", "backward", "finish"]:
+        """When a flag exists: before the loss, as its module runs, as that reports its gradient, or after every module has."""
+        if self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS:
+            return "begin"
+        if self.score_policy == "ablated" or (self.score == "act" and self.unit != "pooled"):
+            return "forward"
+        # A pooled activation score exists once the forward is over; a pooled gradient score needs the whole backward.
+        return "finish" if self.unit == "pooled" and self.score in ("grad", "full") else "backward"
 
     @property
     def needs_direction(self) -> bool:

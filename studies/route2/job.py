@@ -41,7 +41,7 @@ from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpo
 from studies.route2.grpo import train
 from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.route2.settings import Settings
-from studies.route2.teacher import cached_pool
+from studies.route2.teacher import TRIES, cached_pool
 from studies.route2.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory
 
 
@@ -337,7 +337,8 @@ def _train(
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
     pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}.safetensors"
-    teachers = cached_pool(world, policy, job.seed, settings, pool)
+    tries = TRIES if settings.chat is None else settings.chat.tries
+    teachers = cached_pool(world, policy, job.seed, settings.teachers, pool, tries)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start = resume(folder, policy.adapters, optimiser, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()

@@ -20,7 +20,6 @@ from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, World
-from studies.route2.settings import Settings
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
@@ -77,17 +76,16 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = T
     return TeacherPool(tuple(found), tuple(found.values()))
 
 
-def cached_pool(world: World, policy: Policy, seed: int, settings: Settings, path: Path) -> TeacherPool | None:
-    """The pool at ``path``, made and kept there where it is missing; ``None`` where the settings want no teachers."""
-    if not settings.teachers:
+def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:
+    """Return the pool at ``path``; make it and keep it there if it is missing. ``None`` for a ``size`` of 0."""
+    if not size:
         return None
     tensors, metadata = read_tensors(path) if path.exists() else ({}, {})
     if metadata.get("format") == FORMAT:  # an older file is made again
         prompts = tuple(world.read_prompt(described) for described in json.loads(metadata["prompts"]))
         cuts = tensors["lengths"].cumsum(0)[:-1]
         return TeacherPool(prompts, tuple(tuple(ids.tolist()) for ids in tensors["completions"].tensor_split(cuts)))
-    tries = TRIES if settings.chat is None else settings.chat.tries
-    pool = make_pool(world, policy, seed, settings.teachers, tries)
+    pool = make_pool(world, policy, seed, size, tries)
     path.parent.mkdir(parents=True, exist_ok=True)
     described = json.dumps([asdict(prompt) for prompt in pool.prompts])
     lengths = torch.tensor([len(ids) for ids in pool.completions])

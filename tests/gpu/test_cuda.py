@@ -183,7 +183,7 @@ def test_shuffled_flags_with_a_generator_on_either_device(generator_device: str)
     own, known = (t.to(DEVICE) for t in (some_channels(N).own_channel, some_channels(N).known_channel))
     generator = torch.Generator(device=generator_device).manual_seed(0)
     step = route.begin(policy, batch, StepContext(generator, privileged=Privileged(own, known)))
-    assert int(step._lanes[0].known.sum()) == int(own.sum())  # pyright: ignore[reportAttributeAccessIssue]
+    assert int(step.parts[0].tape.kept.known.sum()) == int(own.sum())  # pyright: ignore
 
 
 def test_group_advantages_stay_on_the_device() -> None:

@@ -18,7 +18,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-12}
 
 
 class Recorder:
-    """A lane that learns everything and notes each rollout's gradient."""
+    """A gate that learns everything and notes each rollout's gradient."""
 
     detach = False
 
@@ -29,10 +29,10 @@ class Recorder:
         self.seen[f"{site}.{factor}"] = pair.values()
         return pair.weighted(torch.ones(pair.h.shape[0], dtype=pair.h.dtype))
 
-    def decide(self, site: str) -> None:
+    def called(self, site: str, point: object) -> None:
         return None
 
-    def weights(self, site: str) -> Tensor:
+    def mask(self, site: str) -> Tensor:
         raise AssertionError
 
 
@@ -133,9 +133,8 @@ def test_gradient_checkpointing_changes_nothing(spec: AdapterSpec, reentrant: bo
     flags = torch.tensor([True, False, True, False, False, True])
 
     def run(policy: Policy) -> dict[str, Tensor]:
-        route = MaskRoute(MaskSpec(score="none"), None)
+        route = MaskRoute.from_flags(flags)
         step = route.begin(policy, batch, StepContext(torch.Generator()))
-        step._lanes[0].know(None, flags)  # pyright: ignore
         for part in step.parts:
             with policy.adapters.recording(part.tape):
                 policy_loss(policy, part.batch, part.advantages).backward()

@@ -190,10 +190,10 @@ class Recorder:
         self.seen[f"{site}.{factor}"] = pair.values()
         return pair.values().sum(0)
 
-    def weights(self, site: str) -> Tensor:
+    def mask(self, site: str) -> Tensor:
         raise AssertionError(site)
 
-    def decide(self, site: str) -> None:
+    def called(self, site: str, point: object) -> None:
         return None
 
 

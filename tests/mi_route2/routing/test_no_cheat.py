@@ -90,7 +90,7 @@ def test_a_bound_needs_verdicts_and_reads_its_own(score: str) -> None:
     own, known = torch.tensor([1, 0, 1, 1, 0, 0]).bool(), torch.tensor([0, 1, 1, 0, 0, 1]).bool()
     step = route.begin(policy, batch, StepContext(torch.Generator(), privileged=Privileged(own, known)))
     expected = (own if score == "own_channel" else known) & (batch.advantages > 0)
-    assert torch.equal(step._lanes[0].known, expected)  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(step.parts[0].tape.kept.known, expected)  # pyright: ignore
 
 
 def test_only_channel_scores_are_privileged() -> None:

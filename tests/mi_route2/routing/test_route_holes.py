@@ -94,7 +94,7 @@ def test_live_flags_of_rounding_do_not_stand() -> None:
         with policy.adapters.recording(step.parts[0].tape):
             plain_loss(policy, batch, batch.advantages).backward()
         step.finish()
-        scores = step._lanes[0].scores  # pyright: ignore[reportAttributeAccessIssue]
+        scores = step.parts[0].tape.kept.scores  # pyright: ignore
         assert not any(bool(s.any()) for site, s in scores.items() if site.endswith(("attn.q", "attn.k")))
         assert torch.allclose(torch.stack(list(scores.values())).mean(0), pooled.scores, rtol=0, atol=1e-12)
 

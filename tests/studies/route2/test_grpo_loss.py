@@ -36,7 +36,7 @@ def test_objective_is_its_definition_away_from_the_sampling_policy(kl: float) ->
     with torch.no_grad():
         for p in policy.adapters.kept_parameters().values():
             p += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(5), dtype=p.dtype)
-    loss, _ = objective(policy, anchored, anchored.advantages, settings, COMPLETION_LENGTH)
+    loss, _ = objective(policy.logits(anchored.rollouts), anchored, settings, COMPLETION_LENGTH)
     scale = settings.prompts * settings.group * COMPLETION_LENGTH
     assert anchored.old_logprobs is not None
     own = brute(
@@ -48,18 +48,18 @@ def test_objective_is_its_definition_away_from_the_sampling_policy(kl: float) ->
 def test_the_clip_acts_on_stale_logprobs_and_never_on_fresh_ones() -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch()
     settings = tiny_settings(updates_per_batch=2)
-    fresh, _ = objective(policy, batch, batch.advantages, replace(settings, clip=1e-6), COMPLETION_LENGTH)
-    plain, _ = objective(policy, batch, batch.advantages, replace(settings, clip=100.0), COMPLETION_LENGTH)
+    fresh, _ = objective(policy.logits(batch.rollouts), batch, replace(settings, clip=1e-6), COMPLETION_LENGTH)
+    plain, _ = objective(policy.logits(batch.rollouts), batch, replace(settings, clip=100.0), COMPLETION_LENGTH)
     assert torch.equal(fresh, plain)
     stale = replace(batch, old_logprobs=policy.logprobs(batch.rollouts).detach() - 0.5)
-    tight, _ = objective(policy, stale, batch.advantages, settings, COMPLETION_LENGTH)
-    loose, _ = objective(policy, stale, batch.advantages, replace(settings, clip=100.0), COMPLETION_LENGTH)
+    tight, _ = objective(policy.logits(stale.rollouts), stale, settings, COMPLETION_LENGTH)
+    loose, _ = objective(policy.logits(stale.rollouts), stale, replace(settings, clip=100.0), COMPLETION_LENGTH)
     assert not torch.allclose(tight, loose)
     # every ratio is e^.5 > 1 + clip: reinforced rollouts are clipped and pass no gradient, punished ones pass theirs whole
     grads = {}
     for name, rows in (("reinforced", batch.advantages > 0), ("punished", batch.advantages < 0)):
         piece = stale.rows(rows.nonzero()[:, 0])
-        loss, _ = objective(policy, piece, piece.advantages, settings, COMPLETION_LENGTH)
+        loss, _ = objective(policy.logits(piece.rollouts), piece, settings, COMPLETION_LENGTH)
         parameters = list(policy.adapters.kept_parameters().values())
         grads[name] = sum(float(g.abs().sum()) for g in torch.autograd.grad(loss, parameters))
     assert grads["reinforced"] == 0 < grads["punished"]
@@ -70,7 +70,7 @@ def test_kl_is_zero_with_adapters_at_init_and_positive_off_it() -> None:
     for scale, expected in ((0.0, True), (0.2, False)):
         policy = make_policy(SPECS["lora"], scale=scale)
         batch = with_anchors(policy, make_batch(), settings)
-        _, kl = objective(policy, batch, batch.advantages, settings, COMPLETION_LENGTH)
+        _, kl = objective(policy.logits(batch.rollouts), batch, settings, COMPLETION_LENGTH)
         assert (float(kl) == 0) is expected
         assert float(kl) >= 0
 
