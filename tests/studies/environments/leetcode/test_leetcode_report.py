@@ -133,7 +133,7 @@ def test_the_published_tables_are_rendered_from_their_numbers(published: dict[st
 
 def test_every_printed_command_line_is_one() -> None:
     text = (DOCS / "leetcode.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^python -m studies\.loopholes\.leetcode (.+)$", text, re.MULTILINE)
+    lines = re.findall(r"^python -m studies\.environments\.leetcode (.+)$", text, re.MULTILINE)
     assert len(lines) == 2
     for line in lines:
         options = tyro.extras.subcommand_cli_from_dict({"report": Report}, args=line.split())
