@@ -2,13 +2,14 @@
 and the marker ``matrix`` for those parameter sets of a test that add only a combination."""
 
 import signal
-from collections.abc import Iterable, Sequence
-from itertools import combinations, groupby
+from collections.abc import Iterable
+from itertools import groupby
 
 import pytest
 import torch
 from families import FAMILIES
 from hypothesis import settings
+from sample import covering
 
 torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
@@ -24,24 +25,6 @@ def factors(item: pytest.Function) -> tuple[object, ...]:
         value if isinstance(value, str | int | float | bool | None) else getattr(value, "__qualname__", repr(value))
         for value in values
     )
-
-
-def covering(rows: Sequence[tuple[object, ...]]) -> set[int]:
-    """Return the places of a small choice of rows that has every pair of values of any two factors that any row has.
-
-    Of two factors alone every pair would be every row: there, each value once is enough. Greedy, so small and not smallest.
-    """
-    strength = 2 if max(len(row) for row in rows) > 2 else 1
-
-    def tokens(row: tuple[object, ...]) -> set[tuple[tuple[int, object], ...]]:
-        return set(combinations(enumerate(row), strength))
-
-    missing, chosen = set().union(*map(tokens, rows)), set[int]()
-    while missing:
-        best = max(range(len(rows)), key=lambda i: (len(tokens(rows[i]) & missing), -i))
-        chosen.add(best)
-        missing -= tokens(rows[best])
-    return chosen
 
 
 FEW = {"Qwen3", "GPT2", "MicroGPT"}

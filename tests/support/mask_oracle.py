@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from sample import covering
 from torch import Tensor
 from written_out import WrittenOut, written_out
 
@@ -21,6 +22,11 @@ CASES = [(*key, through) for key, allowed in LEGAL.items() for through in sorted
 """Every legal (score, unit, score_policy, through)."""
 
 METHODS = [case for case in CASES if case[0] in ("act", "grad", "full")]
+
+SAMPLE = [CASES[i] for i in sorted(covering(CASES))]
+"""Cases that have every pair of settings that any case has: for theorems beside the one that runs them all."""
+
+METHOD_SAMPLE = [METHODS[i] for i in sorted(covering(METHODS))]
 
 
 def case_id(case: tuple[str, ...]) -> str:

@@ -15,7 +15,7 @@ import torch
 from families import FAMILIES, LAYERS, SPECS, VOCAB, Side, make_batch, make_family, make_policy, make_tokens, move
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mask_oracle import CASES, assert_same, case_id, context, mask_route, plain_loss, run
+from mask_oracle import SAMPLE, assert_same, case_id, context, mask_route, plain_loss, run
 from nnsight import NNsight, TransformersModel
 from nnsight.intervention import backward as patched
 from nnsight.intervention.interleaver import OutOfOrderError
@@ -108,7 +108,7 @@ def test_a_mask_route_step_gives_every_parameter_the_torch_hosts_gradient(name: 
     assert any(float(g.abs().max()) > 0 for g in own.kept.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", SAMPLE, ids=case_id)
 def test_every_mask_route_is_the_same(case: tuple[str, ...]) -> None:
     """At fused Linears, with micro-batches."""
     score, unit, score_policy, through = case
