@@ -26,7 +26,7 @@ REMEMBERED = 4096
 
 
 class Gone:
-    """Reasons by run. The oldest are forgotten first."""
+    """Reasons by run id of runs that no longer exist. The oldest are forgotten first."""
 
     def __init__(self, reasons: Mapping[str, str]):
         self._reasons = dict(reasons)
@@ -188,7 +188,7 @@ class Disk:
             raise
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Release the lock on the folder."""
         self._db.close()
         self._lock.close()
 
@@ -231,7 +231,7 @@ class Disk:
         self.discard(shards)
 
     def gone(self) -> dict[str, str]:
-        """Why runs are not here any more, oldest first."""
+        """Return the reasons for which runs no longer exist, oldest first."""
         return dict(self._ask("SELECT run, reason FROM gone ORDER BY number"))
 
     def runs(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Who needs which run for how long."""
+"""The run store: tiers, leases and eviction of captured runs."""
 
 import logging
 import threading
@@ -51,7 +51,7 @@ class Leases:
         self._ends.pop(run, None)
 
     def holds(self, run: str) -> bool:
-        """Whether someone has a lease of ``run`` now."""
+        """Return whether an owner has a lease of ``run`` now."""
         now = self._clock()
         return any(end > now for end in self._ends.get(run, {}).values())
 

@@ -79,11 +79,11 @@ class Rows:
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
         self.closed = False
-        """Whether somebody waits for rows: then no other may take a free one."""
+        """True if a request waits for rows: then no other may take a free one."""
 
     @property
     def used(self) -> int:
-        """Configurations that are held."""
+        """Number of configurations held."""
         return self.capacity - len(self._free)
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
@@ -195,7 +195,7 @@ class Rows:
             del self.tables[site]
 
     def sites(self) -> set[Site]:
-        """Where a line or a clamp is."""
+        """Return the sites with a table line or a clamp."""
         return set(self.tables).union(*(bands for row in self.rows.values() for bands in row.bands))
 
     def content(self, index: int, decode: bool, scale: float) -> bytes:
