@@ -131,7 +131,7 @@ def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str
 
 
 def _parts(hint: Any) -> list[Any]:
-    """The alternatives of a union, itself otherwise."""
+    """Return the alternatives of a union, or the type itself."""
     return list(get_args(hint)) if get_origin(hint) not in (None, Literal) and _is_union(hint) else [hint]
 
 

@@ -99,7 +99,7 @@ class Rollouts:
 
 
 def demand_rows(index: Tensor, count: int) -> None:
-    """``IndexError`` for an index that does not choose among ``count`` rollouts."""
+    """Raise ``IndexError`` for an index that does not select among ``count`` rollouts."""
     if index.dtype == torch.bool:
         fits = len(index) == count
     else:
@@ -109,7 +109,7 @@ def demand_rows(index: Tensor, count: int) -> None:
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """How many tokens the model has, if its config says so."""
+    """Return the model's vocabulary size, if its config states it."""
     config = config_of(model)
     sizes = (getattr(config, name, None) for name in ("vocab_size", "d_vocab", "vocab"))
     return next((size for size in sizes if isinstance(size, int)), None)

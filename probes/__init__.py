@@ -1,1 +1,1 @@
-"""Probes: activations to one score a token and one a rollout, and what such a score is worth."""
+"""Probes: map activations to one score per token and one per rollout, and evaluate such scores."""

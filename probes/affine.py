@@ -17,8 +17,10 @@ from probes.probe import pool, require_width, widen
 
 @dataclass(frozen=True, eq=False)
 class AffineProbe:
-    """`weight [d]` and `bias` (a float), both finite (ValueError otherwise); scores are computed in the activations'
-    dtype, float32 at least."""
+    """An affine probe: `weight [d]` and `bias` (a float), both finite (ValueError otherwise).
+
+    Scores are computed in the activations' dtype, float32 at least.
+    """
 
     weight: Float[Tensor, " d"]
     bias: float

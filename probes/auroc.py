@@ -82,7 +82,7 @@ def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np
 
 
 def _below(ordered: Float[np.ndarray, " n"], values: Float[np.ndarray, " m"]) -> Float[np.ndarray, " m"]:
-    """How many of `ordered` (increasing) lie below each value, ties counting half."""
+    """Return the number of `ordered` (increasing) values below each value, ties counting half."""
     return (np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")) / 2
 
 

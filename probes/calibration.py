@@ -1,10 +1,10 @@
-"""Are a probe's probabilities true? Measures of calibration, and two ways to map scores to probabilities.
+"""Calibration of a probe's probabilities: its measures, and two maps from scores to probabilities.
 
     Brier = mean (p - y)^2        ECE = sum_bins (n_bin / n) |mean p - mean y|      (equal-width bins of [0, 1])
     Platt: p = 1 / (1 + exp(-(a s + c)))        isotonic: p = the best non-decreasing step-wise fit of y on s
 
-Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) in place of 1 and 0 (Platt, 1999), which keeps `a` finite where
-the scores separate the classes. Fit on rollouts that neither trained nor test the probe.
+Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) in place of 1 and 0 (Platt, 1999), which keeps `a` finite if the scores
+separate the classes. Fit on rollouts that are used neither to train nor to test the probe.
 """
 
 from dataclasses import dataclass

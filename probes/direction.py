@@ -55,8 +55,7 @@ class DirectionProbe:
 
 @checked
 class DirectionFitter:
-    """Holds a given vector and normalises it. It is a fitter so that loops over probes need no branch: `update` checks
-    the width and learns nothing."""
+    """Normalize a given vector. It is a fitter so that loops over probes need no branch: `update` only checks the width."""
 
     def __init__(self, vector: Float[Tensor, " d"], score: Score = "cosine") -> None:
         self._probe = DirectionProbe(unit_vector(vector), score)
@@ -68,5 +67,5 @@ class DirectionFitter:
         require_width(h, self._probe.direction.shape[0])
 
     def fit(self) -> DirectionProbe:
-        """The probe of the given vector, whatever was seen."""
+        """Return the probe of the given vector, regardless of the activations seen."""
         return self._probe

@@ -27,14 +27,14 @@ class HaarFitter:
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Note the width. ValueError if it changes."""
+        """Store the width. ValueError if it changes."""
         del mask, hack  # a control must not see the labels
         if self._width not in (None, h.shape[-1]):
             raise ValueError(f"The activations had {self._width} features before and have {h.shape[-1]} now.")
         self._width = h.shape[-1]
 
     def fit(self) -> DirectionProbe:
-        """A fresh random direction. ValueError before the first `update`."""
+        """Return a new random direction. ValueError before the first `update`."""
         if self._width is None:
             raise ValueError("The width is not known yet: call update with a batch of activations first.")
         z = torch.randn(self._width, generator=self._generator, dtype=torch.float64)

@@ -32,11 +32,11 @@ class LdaFitter:
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Keep a batch. ValueError for non-finite activations inside the mask."""
+        """Add a batch. ValueError for non-finite activations inside the mask."""
         self._batches.append(examples(h, mask, hack, self._unit))
 
     def fit(self) -> AffineProbe:
-        """ValueError without both classes."""
+        """Return the fitted probe. ValueError without both classes."""
         y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
         require_both_classes(y)
         x = torch.cat([x for x, _ in self._batches])

@@ -36,7 +36,7 @@ class MeanDifferenceFitter:
             self._counts[label] += int((y == bool(label)).sum())
 
     def fit(self) -> AffineProbe:
-        """ValueError without both classes, or where their means coincide."""
+        """Return the fitted probe. ValueError without both classes, or if their means coincide."""
         if self._sums is None or bool((self._counts == 0).any()):
             clean, hack = self._counts.tolist()
             raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")

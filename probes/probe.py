@@ -38,11 +38,11 @@ class Fitter(Protocol):
     """Collects labelled activations (`update`, any number of times), then freezes them into a probe (`fit`)."""
 
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Take in a batch; `hack` labels rollouts. Masks and labels are booleans, or 0 and 1."""
+        """Add a batch; `hack` labels rollouts. Masks and labels are booleans, or 0 and 1."""
         ...
 
     def fit(self) -> Probe:
-        """The probe learnt so far. ValueError where the examples do not determine one."""
+        """Return the probe learned so far. ValueError if the examples do not determine one."""
         ...
 
 

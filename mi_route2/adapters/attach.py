@@ -1,9 +1,9 @@
-"""Attach adapters to a model, switch them, and know which parameters are whose.
+"""Attach adapters to a model, switch them, and list their parameters.
 
 adapters = attach(model, "blocks.*.attn.*", "blocks.*.mlp.*", spec=AdapterSpec(), generator=g)
-with adapters.deployed():      # quarantine out: the model that ships
-with adapters.reference():     # both out: the base model, bit for bit (a free KL reference)
-with adapters.recording(tape): # what the adapters learn from the next forward and backward
+with adapters.deployed():      # quarantine off: the model that ships
+with adapters.reference():     # both off: the base model, bit for bit (a free KL reference)
+with adapters.recording(tape): # records what the adapters learn from the next forward and backward
 with adapters.unrouted():      # both learn from everything, by ordinary autograd
 """
 
@@ -162,15 +162,15 @@ class Adapters:
                 setattr(self._board, name, value)
 
     def full(self):
-        """Context: kept adapter and quarantine in the forward."""
+        """Context: kept adapter and quarantine are active."""
         return self._switched(kept=True, quarantine=True)
 
     def deployed(self):
-        """Context: quarantine out; the model that ships."""
+        """Context: the quarantine is off; the model that ships."""
         return self._switched(kept=True, quarantine=False)
 
     def reference(self):
-        """Context: both out; the base model bit for bit."""
+        """Context: both adapters are off; the base model bit for bit."""
         return self._switched(kept=False, quarantine=False)
 
     def unrouted(self):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 @runtime_checkable
 class Feature(Protocol):
-    """One vector (or matrix) a rollout at one site: what scores and directions are made of."""
+    """One vector (or matrix) per rollout at one site, from which scores and directions are computed."""
 
     def values(self) -> Tensor:
         """The vectors themselves, ``[b, ...]``."""

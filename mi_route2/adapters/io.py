@@ -526,7 +526,7 @@ def _merged(adapters: Adapters) -> dict[str, Tensor]:
 
 
 def _tied(adapters: Adapters) -> bool:
-    """Whether an adapted weight is the embedding too."""
+    """Return whether an adapted weight is also the embedding."""
     embedding = adapters.model.get_input_embeddings().weight  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return any(module.weight is embedding for module in adapters.modules.values())
 

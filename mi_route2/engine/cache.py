@@ -1,4 +1,4 @@
-"""Keys and values: of running requests, in slots, a row a request; and of prefixes computed before, in blocks, found by content."""
+"""Key-value caches: slots of running requests, one row each, and content-addressed blocks of computed prefixes."""
 
 import hashlib
 from array import array
@@ -16,13 +16,13 @@ from mi_route2.steering.plan import Layout
 
 @dataclass(frozen=True)
 class Saved:
-    """One request's keys and values out of their row, ``[layer, 2, h, length, dh]``."""
+    """A copy of one request's keys and values, ``[layer, 2, h, length, dh]``."""
 
     data: Float[Tensor, "l 2 h n dh"]
 
 
 class Slots:
-    """Room for ``rows`` requests; grows with the longest."""
+    """Key-value storage for up to ``rows`` running requests; grows with the longest request."""
 
     def __init__(
         self,
@@ -40,11 +40,11 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """Positions that there is room for now."""
+        """Positions currently allocated per row."""
         return self._data.shape[4]
 
     def reserve(self, length: int) -> None:
-        """Makes room for positions up to ``length``."""
+        """Allocate positions up to ``length``."""
         if length <= self.capacity:
             return
         size = list(self._data.shape)
@@ -54,14 +54,14 @@ class Slots:
         self._data = grown
 
     def take(self) -> int:
-        """The next free row."""
+        """Allocate and return the next free row."""
         if self.used == self.rows:
             raise RuntimeError(f"all {self.rows} rows are in use")
         self.used += 1
         return self.used - 1
 
     def free(self, row: int) -> int | None:
-        """Frees ``row``; the row that moved into its place, if one did."""
+        """Free ``row``; return the row that was moved into its place, if any."""
         last = self.used - 1
         if not 0 <= row <= last:
             raise RuntimeError(f"row {row} is not in use")
@@ -72,25 +72,28 @@ class Slots:
         return last if row != last else None
 
     def save(self, row: int, length: int, start: int = 0) -> Saved:
-        """A copy of the row's positions ``start .. length - 1``."""
+        """Return a copy of the row's positions ``start .. length - 1``."""
         return Saved(self._data[:, :, row, :, start:length].clone())
 
     def load(self, row: int, saved: Saved, start: int = 0) -> None:
-        """Puts a copy back, from position ``start`` on."""
+        """Write a saved copy into ``row``, from position ``start`` on."""
         length = start + saved.data.shape[3]
         self.reserve(length)
         self._data[:, :, row, :, start:length] = saved.data
 
     def view(self, layout: Layout, rows: Sequence[int], *, aligned: bool = False) -> "View":
-        """The cache of one forward over ``layout``, whose pieces stand in ``rows``. ``aligned`` copies what is read, so that the
-        bits of a product cannot depend on where in memory a row happens to be."""
+        """Return the cache of one forward over ``layout`` whose pieces use ``rows``.
+
+        ``aligned`` copies the keys and values that are read, so that the bits of a product cannot depend on a row's place in
+        memory.
+        """
         starts = [piece.start for piece in layout.pieces]
         self.reserve(max(starts) + layout.positions.shape[1])
         return View(self._data, layout, rows, starts, aligned)
 
 
 class View:
-    """``KeyValues`` of one forward, and what its queries are allowed to read."""
+    """The ``KeyValues`` of one forward, with the attention mask of its queries."""
 
     def __init__(self, data: Tensor, layout: Layout, rows: Sequence[int], starts: list[int], aligned: bool):
         self._data, self._aligned, self._rows, self._starts = data, aligned, list(rows), starts
@@ -104,12 +107,14 @@ class View:
 
     @property
     def whole(self) -> bool:
-        """Whether every query may read every key: single tokens, all at one position."""
+        """True if every query may attend to every key: single tokens, all at one position."""
         return self._start is not None and self._positions.shape[1] == 1
 
     @property
     def allowed(self) -> Bool[Tensor, "b 1 t S"]:
-        """Which key each query may read. A padding token is at position 0 and reads the first: without any it would be NaN."""
+        """Attention mask: the keys that each query may read. Padding is at position 0 and reads the first key: with none it would
+        be NaN.
+        """
         keys = torch.arange(self._length, device=self._data.device)
         return (keys <= self._positions[..., None])[:, None]
 
@@ -132,7 +137,7 @@ class View:
         return found.clone(memory_format=torch.contiguous_format) if self._aligned else found
 
     def _index(self, columns: int) -> tuple[Tensor, Tensor]:
-        """Rows, and the positions that each of them writes."""
+        """Return the rows and the positions that each of them writes."""
         if self._place is None:
             device = self._data.device
             starts = torch.tensor(self._starts, device=device)[:, None]
@@ -142,20 +147,20 @@ class View:
 
 @dataclass
 class Acts:
-    """What acted on a sequence, by position: steering from a position on, and patches at single ones."""
+    """The interventions that acted on a sequence, by position: steering from a position on, and patches at single positions."""
 
     starts: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     patches: list[tuple[int, bytes]] = field(default_factory=list)
 
     def steered(self, start: int, digest: bytes) -> None:
-        """From position ``start`` on (later ones come later) steering is what ``digest`` says; ``b""`` for none."""
+        """Record that steering has content ``digest`` from position ``start`` on (``b""``: none); starts must be ascending."""
         if (self.digests[-1] if self.digests else b"") != digest:
             self.starts.append(start)
             self.digests.append(digest)
 
     def content(self, start: int, stop: int) -> bytes:
-        """All that acted on the positions ``start .. stop - 1``; ``b""`` where nothing did."""
+        """Return the interventions on positions ``start .. stop - 1`` as bytes; ``b""`` if there were none."""
         parts: list[bytes] = []
         first = max(bisect_right(self.starts, start) - 1, 0)
         for i in range(first, len(self.starts)):
@@ -169,9 +174,10 @@ class Acts:
 
 
 class Prefixes:
-    """Blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
+    """Prefix cache: blocks of ``block`` tokens within ``budget`` bytes. ``hits`` and ``misses`` count blocks.
 
-    The least recently used leave first, and of a chain its end before its beginning: a block is of no use without those before it.
+    The least recently used blocks are evicted first, and the end of a chain before its beginning: a block is useless without those
+    before it.
     """
 
     def __init__(self, block: int, budget: int):
@@ -183,16 +189,16 @@ class Prefixes:
         return len(self._held)
 
     def blocks(self) -> list[Saved]:
-        """All that are held."""
+        """Return all cached blocks."""
         return list(self._held.values())
 
     def extend(
         self, keys: list[bytes], salt: bytes, tokens: Sequence[int], acts: Acts, blocks: int, prompt: int | None = None
     ) -> None:
-        """Appends to ``keys`` until it names the sequence's first ``blocks`` blocks.
+        """Append to ``keys`` until it names the sequence's first ``blocks`` blocks.
 
-        With ``prompt``, the prompt's length, blocks that were cut otherwise (prompts in blocks, generated tokens one by one) have
-        other keys: they are equal to the last but one bit, not to the last.
+        With ``prompt``, the prompt's length, blocks computed with different cuts (prompts in blocks, generated tokens one by one)
+        get different keys: their values may differ in the last bit.
         """
         for i in range(len(keys), blocks):
             start, stop = i * self.block, (i + 1) * self.block
@@ -204,7 +210,7 @@ class Prefixes:
             keys.append(data.digest())
 
     def find(self, keys: Sequence[bytes]) -> list[Saved]:
-        """The longest run of blocks from the first that are held."""
+        """Return the longest cached chain of blocks from the first."""
         count = next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
         for key in reversed(keys[:count]):
             self._held.move_to_end(key)
@@ -213,7 +219,7 @@ class Prefixes:
         return [self._held[key] for key in keys[:count]]
 
     def keep(self, keys: Sequence[bytes], copy: Callable[[int], Saved]) -> None:
-        """Hold the chain that ``keys`` name, as far as it fits; ``copy(i)`` is asked for the blocks that are not held."""
+        """Store the chain of blocks named by ``keys``, as far as it fits; ``copy(i)`` is called for blocks that are not cached."""
         for i in reversed(range(len(keys))):
             if keys[i] in self._held:
                 self._held.move_to_end(keys[i])

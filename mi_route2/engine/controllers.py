@@ -1,4 +1,4 @@
-"""Who decides about steering while requests run, what they may do, one small change at a time, and a ready-made policy."""
+"""Controllers that change steering between steps: actions, queues, the ledger, and a ready-made probe policy."""
 
 import math
 import time
@@ -19,19 +19,19 @@ from mi_route2.steering.state import Held, Reading, SteeringState
 
 @dataclass(frozen=True)
 class SetTier:
-    """These dynamic vectors, and no others, act on every generated token, times the tier's gain."""
+    """Replace the dynamic vectors, which act on every generated token, times the tier's gain."""
 
     entries: Sequence[Steer]
 
 
 @dataclass(frozen=True)
 class ClearTier:
-    """No dynamic vectors, and a gain of 1."""
+    """Remove the dynamic vectors and reset the gain to 1."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """Route a request to one of its own configurations, or to one that the state holds; ``None`` is its own row."""
+    """Route a request to one of its own configurations or to a held one; ``None`` routes it to its own row."""
 
     request: int
     config: str | None
@@ -39,14 +39,14 @@ class Override:
 
 @dataclass(frozen=True)
 class ClearOverride:
-    """Route a request to its own row; also where it is not routed elsewhere."""
+    """Route a request to its own row; no effect if it is not overridden."""
 
     request: int
 
 
 @dataclass(frozen=True)
 class SetScale:
-    """Scale the static vectors of a request, or of a held configuration, or (neither) the tier: finite, not negative."""
+    """Scale the static vectors of a request or of a held configuration, or the tier if neither is given; finite, not negative."""
 
     scale: Number
     request: int | None = None
@@ -55,7 +55,7 @@ class SetScale:
 
 @dataclass(frozen=True)
 class SetMonitor:
-    """Watch a request, or (``None``) all of them."""
+    """Set a monitor on one request, or (``None``) on all."""
 
     monitor: Monitor
     request: int | None = None
@@ -63,7 +63,7 @@ class SetMonitor:
 
 @dataclass(frozen=True)
 class ClearMonitor:
-    """End what ``SetMonitor`` began; also where there is none."""
+    """Remove a monitor that ``SetMonitor`` set; no effect if there is none."""
 
     name: str
     request: int | None = None
@@ -89,7 +89,10 @@ Outcome = Applied | Rejected
 
 
 def apply(state: SteeringState, action: object, source: str = "") -> Outcome:
-    """Do one thing, or say why not; nothing that an action holds can raise, and a rejected one leaves the state as it was."""
+    """Apply one action, or return the reason of its rejection.
+
+    Nothing in an action can raise, and a rejected action leaves the state unchanged.
+    """
     try:
         _do(state, action)
     except Exception as error:  # isolated: what is wrong with one action is no matter of the others, nor of the engine
@@ -121,11 +124,11 @@ ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, Cl
 
 
 def apply_all(state: SteeringState, actions: Iterable[object], source: str = "") -> list[Outcome]:
-    """The actions of one source in one step, in order.
+    """Apply the actions of one source in one step, in order.
 
-    An override whose monitor is rejected would act on every token instead of those that the monitor picks. So it fails closed: a
-    rejected ``SetMonitor`` of a request puts its row and scale back to what they were before this call, and an override of that
-    request further down is rejected.
+    An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates. So it fails closed:
+    a rejected ``SetMonitor`` of a request restores the row and scale that it had before this call, and a later override of that
+    request is rejected.
     """
     before: dict[int, tuple[Held | None, float]] = {}
     closed: set[int] = set()
@@ -151,14 +154,14 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
 
 
 class Ledger:
-    """Counts what was done by source, and keeps the last of it."""
+    """Counts of actions by source, and a log of the most recent ones."""
 
     def __init__(self, recent: int = 256):
         self.counts: dict[str, Counter[str]] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=recent)
 
     def record(self, outcomes: Iterable[Outcome], step: int) -> None:
-        """Count what ``apply_all`` answered."""
+        """Record the outcomes of ``apply_all``."""
         for outcome in outcomes:
             rejected = isinstance(outcome, Rejected)
             self._count(outcome.source, "rejected" if rejected else "applied", 1)
@@ -166,7 +169,7 @@ class Ledger:
             self.recent.append(entry | ({"rejected": outcome.reason} if rejected else {}))
 
     def note(self, source: str, what: str, reason: str, step: int, count: int = 1) -> None:
-        """Count something else that befell a source (dropped, failed), and keep why."""
+        """Record another event of a source (dropped, failed) with its reason."""
         self._count(source, what, count)
         self.recent.append({"step": step, "source": source, what: reason})
 
@@ -174,12 +177,12 @@ class Ledger:
         self.counts.setdefault(source, Counter())[what] += count
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Plain data: counts by source, and the recent actions, the oldest first."""
+        """Return plain data: counts by source, and the recent actions, oldest first."""
         return {"sources": {source: dict(counts) for source, counts in self.counts.items()}, "recent": list(self.recent)}
 
 
 def described(action: object) -> str:
-    """An action in one short line, without the numbers of its vectors."""
+    """Return a short one-line description of an action, without vector values."""
     match action:
         case SetTier(entries):
             return f"SetTier({', '.join(str(getattr(entry, 'site', entry)) for entry in entries)})"
@@ -196,9 +199,9 @@ QUEUE = 1024
 class RequestView:
     """One request after a step in which it ran.
 
-    ``position`` is that of the last token which the model read, and ``captured`` and ``readings`` are of this token. ``token`` is
-    the one that was sampled then, with its ``logprob`` (``None`` within a prompt). The token that was read is a generated one where
-    ``position`` is at or behind ``prompt``, the prompt's length.
+    ``position`` is that of the last token that the model read; ``captured`` and ``readings`` belong to this token. ``token`` is the
+    token that was sampled from it, with its ``logprob`` (``None`` within a prompt). The token that was read is a generated one if
+    ``position >= prompt``, the prompt's length.
     """
 
     request: int
@@ -213,7 +216,7 @@ class RequestView:
 
 @dataclass(frozen=True, eq=False)
 class StepView:
-    """All requests that ran in a step."""
+    """All requests that ran in one step."""
 
     step: int
     requests: tuple[RequestView, ...] = ()
@@ -221,21 +224,23 @@ class StepView:
 
 @runtime_checkable
 class SyncController(Protocol):
-    """Reads a step and says what is to change. Its name is the source of its actions.
+    """A controller that is called after each step and returns actions. Its name is their source.
 
-    A controller that needs activations has an attribute ``wants``, a set of sites: the engine puts them into ``captured``.
+    If it needs activations, it has an attribute ``wants``, a set of sites: the engine puts their values into ``captured``.
     """
 
     @property
     def name(self) -> str: ...
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Called after every step on the engine's thread. What it raises is counted, and none of its actions apply in this step."""
+        """Return actions; called after every step on the engine's thread. An exception is counted, and no action applies in this
+        step.
+        """
         ...
 
 
 class AsyncController:
-    """A queue of actions from any thread. ``submit`` never raises; where the queue is full, what comes new is dropped."""
+    """A queue of actions from any thread. ``submit`` never raises; if the queue is full, new actions are dropped."""
 
     def __init__(self, name: str = "async", capacity: int = QUEUE):
         self.name, self.capacity = name, capacity
@@ -244,7 +249,7 @@ class AsyncController:
         self._waiting = self._dropped = self._told = 0
 
     def submit(self, *actions: Action) -> bool:
-        """Queue actions that belong together, all or none of them; whether there was room."""
+        """Queue a group of actions, all or none; return whether there was room."""
         with self._lock:
             if self._waiting + len(actions) > self.capacity:
                 self._dropped += len(actions)
@@ -254,7 +259,7 @@ class AsyncController:
             return True
 
     def drain(self) -> list[tuple[Action, ...]]:
-        """All that waits, in order."""
+        """Remove and return all queued actions, in order."""
         with self._lock:
             found = list(self._queue)
             self._queue.clear()
@@ -262,19 +267,19 @@ class AsyncController:
             return found
 
     def lost(self) -> int:
-        """Actions that were dropped since this was last asked."""
+        """Return the number of actions dropped since the last call."""
         with self._lock:
             new, self._told = self._dropped - self._told, self._dropped
             return new
 
     def snapshot(self) -> dict[str, int]:
-        """Plain data: how many actions wait, may wait, and were dropped so far."""
+        """Return plain data: the number of queued actions, the capacity, and the number dropped so far."""
         with self._lock:
             return {"waiting": self._waiting, "capacity": self.capacity, "dropped": self._dropped}
 
 
 class Controllers:
-    """All controllers of an engine, and the ledger of what they did."""
+    """All controllers of an engine, and the ledger of their actions."""
 
     def __init__(self, sync: Iterable[SyncController] = (), queues: Iterable[AsyncController] = ()):
         self.sync, self.queues, self.ledger = list(sync), list(queues), Ledger()
@@ -285,8 +290,10 @@ class Controllers:
         self._times: deque[float] = deque(maxlen=256)
 
     def wants(self, shape: Callable[[Site], object]) -> frozenset[Site]:
-        """Sites whose values the controllers want to see at each request's last token, as far as ``shape`` does not raise for them;
-        the others are counted and explained."""
+        """Return the sites that the controllers want captured at each request's last token.
+
+        Sites for which ``shape`` raises are left out and recorded in the ledger with the reason.
+        """
         found: set[Site] = set()
         for controller in self.sync:
             for site in getattr(controller, "wants", ()):
@@ -298,7 +305,7 @@ class Controllers:
         return frozenset(found)
 
     def before_step(self, state: SteeringState) -> list[Outcome]:
-        """Apply what was queued."""
+        """Apply the queued actions."""
         outcomes: list[Outcome] = []
         for queue in self.queues:
             if lost := queue.lost():
@@ -309,7 +316,7 @@ class Controllers:
         return outcomes
 
     def after_step(self, view: StepView, state: SteeringState) -> list[Outcome]:
-        """Ask every controller in turn and apply what it answers. One that raises is counted and explained, and that is all."""
+        """Call every controller in turn and apply its actions. A controller that raises is recorded in the ledger and skipped."""
         if not self.sync:
             return []
         start = time.perf_counter()
@@ -328,7 +335,7 @@ class Controllers:
         return outcomes
 
     def snapshot(self) -> dict[str, Any]:
-        """Plain data: queues, counts by source, recent actions, and how long controllers take in a step, in milliseconds."""
+        """Return plain data: queues, counts by source, recent actions, and controller time per step in milliseconds."""
         times = [1e3 * seconds for seconds in self._times]
         took = {"median": median(times), "longest": max(times)} if times else {}
         queues = {queue.name: queue.snapshot() for queue in self.queues}
@@ -336,11 +343,11 @@ class Controllers:
 
 
 STEP, UNSEEN = 0.05, 16
-"""How far the gain moves before it is said again; after how many steps a request that was not seen is forgotten."""
+"""Smallest change of the gain that is sent, and number of steps after which a request that was not seen is forgotten."""
 
 
 class Decision(NamedTuple):
-    """What was decided after a step; ``score`` is the smoothed one, ``gain`` what an engaged request gets."""
+    """One decision of the policy: ``score`` is smoothed, ``gain`` is the one applied if the request is engaged."""
 
     step: int
     request: int
@@ -351,7 +358,7 @@ class Decision(NamedTuple):
 
 @dataclass
 class Follow:
-    """What is remembered of a request."""
+    """The policy's state of one request."""
 
     score: float
     seen: int
@@ -360,19 +367,26 @@ class Follow:
 
 
 class ProbePolicy:
-    """See the module.
+    """Route requests to a held configuration while a smoothed probe score is high, with hysteresis.
+
+        s_0 = score_0,   s_t = (1 - smoothing) * s_{t-1} + smoothing * score_t
+        engage if s >= threshold,   disengage if s < threshold - hysteresis
+
+    An engaged request gets the scale ``gain``, or with ``proportional`` the scale ``gain * clip((s - threshold + hysteresis) /
+    hysteresis, 0, 1)``. With ``gain = 0`` decisions are recorded and nothing is changed.
 
     Args:
         config: the held configuration to which an engaged request is routed.
         threshold: in units of the score.
         hysteresis: in the same units; not negative, and positive for ``proportional``.
-        monitor: the name of the monitor whose score is read. Or:
-        site: where the engine captures at the request's last token, for the score ``h.probe``.
+        monitor: name of the monitor whose score is read; or give ``site`` and ``probe``.
+        site: the site captured at the request's last token, for the score ``h.probe``.
         probe: the vector of that score.
-        gain: see the module; so is ``proportional``.
-        smoothing: ``a`` there.
-        generated: count scores of generated tokens alone, on which monitors act in the forward: a threshold that was set on such
-            tokens says nothing of a prompt's last one.
+        gain: the scale of an engaged request.
+        proportional: whether the scale grows with the score, as above.
+        smoothing: weight of the newest score, in (0, 1].
+        generated: use only the scores of generated tokens, on which monitors act in the forward: a threshold set on such tokens
+            says nothing about a prompt's last token.
     """
 
     def __init__(
@@ -406,10 +420,10 @@ class ProbePolicy:
         self._probe = None if probe is None else Vector(probe).data
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[Decision] = deque(maxlen=keep)
-        """The last flips and moves of the gain, the oldest first."""
+        """The most recent engagements, disengagements and gain changes, oldest first."""
 
     def on_step(self, view: StepView) -> list[Action]:
-        """What is to change for the requests of this step, and for those that were not seen for too long."""
+        """Return the actions for the requests of this step, and for those that were not seen for too long."""
         actions: list[Action] = []
         for request in view.requests:
             if request.finished:

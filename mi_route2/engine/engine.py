@@ -1,4 +1,4 @@
-"""Continuous batching: requests come and go at any step, each with its own prompt, sampling and interventions.
+"""Continuous batching: requests join and leave at any step, each with its own prompt, sampling and interventions.
 
     engine = Engine(host)
     results = engine.generate([Request(prompt, Sampling(max_new=64)), ...])
@@ -8,10 +8,10 @@
         for result in engine.step():
             ...
 
-A step runs one forward over all requests that decode, and others over pieces of prompts. What a request generates does not depend
-on its neighbours beyond float noise (a product of matrices rounds otherwise in another shape); with ``exact=True`` every request is
-run alone in pieces of one fixed cut, and no bit depends on neighbours, on the chunk size, on preemption or on the prefix cache. An
-engine belongs to one thread.
+A step runs one forward over all decoding requests, and further forwards over chunks of prompts. The tokens of a request do not
+depend on the other requests beyond float noise (matrix products round differently in another shape). With ``exact=True`` every
+request runs alone in chunks of one fixed size, and no bit depends on other requests, the chunk size, preemption or the prefix
+cache. An engine must be used from one thread.
 """
 
 from collections import Counter
@@ -47,28 +47,30 @@ from mi_route2.steering.state import SteeringState
 
 @checked
 class Engine:
-    """See the module. ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and
-    ``tokens`` count what was run and generated so far; ``last_error`` is why a request ended last that failed on its way.
+    """Continuous batching over one model; see the module.
+
+    ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and ``tokens`` count steps
+    and generated tokens so far; ``last_error`` is the reason for which the last failed forward or run failed its request.
 
     Args:
-        host: the model, on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; adapters are attached before.
-        rows: how many requests run at once.
+        host: the model on the host ``torch`` or ``transformer_lens``, in ``eval`` mode; attach adapters before.
+        rows: number of requests that run at once.
         budget: tokens in one step.
         chunk: the longest piece of a prompt in one step.
-        room: positions of keys and values in all; where it runs out, requests are put back. ``None``: rows times the context.
+        room: total key-value positions; requests are preempted if it runs out. ``None``: rows times the context.
         block: tokens in a block of the prefix cache.
-        prefix_bytes: what that may hold; 0 switches it off.
-        patch_slots: patches at one site among all that run.
-        steering_rows: different steering configurations at once.
-        store: where captured runs are read and written.
-        tokenizer: for stop texts, and text in results; anything with ``decode(ids)``.
+        prefix_bytes: size of the prefix cache; 0 disables it.
+        patch_slots: patches at one site over all running requests.
+        steering_rows: number of different steering configurations at once.
+        store: the run store for reading and writing captured runs.
+        tokenizer: for stop texts and the results' text; anything with ``decode(ids)``.
         vectors: named vectors that patches and steering may use.
-        controllers: who acts on steering between steps.
+        controllers: controllers that change steering between steps.
         exact: see the module.
-        generator: draws the seeds of requests that are sampled and give none. ``None``: one that nothing determines.
+        generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
 
     Raises:
-        ValueError: a host or architecture that has no decoder, sizes that cannot work, controllers of another engine.
+        ValueError: the host or architecture has no decoder, sizes are invalid, or the controllers belong to another engine.
     """
 
     def __init__(
@@ -133,21 +135,24 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits, or a result was not handed out yet."""
+        """True if a request runs or waits, or a result was not returned yet."""
         return bool(self._sequences or self._done)
 
     @checked
     def check(self, request: Request) -> None:
-        """Raise what ``submit`` would, and take nothing."""
+        """Raise what ``submit`` would raise, without queueing the request."""
         self._checked(request)
 
     @checked
     def submit(self, request: Request) -> int:
-        """Queue a request; its number, which no other will have.
+        """Queue a request and return its unique number.
 
-        Names are looked up here, and the values that its patches put in are read: what is registered, dropped or evicted while it
-        waits changes nothing for it. ``ValueError`` or ``KeyError`` for one that cannot be run, ``RuntimeError`` or ``OSError`` for
-        a model in training mode and a store that cannot be read.
+        Names are resolved and patch sources are read here: vectors or runs that are registered, dropped or evicted while the
+        request waits do not affect it.
+
+        Raises:
+            ValueError, KeyError: the request cannot be run.
+            RuntimeError, OSError: the model is in training mode, or the store cannot be read.
         """
         asked, patches = self._checked(request)
         number = self._arrivals
@@ -159,11 +164,11 @@ class Engine:
         return number
 
     def cancel(self, request: int) -> None:
-        """End a request where it stands; it still has a result. ``KeyError`` for one that is not here."""
+        """End a request at once; it still gets a result. ``KeyError`` if the request is not in the engine."""
         self._end(self._find(request), "cancelled")
 
     def preempt(self, request: int) -> None:
-        """Put a running request back among the waiting, as where room runs out. ``KeyError`` for one that does not run."""
+        """Preempt a running request, as happens if room runs out. ``KeyError`` if it is not running."""
         one = self._find(request)
         if one.row < 0:
             raise KeyError(f"request {request} waits, and so cannot be put back")
@@ -172,10 +177,10 @@ class Engine:
 
     @checked
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
-        """The results of all ``requests``, in their order. A bar shows tokens where it takes more than three seconds.
+        """Run ``requests`` and return their results in order. A progress bar counts tokens if this takes more than three seconds.
 
-        Where one is refused, or anything else raises, none of them stays in the engine. Results of requests that were submitted
-        before are handed out by the next ``step``.
+        If a request is refused, or anything else raises, none of these requests stays in the engine. Results of requests that were
+        submitted before are returned by the next ``step``.
         """
         most: dict[int, int] = {}
         found: dict[int, Result] = {}
@@ -201,9 +206,10 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[Result]:
-        """Run one step; the results of the requests that ended since the last.
+        """Run one step and return the results of the requests that ended since the last one.
 
-        ``RuntimeError`` where the model was changed while requests run: their keys and values are of the model before.
+        Raises:
+            RuntimeError: the model changed while requests run, so that their keys and values are those of another model.
         """
         if self._sequences:
             if not self.alive:
@@ -225,7 +231,7 @@ class Engine:
         return done
 
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
-        """The step's forwards, a token for each request that is due, and the end of those that are through."""
+        """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
         self._residents.note(pieces)
         ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
         ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
@@ -244,23 +250,23 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether a step can be run: no weight or switch has changed under the requests that are here."""
+        """True if a step can run: no weight or switch changed while requests are in the engine."""
         return not (self._sequences and self._state.changed)
 
     def close(self) -> None:
-        """Cancel what is left, and take all hooks off the model."""
+        """Cancel all remaining requests and remove all hooks from the model."""
         for one in list(self._sequences.values()):
             self._end(one, "cancelled")
         self._runner.close()
 
     def _changed(self) -> None:
-        """The model is another one than before."""
+        """Drop everything that depends on the model, which has changed."""
         self.prefixes.clear()
         self.decoder.forget()
         self.steering.found(self.decoder.quarantines())
 
     def _withdraw(self, requests: Iterable[int]) -> None:
-        """As if these had never been submitted."""
+        """Remove requests as if they had never been submitted."""
         gone = set(requests)
         for number in gone & self._sequences.keys():
             self._end(self._sequences[number], "error", "withdrawn")  # a run that it began is not kept
@@ -274,7 +280,7 @@ class Engine:
         return self._sequences[request]
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
-        """A request with its names looked up, and its patches with their sources; raises for what no moment could change."""
+        """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
         if not self._sequences and self._state.look():
             self._changed()
         model, residents, store = self.decoder, self._residents, self._residents.store
@@ -303,7 +309,7 @@ class Engine:
         return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
-        """Raises for runs that cannot be read by this model, and for one that cannot be written."""
+        """Raise if a run cannot be read by this model or cannot be written."""
         read = {patch.source.run for patch in request.patch if isinstance(patch.source, FromRun)}
         for run in read if store is not None else ():
             assert store is not None
@@ -321,13 +327,13 @@ class Engine:
             raise ValueError(f"there is a run {request.run!r} already: drop it first, or take another name")
 
     def _seeded(self, sampling: Sampling) -> Sampling:
-        """With a seed of its own, if tokens are drawn and none was given."""
+        """Return ``sampling`` with a seed, drawing one if it samples and has none."""
         if sampling.plain or sampling.seed is not None:
             return sampling
         return replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
 
     def _append(self, due: list[EngineRequest], logits: Tensor) -> list[tuple[EngineRequest, Finish, str | None]]:
-        """Each request's next token; who ended with it, and how."""
+        """Append the next token of each request in ``due``; return the requests that ended, with finish and error."""
         ended: list[tuple[EngineRequest, Finish, str | None]] = []
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
         chosen, values = choose(logits, [one.sampling for one in due], uniforms)
@@ -352,7 +358,7 @@ class Engine:
         return ended
 
     def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
-        """The step as controllers see it."""
+        """Return the controllers' view of the step."""
         readings: dict[int, Mapping[str, Reading]] = {}
         for each in ran.readings:
             readings |= each.last()
@@ -376,7 +382,7 @@ class Engine:
         return StepView(self.steps, tuple(views))
 
     def _stopped(self, one: EngineRequest) -> bool:
-        """Whether a stop text has come; the result's text ends before it."""
+        """Return whether a stop text has appeared; the result's text then ends before it."""
         text = self.tokenizer.decode(one.result.ids)
         places = [text.find(stop) for stop in one.request.sampling.stop if stop in text]
         if places:
@@ -390,7 +396,7 @@ class Engine:
         self._residents.failed.clear()
 
     def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
-        """A request is through: what it held is given back."""
+        """End a request and release its resources."""
         self.scheduler.remove(one)
         self._residents.leave(one)
         self._hand_out(one, finish, error)
@@ -413,7 +419,7 @@ def _undecoded(error: Exception) -> str:
 
 
 def _detailed(token: int, logits: Float[Tensor, " v"], sampling: Sampling) -> Token:
-    """With the log-probabilities that were asked for."""
+    """Return the token with the requested log-probabilities."""
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(sampling.logprobs or 0)
     top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))

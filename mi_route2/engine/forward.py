@@ -1,4 +1,4 @@
-"""Runs what the scheduler chose: pieces of many requests in one forward, with each request's own interventions at each site."""
+"""Forwards over the pieces chosen by the scheduler, with each request's own interventions at each site."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,24 +21,24 @@ from mi_route2.steering.specs import patch, wide
 from mi_route2.steering.state import Readings, SteeringState
 
 Sink = Callable[[Tensor], None]
-"""Takes the captured rows ``[n, ...]`` of one request at one site."""
+"""Receives the captured rows ``[n, ...]`` of one request at one site."""
 
 
 @dataclass
 class Work:
-    """What is to be done at one site in one forward, by place ``(row, column)``."""
+    """Captures and patches at one site in one forward, by ``(row, column)``."""
 
     captures: list[tuple[Sink, list[tuple[int, int]]]] = field(default_factory=list)
     patches: list[tuple[int, int, Resolved]] = field(default_factory=list)
 
     def take(self, h: Tensor) -> list[tuple[Sink, Tensor]]:
-        """What is captured, copied, and who gets it."""
+        """Return copies of the captured values with their sinks."""
         places = [place for _, some in self.captures for place in some]
         found = h[_index(places, 0, h), _index(places, 1, h)]
         return list(zip((sink for sink, _ in self.captures), found.split([len(some) for _, some in self.captures]), strict=True))
 
     def put(self, h: Tensor) -> Tensor:
-        """``h`` with the patches in, its other tokens as they are."""
+        """Return ``h`` with the patches applied; other tokens are unchanged."""
         rows, columns = _index(self.patches, 0, h), _index(self.patches, 1, h)
         there = h[rows, columns]
         source = torch.stack([one.source.flatten() for *_, one in self.patches])
@@ -58,10 +58,10 @@ def _alpha(one: Resolved, like: Tensor) -> Tensor:
 
 
 class Forward:
-    """Runs layouts on a decoder. Hooks stay where they are from forward to forward; they come off with ``close``.
+    """Run layouts on a decoder. Hooks stay registered between forwards until ``close``.
 
-    Every hook must have fired in every forward: ``RuntimeError`` names the sites that did not. Of a forward that fails nothing is
-    captured, so that it can be run again.
+    Every hook must fire in every forward: ``RuntimeError`` names the sites that did not. A failed forward captures nothing, so that
+    it can be run again.
     """
 
     def __init__(self, decoder: Decoder, steering: SteeringState):
@@ -77,7 +77,7 @@ class Forward:
     def run(
         self, layout: Layout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None
     ) -> tuple[Tensor, Readings | None]:
-        """Logits ``[b n v]`` at the columns ``keep``, and what monitors read."""
+        """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings."""
         self._steered = self._steering.begin(layout)
         self._need(work.keys() | self._steering.sites() if self._steered else work.keys())
         self._work = work
@@ -97,7 +97,7 @@ class Forward:
         return logits, read
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         hooks, self._hooks, self._sites = self._hooks, None, frozenset()
         if hooks is not None:
             # Fired was checked forward by forward; a context whose block ends by an exception does not look again.
@@ -130,23 +130,23 @@ class Forward:
 
 
 class _ClosedError(Exception):
-    """Ends a context of hooks."""
+    """Exits the hooks' context."""
 
 
 Group = list[tuple[EngineRequest, int, int]]
-"""Requests, and the position and number of the tokens that each computes in one forward."""
+"""Requests with the start position and number of the tokens that each computes in one forward."""
 
 WASTE = 2
-"""In one forward over pieces of prompts no piece is longer than this many times the shortest."""
+"""In one forward over prompt chunks no chunk is longer than this many times the shortest."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ran:
     """Output of one engine step.
 
-    ``due`` are the requests whose next token is due, with their logits ``[n v]`` in float32 at least; ``readings`` what monitors
-    read, forward by forward; ``seen`` what was to be seen at the last token of each request; ``failed`` whose forward raised, and
-    why.
+    ``due`` are the requests to sample a next token for, with their logits ``[n v]`` in float32 or wider; ``readings`` are the
+    monitor readings of each forward; ``seen`` maps request to site to the value at its last token; ``failed`` maps each request
+    whose forward raised to the reason.
     """
 
     due: list[EngineRequest]
@@ -157,7 +157,9 @@ class Ran:
 
 
 class Runner:
-    """See the module. ``exact`` runs every request alone, in pieces that end at multiples of ``grain`` or with the prompt."""
+    """Run the pieces of a step. ``exact`` runs every request alone, in chunks that end at multiples of ``grain`` or with the
+    prompt.
+    """
 
     def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
         self.decoder, self.slots, self.steering = decoder, slots, steering
@@ -165,13 +167,13 @@ class Runner:
         self._forward = Forward(decoder, steering)
 
     def close(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         self._forward.close()
 
     def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
-        """Computes the pieces; ``wants`` are sites to be seen at the last token of each.
+        """Compute the pieces; ``wants`` are sites to capture at the last token of each.
 
-        A forward that fails is run again for each of its requests alone, so that one which cannot be run ends alone.
+        A forward that fails is repeated for each of its requests alone, so that only the request that cannot run ends.
         """
         ran = Ran([], None, [], {}, {})
         logits: list[Tensor] = []
@@ -222,7 +224,9 @@ class Runner:
             yield sorted(group, key=lambda one: one[0].row)
 
     def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
-        """Prompts in pieces that end at multiples of the grain, generated tokens one by one: whatever ``count`` is, the same."""
+        """Yield prompt chunks that end at multiples of the grain, and generated tokens one by one: the cuts do not depend on
+        ``count``.
+        """
         start, stop = sequence.computed, sequence.computed + count
         while start < stop:
             end = min((start // self._grain + 1) * self._grain, sequence.prompt) if start < sequence.prompt else start + 1
@@ -231,7 +235,7 @@ class Runner:
             start = end
 
     def _one(self, group: Group, work: dict[Site, Work]) -> tuple[Float[Tensor, "b v"], Readings | None]:
-        """One forward. Each request's ``computed`` grows; the logits are those at the end of its piece."""
+        """Run one forward and advance each request's ``computed``; return the logits at the end of each piece."""
         device = self.decoder.device
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
         width = layout.positions.shape[1]
@@ -254,11 +258,11 @@ class Runner:
         return logits[torch.arange(len(group), device=device), ends], readings
 
     def _unembedding(self, work: dict[Site, Work]) -> bool:
-        """Whether something is to be done at the unembedding's adapters."""
+        """Return whether there is work at the unembedding's adapters."""
         return any(site.layer is None for site in (*work, *self.steering.sites()))
 
     def _work(self, group: Group) -> dict[Site, Work]:
-        """What is to be done at which site, by row and column of the forward."""
+        """Return the captures and patches of the forward, by site."""
         work: dict[Site, Work] = {}
         for row, (one, start, count) in enumerate(group):
             for column, placed in firing(one.patches, start, count) if one.patches else ():
@@ -272,7 +276,7 @@ class Runner:
 
 
 def _watch(work: Work, site: Site, group: Group, seen: dict[int, dict[Site, Tensor]]) -> None:
-    """The last token of each request of the group, at one site."""
+    """Capture the last token of each request of the group at one site."""
 
     def keep(rows: Tensor) -> None:
         for (one, *_), row in zip(group, rows, strict=True):

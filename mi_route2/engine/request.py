@@ -1,4 +1,4 @@
-"""Requests and results, and one request on its way through the engine."""
+"""Request and result types, and the engine's state of one request."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ Finish = Literal["length", "stop", "cancelled", "error"]
 
 @validated
 class Capture:
-    """Keep the values at ``site`` at the positions that ``where`` names, as they are before any patch or steering there."""
+    """Keep the activations of ``site`` at the positions selected by ``where``, before any patch or steering at that site."""
 
     site: At
     where: Annotated[Where, Field(description="a Where, as Where('prompt')")] = field(default_factory=Where)
@@ -34,12 +34,18 @@ class Capture:
 
 @validated
 class Request:
-    """One sequence and its own interventions.
+    """One sequence and its interventions.
 
-    ``prompt`` is token ids. What ``capture`` keeps comes with the result, or goes to the run store as run ``run`` where that is
-    given. Higher ``priority`` goes first. ``rules`` say what is to change as it is generated, ``conversation`` where they hold
-    beyond the request. ``owner`` is who held configurations and set monitors that end with the last of the owner's requests.
-    ``ValueError`` for what is of another kind.
+    Args:
+        prompt: token ids.
+        capture: sites to capture; the values come with the result or, if ``run`` is given, go to the run store under that name.
+        priority: higher runs first.
+        rules: changes to make during generation.
+        conversation: the conversation in which rules may hold beyond this request.
+        owner: owner of held configurations and set monitors; these end with the owner's last request.
+
+    Raises:
+        ValueError: a field has the wrong type.
     """
 
     prompt: TokenIds
@@ -57,7 +63,7 @@ class Request:
 
 
 class Token(NamedTuple):
-    """One generated token; where asked for its log-probability (else NaN), the likeliest tokens' and those of given ones."""
+    """One generated token; if requested, its log-probability (else NaN) and those of the most likely and of given tokens."""
 
     token: int
     logprob: float = nan
@@ -67,7 +73,7 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """Rows of one site: logical positions, ascending, and values ``[n, ...]``."""
+    """Captured values ``[n, ...]`` of one site and their logical positions, ascending."""
 
     positions: tuple[int, ...]
     rows: Float[Tensor, "n ..."]
@@ -75,11 +81,11 @@ class Captured:
 
 @dataclass(eq=False)
 class Result:
-    """What became of a request. ``error`` is its one sentence where ``finish`` is ``"error"``.
+    """The outcome of one request. ``error`` is a one-sentence reason if ``finish`` is ``"error"``.
 
-    ``unfired`` names each capture and patch that was asked for at a position which was never computed, because the request ended
-    before, and each capture of which no token came. ``seed`` is that of the request, or the one that the engine drew for it.
-    ``cached`` is the number of prompt tokens whose keys and values were found, ``preemptions`` how often it was put back.
+    ``unfired`` names each capture and patch at a position that was never computed because the request ended before, and each
+    capture that no token matched. ``seed`` is the request's seed, or the one that the engine drew. ``cached`` counts prompt tokens
+    whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted.
     """
 
     request: int
@@ -95,20 +101,23 @@ class Result:
 
     @property
     def ids(self) -> list[int]:
-        """The generated tokens."""
+        """The generated token ids."""
         return [token.token for token in self.tokens]
 
     @property
     def logprobs(self) -> list[float]:
-        """Their log-probabilities."""
+        """The log-probabilities of the generated tokens."""
         return [token.logprob for token in self.tokens]
 
 
 @dataclass(eq=False)
 class EngineRequest:
-    """State of one request. ``row`` is its row of slots while it runs, ``saved`` its keys and values while it was put back.
-    ``lost`` is told where the run that it writes cannot go on; ``noted`` is the count of steering's changes when ``acts`` was told
-    what acts on generated tokens."""
+    """The engine's state of one request.
+
+    ``row`` is its row of key-value slots while it runs; ``saved`` holds its keys and values while it is preempted. ``lost`` is
+    called if the run that it writes cannot go on. ``noted`` is the steering state's change count when ``acts`` was last updated for
+    generated tokens.
+    """
 
     id: int
     arrival: int
@@ -143,21 +152,21 @@ class EngineRequest:
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
+        """The number of generated tokens."""
         return len(self.tokens) - self.prompt
 
     @property
     def reach(self) -> int:
-        """Positions that can be computed at the most: the last token that is generated is not read."""
+        """The maximum number of positions to compute: the last generated token is never read by the model."""
         return self.prompt + self.request.sampling.max_new - 1
 
     def lowest_capture(self) -> int:
-        """The first position of the prompt that is captured, or the prompt's length: it has to be computed."""
+        """Return the first captured position of the prompt, which must be computed, or the prompt's length if there is none."""
         first = [capture.where.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
         return min((row for rows in first for row in rows), default=self.prompt)
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
-        """Takes what capture ``number`` saw."""
+        """Store the activations of capture ``number``."""
         self.kept.add(number)
         if self.request.run is not None:
             self._write(self.request.capture[number].site, positions, rows)
@@ -167,7 +176,7 @@ class EngineRequest:
         held[1].append(rows.detach())
 
     def _write(self, site: Site, positions: list[int], rows: Tensor) -> None:
-        """To the run, as long as there is one: a store that is full, closed or has ended the run is no matter of the neighbours."""
+        """Append to the run, if it is still open; a full or closed store, or an ended run, must not affect other requests."""
         if self.writer is None:
             return
         try:
@@ -179,7 +188,7 @@ class EngineRequest:
                 self.lost(self, str(error))
 
     def settle(self) -> None:
-        """What was captured goes into the result, or its run is finished; of a request that failed no run is kept."""
+        """Move the captures into the result, or close the run; the run of a failed request is discarded."""
         result = self.result
         result.unfired = self.unfired()
         for number, (positions, rows) in self.captured.items():
@@ -194,7 +203,7 @@ class EngineRequest:
                 result.finish, result.error = "error", str(error)
 
     def unfired(self) -> list[str]:
-        """Captures and patches at positions that were never computed."""
+        """Return the captures and patches at positions that were never computed."""
         missed = [f"patch at {one.site}, position {one.position}" for one in self.patches if one.position >= self.computed]
         for number, capture in enumerate(self.request.capture):
             if capture.where.positions is None and number not in self.kept:
@@ -204,7 +213,7 @@ class EngineRequest:
 
 
 def refuse(request: Request, context: int, vocabulary: int) -> None:
-    """``ValueError``, in one sentence, for a request that cannot be run by any engine over this model."""
+    """Raise a one-sentence ``ValueError`` for a request that no engine can run on this model."""
     length = len(request.prompt)
     if not length:
         raise ValueError("the prompt is empty: give at least one token")

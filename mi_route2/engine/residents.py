@@ -1,8 +1,8 @@
-"""What a request needs to run, and gives back when it goes: a row of keys and values, patch slots, a steering row.
+"""Resources of running requests: a row of key-value slots, patch slots and a steering row.
 
-All demands are met or none, so that no request ever runs unpatched or unsteered. Who waits for one of them keeps those behind from
-it, and from nothing else. A request that is put back keeps its steering (an
-override lives as long as the request) and its patches; its keys and values wait outside of the rows, and come back as they were.
+All of a request's demands are met or none, so that no request ever runs unpatched or unsteered. A request that waits for a resource
+blocks those behind it from that resource only. A preempted request keeps its patches and its steering (an override lives as long as
+the request); its keys and values are saved outside of the slots and restored unchanged.
 """
 
 from collections import Counter
@@ -20,8 +20,11 @@ from mi_route2.steering.state import Full, SteeringState
 
 
 class Residents:
-    """See the module. ``failed`` holds the sequences that turned out to ask for what is not there, with the reason; ``lost`` those
-    that run and whose run of captures cannot go on."""
+    """Resource allocation for requests; see the module.
+
+    ``failed`` holds requests whose demands can never be met, with the reason; ``lost`` holds running requests whose capture run
+    cannot go on.
+    """
 
     def __init__(
         self,
@@ -41,12 +44,12 @@ class Residents:
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()
-        """Sites at whose patch slots somebody waits in this turn."""
+        """Sites whose patch slots a request waits for in this turn."""
         self._rows: list[EngineRequest] = []
         self._patches: Counter[Site] = Counter()
 
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
-        """The next step."""
+        """Plan the next step."""
         try:
             return scheduler.plan(self.admit, self.put_back)
         finally:
@@ -54,7 +57,7 @@ class Residents:
             self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
-        """Meets all of a request's demands (``run``) or none: now (``wait``) or ever (``drop``)."""
+        """Meet all of a request's demands (``run``) or none, because they cannot be met now (``wait``) or ever (``drop``)."""
         try:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
@@ -73,7 +76,7 @@ class Residents:
         return "run"
 
     def lacking(self, one: EngineRequest) -> str:
-        """Why a request waits although nobody runs."""
+        """Return the reason why a request waits although no request runs."""
         asked = one.request
         try:
             self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation)
@@ -84,14 +87,14 @@ class Residents:
         )
 
     def put_back(self, one: EngineRequest) -> None:
-        """Preempted: keys and values go out of their row, everything else stays."""
+        """Save the keys and values of a preempted request and free its row; it keeps everything else."""
         one.saved = self.slots.save(one.row, one.computed)
         one.result.preemptions += 1
         self.steering.preempted(one.id)
         self._vacate(one)
 
     def leave(self, one: EngineRequest) -> None:
-        """A request is through: what it held is given back."""
+        """Release all resources of a request that ended."""
         if one.row >= 0:
             self.publish(one)
             self._vacate(one)
@@ -101,7 +104,7 @@ class Residents:
             self._patches -= Counter(patch.site for patch in one.patches)
 
     def note(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
-        """What is computed next is computed under the steering that is in force now."""
+        """Record the current steering as the one under which the next positions are computed."""
         if not self.prefixes.budget:
             return
         idle, changes = not self.steering.sites(), self.steering.changes
@@ -116,7 +119,7 @@ class Residents:
                 one.noted = changes
 
     def publish(self, one: EngineRequest) -> None:
-        """Whole blocks that a request computed may be used by others."""
+        """Add the whole blocks that a request computed to the prefix cache."""
         blocks, size = one.computed // self.prefixes.block, self.prefixes.block
         if not self.prefixes.budget or blocks <= one.published:
             return
@@ -140,7 +143,7 @@ class Residents:
         return True
 
     def _steered(self, one: EngineRequest) -> bool:
-        """Takes its steering rows; ``False`` where they are not free now, or somebody before it waits for such."""
+        """Acquire the request's steering rows; return ``False`` if none are free now or an earlier request waits for some."""
         asked = one.request
         try:
             if asked.rules or asked.conversation is not None:
@@ -168,9 +171,9 @@ class Residents:
             raise
 
     def _reuse(self, one: EngineRequest) -> None:
-        """Takes over the blocks of its prompt that were computed before under the same interventions.
+        """Load the blocks of the prompt that were computed before under the same interventions.
 
-        The last token of the prompt is always computed, and so is whatever has to be captured.
+        The last token of the prompt is always computed, and so is every captured position.
         """
         size = self.prefixes.block
         blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)

@@ -1,4 +1,4 @@
-"""Rules that a request brings along as data: when something shows, for how long, do what; and what carries them out."""
+"""Steering rules of a request as plain data (condition, scope, action), and the rule book that applies them."""
 
 import hashlib
 import math
@@ -17,7 +17,8 @@ from mi_route2.validation import NonNegative, Probability, validated
 Scope = Literal["this_token", "next_step", "rest_of_request", "rest_of_conversation"]
 SCOPES = get_args(Scope)
 RULES, SWITCHED = 16, 3
-"""Rules that a request may bring, and how many of them may add vectors after a step: each subset of those needs a row."""
+"""Maximum rules per request, and maximum rules that may add vectors between steps: each subset of the latter needs a steering row.
+"""
 _FIELDS = {
     "a rule": ("when", "scope", "apply"),
     "a probe": ("site", "vector", "threshold", "sharpness"),
@@ -27,7 +28,7 @@ _FIELDS = {
 
 @validated
 class Probe:
-    """``sigmoid(sharpness * (h.vector - threshold))`` at a site."""
+    """The gate ``sigmoid(sharpness * (h.vector - threshold))`` at a site."""
 
     site: At
     vector: AVector
@@ -41,7 +42,11 @@ class Probe:
 
 @validated
 class Rule:
-    """One rule. ``ValueError`` for what no rule can do, in one sentence that says what to write instead."""
+    """One steering rule: a condition, a scope, and vectors to add or an attenuation.
+
+    Raises:
+        ValueError: the combination is not possible; the sentence says what to write instead.
+    """
 
     scope: Scope
     when: Probe | None = None
@@ -59,7 +64,7 @@ class Rule:
             self.monitor("")
 
     def monitor(self, name: str) -> Monitor:
-        """What is watched for this rule; of scope ``this_token`` it also acts. ``ValueError`` for a site before the probe's."""
+        """Return the monitor of this rule; with scope ``this_token`` it also acts. ``ValueError`` for a site before the probe's."""
         assert self.when is not None
         probe = (self.when.site, self.when.vector, self.when.threshold, self.when.sharpness)
         if self.scope != "this_token":
@@ -69,18 +74,18 @@ class Rule:
         return Monitor(*probe, mode="attenuate", depth=1 - self.attenuate, gate_rows=True, name=name)
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Rule":
-        """With its names looked up; what it adds for the rest of a conversation stays a name, under which it may lapse."""
+        """Return the rule with its names resolved. Vectors added for the rest of a conversation stay names, which may lapse."""
         when = self.when and replace(self.when, vector=Vector(self.when.vector).resolved(lookup))
         add = tuple(entry.resolved(lookup) for entry in self.add)
         return replace(self, when=when, add=self.add if self.scope == "rest_of_conversation" else add)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the vectors that it adds."""
+        """The names of the vectors that the rule adds."""
         return tuple(vector.name for entry in self.add if (vector := Vector(entry.vector)).values is None)
 
     def content(self) -> bytes:
-        """What tells rules apart: numbers where they are given, names where vectors are named."""
+        """Return a digest that identifies the rule: by numbers if vectors are given as such, by names if they are named."""
         vectors = [*(entry.vector for entry in self.add), *([] if self.when is None else [self.when.vector])]
         found = hashlib.sha256(repr((self.scope, self.attenuate)).encode())
         for entry in self.add:
@@ -93,7 +98,11 @@ class Rule:
 
 
 def parse_rules(data: object) -> tuple[Rule, ...]:
-    """Rules from plain data, as JSON has it (a vector may be a tensor too). ``ValueError`` names the rule and what to change."""
+    """Parse rules from plain data, as read from JSON (a vector may also be a tensor).
+
+    Raises:
+        ValueError: names the rule and what to change.
+    """
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         raise ValueError("steering rules are a list of objects with when, scope and apply")
     if len(data) > RULES:
@@ -110,7 +119,7 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
 
 
 def refuse_rules(rules: Sequence[Rule]) -> None:
-    """``ValueError`` for rules that cannot be brought together."""
+    """Raise ``ValueError`` if the rules cannot be combined in one request."""
     if (switched := sum(is_switched(rule) for rule in rules)) > SWITCHED:
         raise ValueError(
             f"{switched} rules add vectors after a probe has fired: a request has at most {SWITCHED}, beside this_token"
@@ -118,7 +127,7 @@ def refuse_rules(rules: Sequence[Rule]) -> None:
 
 
 def is_switched(rule: Rule) -> bool:
-    """Whether a rule adds vectors that are switched on between steps."""
+    """Return whether a rule adds vectors that are switched on between steps."""
     return bool(rule.when is not None and rule.add and rule.scope != "this_token")
 
 
@@ -172,7 +181,7 @@ FIRES = 0.5
 
 @dataclass
 class Run:
-    """A request with rules: what it was admitted with, and what of its rules is on."""
+    """State of a running request with rules: its steering at admission and its active rules."""
 
     spec: Steering
     configs: Mapping[str, Steering]
@@ -180,9 +189,9 @@ class Run:
     conversation: str | None
     owner: str
     base: float
-    """The scale that holds throughout."""
+    """The scale that holds for the whole request."""
     digests: Mapping[str, bytes]
-    """Content of the vectors that the rules name, as the request was admitted with them."""
+    """Content digests of the named vectors in the rules, as of admission."""
     fired: set[int] = field(default_factory=set)
     config: str | None = None
     scale: float = 1.0
@@ -190,20 +199,20 @@ class Run:
 
 @dataclass(frozen=True)
 class Latch:
-    """A rule that holds in a conversation, and the content that its names had when it began to."""
+    """A rule that holds in a conversation, and the digests of its named vectors at the time it was latched."""
 
     rule: Rule
     digests: Mapping[str, bytes]
 
 
 class RuleBook:
-    """See the module; a ``SyncController``."""
+    """The rules of all running requests and conversations; a ``SyncController``."""
 
     def __init__(self, conversations: int = CONVERSATIONS):
         self.name = "rules"
         self.capacity = conversations
         self.lapsed = 0
-        """Latches that ended because a name no longer stood for the same vector."""
+        """Number of latches that ended because a name no longer stood for the same vector."""
         self._latches: OrderedDict[str, dict[bytes, Latch]] = OrderedDict()
         self._runs: dict[int, Run] = {}
 
@@ -217,8 +226,11 @@ class RuleBook:
         owner: str = "client",
         conversation: str | None = None,
     ) -> None:
-        """``state.admit``, with the rules and with what holds in the conversation. Errors are those of ``state.admit``, and
-        ``ValueError`` for rules of a conversation without one; nothing is remembered then."""
+        """Call ``state.admit`` with the request's rules and those that hold in its conversation.
+
+        Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation; nothing is stored
+        then.
+        """
         run = self._runs.get(request)
         if run is None:
             run = self._composed(state, tuple(rules), spec or Steering(), owner, conversation)
@@ -234,17 +246,17 @@ class RuleBook:
                     self._latch(run, rule)
 
     def check(self, state: SteeringState, rules: Sequence[Rule], spec: Steering | None, conversation: str | None) -> None:
-        """The errors that ``admit`` would raise for as long as the engine lives; takes nothing."""
+        """Raise the errors that ``admit`` would raise for as long as the engine lives, without admitting."""
         run = self._composed(state, rules, spec or Steering(), "", conversation)
         state.check(run.spec, run.configs)
 
     @property
     def idle(self) -> bool:
-        """Whether no running request has rules."""
+        """True if no running request has rules."""
         return not self._runs
 
     def release(self, request: int) -> None:
-        """The request has ended; nothing happens for one without rules."""
+        """Forget a request that has ended; no effect for one without rules."""
         self._runs.pop(request, None)
 
     def _composed(self, state: SteeringState, rules: Sequence[Rule], spec: Steering, owner: str, conversation: str | None) -> Run:
@@ -271,7 +283,7 @@ class RuleBook:
     # Conversations
 
     def _holding(self, state: SteeringState, conversation: str | None) -> list[Rule]:
-        """What holds in a conversation, as far as its names stand for the same vectors; the rest has lapsed."""
+        """Return the rules that hold in a conversation; those whose names stand for other vectors now are dropped as lapsed."""
         if conversation is None or conversation not in self._latches:
             return []
         self._latches.move_to_end(conversation)
@@ -285,7 +297,7 @@ class RuleBook:
         return [latch.rule for latch in latches.values()]
 
     def _latch(self, run: Run, rule: Rule) -> None:
-        """From now on ``rule`` holds in the conversation of ``run``; the conversation that was idle for longest makes room."""
+        """Make ``rule`` hold in the conversation of ``run``, evicting the least recently used conversation if needed."""
         if run.conversation is None:
             return
         latches = self._latches.setdefault(run.conversation, {})
@@ -299,7 +311,7 @@ class RuleBook:
     # Between steps
 
     def on_step(self, view: StepView) -> list[Action]:
-        """Judge the probes at the tokens from which one was sampled, and say what changes for the next."""
+        """Evaluate the probes at the tokens from which one was sampled, and return the changes for the next token."""
         actions: list[Action] = []
         for request in view.requests:
             run = self._runs.get(request.request)
@@ -337,7 +349,7 @@ class RuleBook:
         return actions
 
     def snapshot(self) -> dict[str, object]:
-        """Plain data: how many requests have rules, in how many conversations something holds, and what lapsed."""
+        """Return plain data: the number of requests with rules, of conversations with latched rules, and of lapsed latches."""
         return {"requests": len(self._runs), "conversations": len(self._latches), "lapsed": self.lapsed}
 
 

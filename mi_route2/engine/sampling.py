@@ -1,8 +1,8 @@
-"""Choosing tokens: greedy or sampled, one seed a request, and log-probabilities over the whole vocabulary.
+"""Token choice: greedy or sampled with one seed per request, and log-probabilities over the whole vocabulary.
 
-A sampled token is ``F^-1(u)``, the inverse of the distribution's cumulative sum at a uniform ``u``. A request's uniforms are all
-drawn from its own seed, one for each token that it may generate, so its tokens depend on its own logits alone. Log-probabilities
-are those of the model's distribution, before temperature and truncation.
+A sampled token is ``F^-1(u)``, the inverse CDF of the distribution at a uniform ``u``. All uniforms of a request are drawn from its
+own seed, one for each token that it may generate, so its tokens depend on its own logits alone. Log-probabilities are those of the
+model's distribution, before temperature and truncation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,13 +43,20 @@ TokenIds = Annotated[tuple[int, ...], PlainValidator(_ids)]
 
 @validated
 class Sampling:
-    """How a request chooses its tokens. ``temperature = 0`` is greedy; ``top_k = 0`` and ``top_p = 1`` truncate nothing.
+    """Sampling parameters of a request.
 
-    Without a ``seed`` the engine draws one, which the result has.
+    Args:
+        temperature: 0 is greedy.
+        top_k: 0 does not truncate.
+        top_p: 1 does not truncate.
+        seed: if ``None``, the engine draws one, and the result reports it.
+        stop_tokens: token ids that end generation; they are part of the generated tokens.
+        stop: texts that end generation; they need an engine with a tokenizer.
+        logprobs: return each token's log-probability and those of this many most likely tokens (``None``: none).
+        logprob_token_ids: return the exact log-probabilities of these tokens.
 
-    ``stop_tokens`` end it (and are a part of its tokens), ``stop`` are texts that do, where the engine has a tokenizer.
-    ``logprobs`` asks for the log-probability of each token and of that many of the likeliest (``None``: for none),
-    ``logprob_token_ids`` for those of given tokens, exactly. ``ValueError`` for values that cannot be.
+    Raises:
+        ValueError: a value is out of range.
     """
 
     max_new: Annotated[AtLeastOne, Plain] = 16
@@ -64,16 +71,16 @@ class Sampling:
 
     @property
     def detailed(self) -> bool:
-        """Whether any log-probability is asked for."""
+        """True if any log-probability is requested."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def plain(self) -> bool:
-        """Whether neither truncation nor chance is asked for."""
+        """True if decoding is greedy."""
         return self.temperature == 0.0
 
     def uniforms(self) -> list[float]:
-        """The request's own draws in [0, 1), one a token."""
+        """Return the request's uniforms in [0, 1), one per token."""
         if self.plain:
             return []
         assert self.seed is not None, "the engine draws one"
@@ -84,7 +91,7 @@ class Sampling:
 def choose(
     logits: Float[Tensor, "n v"], how: Sequence[Sampling], uniforms: Sequence[float]
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
-    """One token a row, by its own ``Sampling`` and its own uniform; its logit, not finite where the row has NaN or +infinity."""
+    """Return one token per row, by its own ``Sampling`` and uniform, and its logit: not finite if the row has NaN or +infinity."""
     chosen = _greatest(logits)
     values = logits.gather(1, chosen[:, None])[:, 0]
     drawn = [i for i, one in enumerate(how) if not one.plain]
@@ -97,12 +104,12 @@ def choose(
 
 
 def _greatest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
-    """The first of each row's greatest, or its first NaN. On a CPU numpy finds it thirty times as fast as torch."""
+    """Return the argmax of each row (the first one), or its first NaN. On a CPU numpy is thirty times as fast as torch."""
     return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[Tensor, "n v"]:
-    """Probabilities at each row's temperature, 0 outside of its top k and its nucleus."""
+    """Return each row's probabilities at its temperature, 0 outside of its top k and its nucleus."""
     temperature = torch.tensor([one.temperature for one in how], dtype=logits.dtype, device=logits.device)
     probabilities = (logits / temperature[:, None]).softmax(-1)
     for i, one in enumerate(how):

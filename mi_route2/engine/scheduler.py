@@ -1,10 +1,10 @@
-"""Who runs in the next step: a pure part of the engine, which knows lengths and priorities and no tensor.
+"""Scheduling: choose the pieces of the next step. Pure logic over lengths and priorities, without tensors.
 
-Running requests come before waiting ones, single tokens before pieces of prompts, higher priority before lower, then who came
-first. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` positions of keys and values.
-Where room runs out, or somebody of higher priority waits for a row, the last of the lowest priority is put back among the waiting,
-with all that it has. The first of the waiting for whom there is no row or no room stops those behind it, so that nobody is
-overtaken for ever. Who lacks something else is passed by: ``admit`` sees to it that nobody behind takes that.
+Running requests come before waiting ones, single tokens before prompt chunks, higher priority before lower, then first come, first
+served. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs
+out, or a request of higher priority waits for a row, the last request of the lowest priority is preempted and keeps its state. The
+first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
+resource is passed by: ``admit`` ensures that no later request takes that resource.
 """
 
 from bisect import insort
@@ -17,7 +17,7 @@ Answer = Literal["run", "wait", "drop"]
 
 @runtime_checkable
 class Job(Protocol):
-    """What the scheduler reads of a request: ``known`` tokens are its prompt and what it generated; ``computed`` have run."""
+    """The scheduler's view of a request: ``known`` counts its prompt and generated tokens, ``computed`` those already run."""
 
     priority: int
     arrival: int
@@ -32,7 +32,7 @@ J = TypeVar("J", bound=Job)
 
 @dataclass
 class Turn(Generic[J]):
-    """One step: how many tokens of whom, and who came in or was put back for it."""
+    """One step: the number of tokens of each request, and the requests admitted and preempted for it."""
 
     pieces: list[tuple[J, int]] = field(default_factory=list)
     admitted: list[J] = field(default_factory=list)
@@ -40,13 +40,16 @@ class Turn(Generic[J]):
 
 
 def urgency(job: Job) -> tuple[int, int]:
-    """Sorts by higher priority, then by who came first."""
+    """Sort key: higher priority first, then earlier arrival."""
     return -job.priority, job.arrival
 
 
 class Scheduler(Generic[J]):
-    """See the module. ``chunk`` is the longest piece of a prompt in one step, and pieces end at multiples of ``grain`` or with what
-    is known. ``ValueError`` for sizes that cannot work."""
+    """The queues of waiting and running requests; see the module.
+
+    ``chunk`` is the longest piece of a prompt in one step; pieces end at multiples of ``grain`` or with the known tokens.
+    ``ValueError`` if the sizes cannot work.
+    """
 
     def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1):
         if rows < 1 or grain < 1 or chunk < grain or budget < rows + grain - 1 or (room is not None and room < 1):
@@ -58,27 +61,29 @@ class Scheduler(Generic[J]):
         self.waiting: list[J] = []
         self.running: list[J] = []
         self._lacking: set[int] = set()
-        """Who lacked something else when it was last asked, by arrival."""
+        """Arrival numbers of requests that lacked another resource when last asked."""
 
     def add(self, job: J) -> None:
-        """A new request, or one that comes back."""
+        """Queue a new or preempted request."""
         insort(self.waiting, job, key=urgency)
 
     def remove(self, job: J) -> None:
-        """A request that ended, wherever it is."""
+        """Remove a request that ended, waiting or running."""
         (self.running if job in self.running else self.waiting).remove(job)
         self._lacking.discard(job.arrival)
 
     def put_back(self, job: J) -> None:
-        """A running request goes back among the waiting."""
+        """Move a running request back to the waiting queue."""
         self.running.remove(job)
         self.add(job)
 
     def plan(self, admit: Callable[[J], Answer], put_back: Callable[[J], None]) -> Turn[J]:
-        """The next step.
+        """Plan the next step.
 
-        ``admit`` meets a waiting request's other demands (``"run"``), or says that they cannot be met now (``"wait"``) or ever
-        (``"drop"``). ``put_back`` is told of each that is preempted, before anybody is admitted.
+        Args:
+            admit: meets a waiting request's other demands (``"run"``), or reports that they cannot be met now (``"wait"``) or ever
+                (``"drop"``).
+            put_back: called for each preempted request, before any request is admitted.
         """
         turn: Turn[J] = Turn()
         self._make_way(turn, put_back)
@@ -100,14 +105,14 @@ class Scheduler(Generic[J]):
         return turn
 
     def _preempt(self, job: J, turn: Turn[J], put_back: Callable[[J], None]) -> None:
-        """Back among the waiting, out of this turn."""
+        """Move a running request back to the waiting queue and out of this turn."""
         self.put_back(job)
         turn.preempted.append(job)
         turn.pieces = [piece for piece in turn.pieces if piece[0] is not job]
         put_back(job)
 
     def _make_way(self, turn: Turn[J], put_back: Callable[[J], None]) -> None:
-        """Somebody of higher priority waits for nothing but a row and all are taken: the least urgent goes."""
+        """Preempt the least urgent request if all rows are taken and a request of higher priority lacks nothing but a row."""
         taken = 0
         for job in [job for job in self.waiting if job.arrival not in self._lacking]:
             if len(self.running) + taken < self.rows:
@@ -120,7 +125,7 @@ class Scheduler(Generic[J]):
             taken += 1
 
     def _go_on(self, turn: Turn[J], put_back: Callable[[J], None]) -> int:
-        """Pieces for those that run; what is left of the budget."""
+        """Plan pieces for the running requests; return the remaining budget."""
         singles = [job for job in self.running if job.known - job.computed == 1]
         turn.pieces = [(job, 1) for job in singles]  # the budget is at least the rows
         left = self.budget - len(singles)
@@ -135,7 +140,7 @@ class Scheduler(Generic[J]):
         return left
 
     def _give(self, turn: Turn[J], job: J, left: int) -> int:
-        """A piece for ``job``, where a whole one fits; its tokens."""
+        """Plan a piece for ``job``, if a whole one fits; return its number of tokens."""
         count = min(job.known - job.computed, self.chunk, left)
         if job.computed + count < job.known:
             count -= (job.computed + count) % self.grain
@@ -147,5 +152,5 @@ class Scheduler(Generic[J]):
         return sum(job.computed for job in self.running) + sum(count for _, count in turn.pieces)
 
     def _fits(self, turn: Turn[J], job: J) -> bool:
-        """Whether there is room for all that is known of ``job``, and one more."""
+        """Return whether there is room for all known tokens of ``job`` and one more."""
         return self.room is None or self._held(turn) + job.known + 1 <= self.room

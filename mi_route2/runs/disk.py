@@ -1,4 +1,4 @@
-"""The disk tier: shards of finished runs in ``shards/``, and ``index.sqlite``, which says what is in them."""
+"""The disk tier: shards of finished runs in ``shards/``, and their index in ``index.sqlite``."""
 
 import fcntl
 import hashlib
@@ -26,13 +26,13 @@ REMEMBERED = 4096
 
 
 class Gone:
-    """Reasons by run. The oldest are forgotten first."""
+    """Reasons by run id of runs that no longer exist. The oldest are forgotten first."""
 
     def __init__(self, reasons: Mapping[str, str]):
         self._reasons = dict(reasons)
 
     def put(self, reasons: Mapping[str, str]) -> None:
-        """Remember why runs went."""
+        """Record the reasons for which runs were removed."""
         for run, reason in reasons.items():
             self._reasons.pop(run, None)
             self._reasons[run] = reason
@@ -40,21 +40,21 @@ class Gone:
             del self._reasons[run]
 
     def forget(self, run: str) -> None:
-        """The run is there again."""
+        """Forget a run that exists again."""
         self._reasons.pop(run, None)
 
     def why(self, run: str) -> str | None:
-        """The reason; ``None`` where nothing is known of such a run."""
+        """Return the reason; ``None`` if the run is unknown."""
         return self._reasons.get(run)
 
 
 def dropped(run: str) -> str:
-    """The reason of a run that somebody deleted."""
+    """Return the reason for a run that was deleted on request."""
     return f"run {run!r} was dropped"
 
 
 def evicted(run: str, nbytes: int, budget: int) -> str:
-    """The reason of a run that memory had no room for."""
+    """Return the reason for a run that was evicted because memory was full."""
     return (
         f"run {run!r} of {nbytes} bytes was evicted, the least recently used of a memory of {budget} bytes: raise the budget, give "
         "the store a folder, or lease the run as long as it is needed"
@@ -62,7 +62,7 @@ def evicted(run: str, nbytes: int, budget: int) -> str:
 
 
 def invalid(run: str, old: str, new: str) -> str:
-    """The reason of a run that a change of the weights ended."""
+    """Return the reason for a run that a change of the weights invalidated."""
     return f"run {run!r} is invalid: it was captured with weights {old[:12]}, and the model now has {new[:12]}; capture it again"
 
 
@@ -188,7 +188,7 @@ class Disk:
             raise
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Release the lock on the folder."""
         self._db.close()
         self._lock.close()
 
@@ -198,7 +198,7 @@ class Disk:
         return write_shard(self._path(shard), shard, run, sites)
 
     def load(self, stored: Stored) -> Tensor:
-        """The rows of one site of a shard, checked; from any thread."""
+        """Return the checked rows of one site of a shard; from any thread."""
         return read_shard(self._path(stored.shard), stored)
 
     def discard(self, shards: Iterable[int]) -> None:
@@ -208,7 +208,7 @@ class Disk:
                 self._path(shard).unlink(missing_ok=True)
 
     def commit(self, run: str, about: About, stored: Sequence[Stored]) -> None:
-        """Make a finished run known, all of it or nothing."""
+        """Add a finished run to the index, all of it or nothing."""
         text = about.text()
         sync = os.open(self._shards, os.O_RDONLY)
         try:
@@ -222,7 +222,7 @@ class Disk:
             db.executemany("INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?)", [_row(each) for each in stored])
 
     def remove(self, reasons: Mapping[str, str]) -> None:
-        """Take runs out, and remember why."""
+        """Remove runs and record why."""
         with self._transaction() as db:
             shards = [shard for run in reasons for (shard,) in db.execute("SELECT shard FROM shards WHERE run = ?", (run,))]
             db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
@@ -231,15 +231,15 @@ class Disk:
         self.discard(shards)
 
     def gone(self) -> dict[str, str]:
-        """Why runs are not here any more, oldest first."""
+        """Return the reasons for which runs no longer exist, oldest first."""
         return dict(self._ask("SELECT run, reason FROM gone ORDER BY number"))
 
     def runs(self) -> dict[str, str]:
-        """Every run and its weights, oldest first."""
+        """Return every run and its weights hash, oldest first."""
         return dict(self._ask("SELECT run, weights FROM runs ORDER BY rowid"))
 
     def about(self, run: str) -> About | None:
-        """What is known of a run; ``None`` where it is not here."""
+        """Return the description of a run; ``None`` if it is not here."""
         found = self._ask("SELECT about, sha256 FROM runs WHERE run = ?", run)
         if not found:
             return None
@@ -249,7 +249,7 @@ class Disk:
         return About.parse(text)
 
     def kinds(self, run: str) -> dict[Site, Kind]:
-        """What a run holds at each of its sites."""
+        """Return the count, dtype and row shape of a run at each of its sites."""
         query = "SELECT site, dtype, shape, sum(length(positions)) / 8 FROM tensors WHERE run = ? GROUP BY site ORDER BY min(shard)"
         found = self._ask(query, run)
         with self._parsing():
@@ -267,15 +267,15 @@ class Disk:
             ]
 
     def has(self, shard: int) -> bool:
-        """Whether the index knows a shard."""
+        """Return whether the index knows a shard."""
         return bool(self._ask("SELECT 1 FROM shards WHERE shard = ?", shard))
 
     def lost(self, stored: Stored) -> ValueError:
-        """The error for a shard whose file is not there."""
+        """Return the error for a shard whose file is missing."""
         return damaged(self._path(stored.shard), stored, "the file is missing")
 
     def size(self) -> tuple[int, int]:
-        """Bytes of the shards, and number of runs."""
+        """Return the bytes of the shards and the number of runs."""
         return self._ask("SELECT coalesce(sum(size), 0), (SELECT count(*) FROM runs) FROM shards")[0]
 
     def _path(self, shard: int) -> Path:
@@ -309,7 +309,7 @@ class Disk:
         return db
 
     def _tidy(self) -> int:
-        """Delete what a kill left; the first number that is free."""
+        """Delete the leftovers of a killed process; return the first free shard number."""
         known = {shard for (shard,) in self._ask("SELECT shard FROM shards")}
         for path in self._shards.iterdir():
             if (found := _FILE.fullmatch(path.name)) and (found[1] is None or int(found[1]) not in known):
@@ -327,7 +327,7 @@ class Disk:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns SQLite's errors into a sentence."""
+        """Context: turn SQLite's errors into one sentence."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -348,7 +348,7 @@ class Disk:
 
 
 def _only_here(folder: Path) -> IO[str]:
-    """The lock on a folder; ``RuntimeError`` where someone has it."""
+    """Lock a folder; ``RuntimeError`` if another process holds the lock."""
     handle = (folder / "lock").open("a")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

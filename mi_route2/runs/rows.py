@@ -1,4 +1,4 @@
-"""The rows of captured runs: what is known of a run, its chunks that grow while it is written, and the memory tier."""
+"""Rows of captured runs: run descriptions, chunks that grow while a run is written, and the memory tier."""
 
 import json
 import os
@@ -23,7 +23,7 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True)
 class About:
-    """Whose activations a run holds: the hash of the weights, the tokens, how many of them are the prompt, and free notes."""
+    """Description of a run: the hash of the weights, the tokens, the prompt length, and free notes."""
 
     weights: str
     tokens: tuple[int, ...] = ()
@@ -31,20 +31,20 @@ class About:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self) -> str:
-        """JSON that ``parse`` reads back."""
+        """Return JSON that ``parse`` reads back."""
         own = {"weights": self.weights, "tokens": self.tokens, "prompt_length": self.prompt_length, "meta": self.meta}
         return json.dumps(own, sort_keys=True)
 
     @staticmethod
     def parse(text: str) -> "About":
-        """What ``text`` wrote."""
+        """Parse the output of ``text``."""
         own = json.loads(text)
         return About(own["weights"], tuple(own["tokens"]), own["prompt_length"], own["meta"])
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the rows of one site of a run are: their number, their type, and the shape of one of them."""
+    """Count, dtype and row shape of the rows of one site of a run."""
 
     rows: int
     dtype: torch.dtype
@@ -86,7 +86,7 @@ class Stats:
 
 
 def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
-    """What a caller says of a new run; ``ValueError`` where it cannot be so, or cannot be kept as JSON."""
+    """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
     if not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
         raise ValueError(f"{run[:40]!r} cannot name a run: take 1 to {_LONGEST_NAME} printable characters")
     if not weights:
@@ -116,7 +116,7 @@ class Chunk:
 
 
 def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk:
-    """A chunk in memory."""
+    """Return a chunk in memory."""
     return Chunk(positions, lambda: rows)
 
 
@@ -279,30 +279,30 @@ class Memory:
         return iter(tuple(self._held))
 
     def take(self, writer: object, nbytes: int) -> None:
-        """What ``writer`` has in memory by now; 0 when it is through."""
+        """Set the bytes that ``writer`` has in memory; 0 when it is done."""
         self.nbytes += nbytes - self._writing.pop(writer, 0)
         if nbytes:
             self._writing[writer] = nbytes
 
     def put(self, run: str, held: Held) -> None:
-        """Hold a finished run."""
+        """Store a finished run."""
         self._held[run] = held
         self.nbytes += held.nbytes
 
     def get(self, run: str) -> Held | None:
-        """The run, which is then the most recently used one."""
+        """Return the run and mark it as most recently used."""
         if run in self._held:
             self._held.move_to_end(run)
         return self._held.get(run)
 
     def pop(self, run: str) -> Held | None:
-        """Let a run go."""
+        """Remove a run and return it."""
         held = self._held.pop(run, None)
         self.nbytes -= held.nbytes if held else 0
         return held
 
     def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
-        """Let runs go until the budget is kept, but none that is leased; those that went, with their bytes."""
+        """Evict unleased runs until the budget is met; return the evicted runs with their bytes."""
         went: dict[str, int] = {}
         if self.nbytes > self.budget:
             for run in self:

@@ -1,4 +1,4 @@
-"""Who needs which run for how long."""
+"""The run store: tiers, leases and eviction of captured runs."""
 
 import logging
 import threading
@@ -51,7 +51,7 @@ class Leases:
         self._ends.pop(run, None)
 
     def holds(self, run: str) -> bool:
-        """Whether someone has a lease of ``run`` now."""
+        """Return whether an owner has a lease of ``run`` now."""
         now = self._clock()
         return any(end > now for end in self._ends.get(run, {}).values())
 
@@ -170,7 +170,7 @@ class RunStore:
         return self._found(run, site).positions()
 
     def info(self, run: str) -> RunInfo:
-        """What is known of a finished run; ``KeyError`` with the reason where there is none."""
+        """Return the description of a finished run; ``KeyError`` with the reason if there is none."""
         with self._lock:
             about = self._demand(run)
             tiers = tuple(
@@ -181,13 +181,13 @@ class RunStore:
         return RunInfo(run, about.weights, about.tokens, about.prompt_length, about.meta, kinds, nbytes, tiers)
 
     def runs(self) -> list[str]:
-        """Every finished run."""
+        """Return the ids of all finished runs."""
         with self._lock:
             self._demand_open()
             return list(self._disk.runs() if self._disk else self._memory)
 
     def stats(self) -> Stats:
-        """Sizes and counts."""
+        """Return sizes and counts."""
         with self._lock:
             self._demand_open()
             disk_bytes, disk_runs = self._disk.size() if self._disk else (0, 0)

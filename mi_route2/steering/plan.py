@@ -1,4 +1,4 @@
-"""One forward's steering, laid out before it runs: which tokens it holds, and for every site what acts on which of them."""
+"""Steering plan of one forward, made before it runs: its tokens, and for every site what acts on which of them."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -68,7 +68,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Watch:
-    """A monitor as it is calculated: what it is called in readings, its probe, and the vectors of its own."""
+    """A compiled monitor: its name in readings, its probe, and its own vectors."""
 
     name: str
     monitor: Monitor
@@ -78,7 +78,7 @@ class Watch:
 
     @property
     def sites(self) -> set[Site]:
-        """Where it reads and acts."""
+        """The sites at which it reads and acts."""
         return {self.monitor.site, *self.adds, *self.quarantined}
 
 
@@ -291,7 +291,7 @@ class SiteStep:
 
 
 class Forward:
-    """What one forward writes down: the gates that are open, the scores that were read, the sites that fired."""
+    """Record of one forward: open gates, scores that were read, and sites that fired."""
 
     def __init__(self, shape: torch.Size, slots: int):
         self.shape, self.count = shape, shape.numel()
@@ -360,7 +360,7 @@ class Planner:
 
     @property
     def slots(self) -> int:
-        """How many gates a forward has."""
+        """Number of gates in a forward."""
         return len(self.gating) + len(self.quarantining)
 
     def _step(self, site: Site) -> SiteStep:
@@ -442,7 +442,7 @@ class Planner:
             self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
     def _own(self, slot: Slot) -> None:
-        """The vectors that the monitors of a slot bring."""
+        """Add the vectors that the monitors of a slot bring."""
         for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
             here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
             ranges = tuple(cells for cells, _ in here)

@@ -1,5 +1,5 @@
-"""What a request carries to be steered: vectors in three tiers, clamps, and monitors, as frozen data; and what each does to
-activations, as pure functions.
+"""Steering specs of a request as frozen data (vectors in three tiers, clamps, monitors), and their effect on activations as pure
+functions.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from mi_route2.validation import NonNegative, Probability, validated
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to calculate in: float32 at least."""
+    """Return the dtype to compute in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -131,9 +131,9 @@ CLAMPS = 4
 
 
 class Vector:
-    """A finite vector of its own, or the name of one; equal where content (or, unresolved, the name) is.
+    """A finite vector with values, or the name of one; equal if the content (or, unresolved, the name) is.
 
-    ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` where a number is not finite.
+    ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` if a number is not finite.
     """
 
     __slots__ = ("digest", "name", "values")
@@ -165,7 +165,7 @@ class Vector:
 
     @property
     def data(self) -> Float[Tensor, " n"]:
-        """The numbers; ``ValueError`` for a name that was not looked up."""
+        """The values; ``ValueError`` if the name was not resolved."""
         if self.values is None:
             raise ValueError(f"the vector {self.name!r} is only a name as yet: register it in the state that is to look it up")
         return self.values
@@ -191,7 +191,7 @@ VectorLike = Vector | Tensor | Sequence[float] | str
 
 
 def tensor_digest(values: Tensor) -> bytes:
-    """SHA-256 of a CPU tensor's numbers, in whatever type they are."""
+    """Return the SHA-256 of a CPU tensor's values, cast to float64."""
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
@@ -202,7 +202,7 @@ AVector = Annotated[VectorLike, PlainValidator(Vector)]
 
 
 def _plain(value: object) -> object:
-    """One number of numpy's or torch's as Python's; anything else as it is."""
+    """Convert a numpy or torch scalar to a Python number; return anything else unchanged."""
     return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
 
 
@@ -211,7 +211,7 @@ Bound = Annotated[float, Field(allow_inf_nan=True), Plain]
 
 
 def several(kind: type) -> PlainValidator:
-    """Of a field: several of ``kind`` in any iterable, kept as a tuple. One that stands alone is refused."""
+    """Return a field validator for any iterable of ``kind``, stored as a tuple. A single object is refused."""
     return PlainValidator(partial(_tuple, kind))
 
 
@@ -283,7 +283,7 @@ class Clamp:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The lower and the upper one."""
+        """The lower and the upper bound."""
         return (self.low, self.high) if self.value is None else (self.value, self.value)
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Clamp":
@@ -291,7 +291,7 @@ class Clamp:
         return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
 
     def unit(self) -> Float[Tensor, " n"]:
-        """The direction in float64, of length one."""
+        """Return the unit direction in float64."""
         v = Vector(self.vector).data.double()
         v = v / v.abs().max()  # first, or the squares of small numbers vanish
         return v / v.norm()
@@ -354,11 +354,11 @@ class Monitor:
             raise ValueError(f"the monitor at {self.site} has depth={self.depth}, which is of mode 'attenuate' alone")
 
     def reaches(self, site: Site) -> bool:
-        """Whether ``site`` is the monitor's own, or fires behind it in every forward."""
+        """Return whether ``site`` is the monitor's own, or fires after it in every forward."""
         return site == self.site or precedes(self.site, site)
 
     def gating(self, site: Site) -> bool:
-        """Whether the vectors that act at ``site`` are among those that it gates."""
+        """Return whether the monitor gates the vectors that act at ``site``."""
         return self.reaches(site) if self.gates is None else site in self.gates
 
     @property
@@ -373,7 +373,7 @@ class Monitor:
         return replace(self, probe=probe.resolved(lookup), adds=adds)
 
     def content(self) -> bytes:
-        """All but the name."""
+        """Return the content as bytes, without the name."""
         sites = [None if some is None else [str(site) for site in some] for some in (self.gates, self.quarantined)]
         numbers = (self.threshold, self.sharpness, self.mode, sites, self.gate_rows, self.quarantine, self.depth, self.prompt)
         adds = b"+".join(entry.content() for entry in self.adds)
@@ -401,7 +401,7 @@ class Steering:
             raise ValueError(f"two monitors are called {twice[0]!r}: give each a name of its own")
 
     def vectors(self, tier: str) -> tuple[Steer, ...]:
-        """The entries of a tier: base, prefill or decode."""
+        """Return the entries of a tier: base, prefill or decode."""
         if tier not in TIERS:
             raise ValueError(f"tier={tier!r} is not one of {', '.join(map(repr, TIERS))}")
         return tuple(getattr(self, tier))
@@ -428,7 +428,7 @@ class Steering:
 
     @property
     def rows(self) -> "Steering":
-        """What a row of the table holds: vectors and clamps, no monitors."""
+        """The part that a table row holds: vectors and clamps, no monitors."""
         return replace(self, monitors=()) if self.monitors else self
 
 
@@ -437,7 +437,7 @@ def _unknown(name: str) -> Vector:
 
 
 def looker(named: Mapping[str, Vector]) -> Callable[[str], Vector]:
-    """Looks names up in ``named``; ``ValueError`` lists what there is."""
+    """Return a lookup of names in ``named`` whose ``ValueError`` lists the known names."""
 
     def lookup(name: str) -> Vector:
         if name not in named:

@@ -1,4 +1,4 @@
-"""Steering of many requests at once: who is steered how, and what that does to one forward over a batch of them."""
+"""Steering state of many requests at once, and its application in one forward over a batch of them."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from mi_route2.steering.table import Full, Rows, row_key, summed
 
 @dataclass
 class Living:
-    """A request that was admitted and has not ended. ``resident`` is false while it is preempted: then it holds no rows."""
+    """A request that was admitted and has not ended. ``resident`` is false while it is preempted and holds no rows."""
 
     asked: Steering
     spec: Steering
@@ -35,7 +35,7 @@ class Living:
 
     @property
     def specs(self) -> list[Steering]:
-        """All that it needs rows for."""
+        """All specs that need rows."""
         return [self.spec, *self.configs.values(), *([self.override.spec] if self.override else ())]
 
 
@@ -134,7 +134,7 @@ class Requests:
         self._give_back(self.of(request))
 
     def release(self, request: int) -> str:
-        """The owner whose last request this was, or ``""``."""
+        """Return the owner whose last request this was, or ``""``."""
         if (living := self.living.pop(request, None)) is None:
             return ""
         self._give_back(living)
@@ -246,7 +246,7 @@ class SteeringState:
         self._steps: dict[Site, SiteStep] = {}
 
     def found(self, quarantine_sites: tuple[Site, ...]) -> None:
-        """The quarantines that monitors gate from now on: the model's were switched."""
+        """Set the quarantines that monitors gate from now on, after the model's were switched."""
         self.quarantine_sites = tuple(sorted(quarantine_sites))
         self._requests.quarantine_sites = self.quarantine_sites
 
@@ -254,14 +254,14 @@ class SteeringState:
 
     @checked
     def register(self, name: str, tensor: VectorLike) -> None:
-        """A vector for specs to name. Those admitted before keep the one that the name had."""
+        """Register a vector under a name. Requests admitted before keep the vector that the name had."""
         vector = Vector(tensor)
         if not name or vector.values is None:
             raise ValueError("register a vector of numbers under a name that is not empty")
         self.vectors[name] = vector
 
     def unregister(self, name: str) -> None:
-        """Forget a name; unknown ones are none."""
+        """Remove a name; no effect if it is unknown."""
         self.vectors.pop(name, None)
 
     @checked
@@ -273,7 +273,7 @@ class SteeringState:
         self._changed()
 
     def clear_global(self, tier: str) -> None:
-        """As if the tier had never been set."""
+        """Remove a global tier."""
         self.set_global(tier, ())
 
     def _entries(self, entries: Iterable[Steer]) -> list[Steer]:
@@ -284,11 +284,11 @@ class SteeringState:
     # Requests
 
     def fits(self, spec: Steering | None, *, configs: Mapping[str, Steering] | None = None, request: int | None = None) -> bool:
-        """Whether ``admit`` would find its rows now; ``request`` names a preempted one. ``ValueError`` as there."""
+        """Return whether ``admit`` would find its rows now; ``request`` names a preempted one. ``ValueError`` as there."""
         return self._requests.fits(spec, configs or {}, request)
 
     def check(self, spec: Steering | None, configs: Mapping[str, Steering] | None = None) -> None:
-        """``ValueError`` for what ``admit`` would refuse, now and for as long as the server's own configurations are held."""
+        """Raise ``ValueError`` if ``admit`` would refuse, now and for as long as the server's own configurations are held."""
         self._requests.check(spec, configs or {})
 
     def admit(
@@ -325,15 +325,15 @@ class SteeringState:
 
     @property
     def requests(self) -> tuple[int, ...]:
-        """All that were admitted and have not ended, preempted ones too."""
+        """All requests that were admitted and have not ended, including preempted ones."""
         return tuple(self._requests.living)
 
     def __contains__(self, request: object) -> bool:
-        """Whether a request was admitted and has not ended."""
+        """Return whether a request was admitted and has not ended."""
         return request in self._requests.living
 
     def conversation(self, request: int) -> str | None:
-        """The conversation that a request was admitted with."""
+        """Return the conversation that a request was admitted with."""
         return self._requests.of(request).conversation
 
     @checked
@@ -358,7 +358,7 @@ class SteeringState:
         self._changed()
 
     def clear_tier(self) -> None:
-        """No dynamic vectors, and a gain of 1."""
+        """Remove the dynamic vectors and reset the gain to 1."""
         self.tier, self.gain = {}, 1.0
         self._changed()
 
@@ -371,11 +371,11 @@ class SteeringState:
         self._changed(request)
 
     def routing(self, request: int) -> Held | None:
-        """The configuration to which a request is routed; ``None`` for its own row."""
+        """Return the configuration to which a request is routed; ``None`` for its own row."""
         return self._requests.of(request).override
 
     def route(self, request: int, routing: Held | None) -> None:
-        """Put back what ``routing`` said, though its name may be dropped by now."""
+        """Restore a value of ``routing``, even if its name was dropped since."""
         self._requests.route(request, routing)
         self._changed(request)
 
@@ -396,7 +396,7 @@ class SteeringState:
         self._forget(request)
 
     def scale_of(self, request: int) -> float:
-        """A request's own scale."""
+        """Return a request's own scale."""
         return self._requests.of(request).scale
 
     def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
@@ -440,12 +440,12 @@ class SteeringState:
         return (*living.watches.values(), *living.dynamic.values(), *(watch for watch, _ in self._monitors.values()))
 
     def sites(self) -> frozenset[Site]:
-        """Where hooks are needed at present; changes only where ``version`` does."""
+        """Return the sites that need hooks at present; changes only if ``version`` does."""
         return self._sites
 
     @property
     def version(self) -> int:
-        """Counts how often ``sites`` has changed."""
+        """Number of changes of ``sites``."""
         return self._version
 
     def _forget(self, request: int | None) -> None:
@@ -459,7 +459,7 @@ class SteeringState:
             self._contents.pop((request, True), None)
 
     def _changed(self, request: int | None = None) -> None:
-        """As ``_forget``, where hooks may be needed at other sites too."""
+        """Invalidate as ``_forget`` does, and recompute the sites that need hooks."""
         self._forget(request)
         everyones = (watch.sites for watch, _ in self._monitors.values())
         found = self.rows.sites().union(self.tier, self._requests.watched, *everyones)
@@ -515,7 +515,7 @@ class SteeringState:
         return step.run(h, forward)
 
     def end(self) -> Readings:
-        """What the monitors read. ``RuntimeError`` where a site at which something was to act did not fire."""
+        """Return the monitor readings. ``RuntimeError`` if a site with steering to apply did not fire."""
         forward, layout = self._forward, self._layout
         self._forward = self._layout = None
         if forward is None:
@@ -528,7 +528,7 @@ class SteeringState:
     # For people
 
     def snapshot(self) -> dict[str, Any]:
-        """What stands at present, as plain data."""
+        """Return the current state as plain data."""
         configs = self._requests.held.items()
         return {
             "rows": {"used": self.rows.used, "capacity": self.rows.capacity},

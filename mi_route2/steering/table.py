@@ -27,7 +27,7 @@ class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
 
 @dataclass(frozen=True)
 class Band:
-    """A clamp as it is calculated: the unit direction on the device, and three numbers."""
+    """A compiled clamp: the unit direction on the device, its bounds and its strength."""
 
     unit: Tensor
     low: float
@@ -79,11 +79,11 @@ class Rows:
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
         self.closed = False
-        """Whether somebody waits for rows: then no other may take a free one."""
+        """True if a request waits for rows: then no other may take a free one."""
 
     @property
     def used(self) -> int:
-        """Configurations that are held."""
+        """Number of configurations held."""
         return self.capacity - len(self._free)
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
@@ -118,7 +118,7 @@ class Rows:
             raise Full(f"{new} steering rows are needed and {free} of {self.capacity} are free: wait for a request to end")
 
     def acquire(self, spec: Steering) -> int:
-        """The row that holds ``spec``; to be given back with ``release``. Row 0 where it holds nothing."""
+        """Return the row that holds ``spec``, to be given back with ``release``; row 0 if ``spec`` is empty."""
         key = row_key(spec)
         if key not in self._by_key:
             if not self._free:
@@ -133,7 +133,7 @@ class Rows:
         return index
 
     def release(self, index: int) -> None:
-        """Give a row back; the last one frees it."""
+        """Release one reference to a row; the last one frees it."""
         row = self.rows[index]
         row.refs -= 1
         assert row.refs >= 0
@@ -195,7 +195,7 @@ class Rows:
             del self.tables[site]
 
     def sites(self) -> set[Site]:
-        """Where a line or a clamp is."""
+        """Return the sites with a table line or a clamp."""
         return set(self.tables).union(*(bands for row in self.rows.values() for bands in row.bands))
 
     def content(self, index: int, decode: bool, scale: float) -> bytes:
@@ -223,6 +223,6 @@ class Rows:
 
 
 def row_key(spec: Steering) -> bytes:
-    """The content by which a row is shared; ``b""`` where it would hold nothing."""
+    """Return the content by which a row is shared; ``b""`` if the row would be empty."""
     empty = not (spec.base or spec.prefill or spec.decode or spec.clamps)
     return b"" if empty else spec.rows.content()

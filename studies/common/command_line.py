@@ -56,6 +56,6 @@ def read_seeds(text: str) -> list[int]:
 
 
 def show_paths(paths: list[Path]) -> None:
-    """Say what was written."""
+    """Print the paths that were written."""
     for path in paths:
         print(f"wrote {path}")
