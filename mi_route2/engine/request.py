@@ -36,7 +36,7 @@ class Capture:
 class Request:
     """One sequence and its interventions.
 
-    Args:
+    Attributes:
         prompt: token ids.
         capture: sites to capture; the values come with the result or, if ``run`` is given, go to the run store under that name.
         priority: higher runs first.

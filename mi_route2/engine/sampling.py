@@ -45,7 +45,7 @@ TokenIds = Annotated[tuple[int, ...], PlainValidator(_ids)]
 class Sampling:
     """Sampling parameters of a request.
 
-    Args:
+    Attributes:
         temperature: 0 is greedy.
         top_k: 0 does not truncate.
         top_p: 1 does not truncate.
