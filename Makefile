@@ -6,7 +6,7 @@ SEEDS ?= 3
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n 2
 # What the fast suite leaves out: markers of pyproject.toml.
-REST := matrix or process or machine or study or docs or real or gpu
+REST := matrix or hosts or process or machine or study or docs or real or gpu
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -32,13 +32,13 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
+test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
 	$(PYTEST) --dist worksteal -m "not ($(REST))"
 
-test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, processes, state machines, whole studies, docs, a real model
+test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
 	$(PYTEST) --dist loadfile -m "$(REST)" --durations 25
 
-test-all: test test-rest  ## both (fifteen minutes on two cores)
+test-all: test test-rest  ## both (fifteen to twenty minutes on two cores)
 
 check: $(STAMP)  ## ruff and pyright
 	.venv/bin/ruff check .

@@ -12,6 +12,8 @@ from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.base import Hook
 from mi_route2.sites import Site
 
+pytestmark = pytest.mark.hosts
+
 FAMILIES = ["GPT2", "GPTNeoX", "MicroGPT", "Gemma3"]
 KNOWN = (
     "hook_resid_pre",

@@ -38,6 +38,8 @@ from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
 
+pytestmark = pytest.mark.hosts
+
 UNTIED = ("Llama", "MicroGPT")
 """Families whose unembedding is a weight of its own, and carries adapters here."""
 

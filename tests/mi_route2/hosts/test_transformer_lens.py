@@ -44,6 +44,8 @@ from mi_route2.sites import Site
 from studies.common.tables import markdown_table
 from studies.environments.micro.model import KVCache
 
+pytestmark = pytest.mark.hosts
+
 FLOAT32_SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("GPT")]
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
 GRAD_UNIT = MaskSpec(score="grad", unit="rollout", reinforced_only=False)
