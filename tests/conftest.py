@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from itertools import groupby
 
 import pytest
-import torch
-from families import FAMILIES
 from hypothesis import settings
 from sample import covering
 
-torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
@@ -34,6 +31,10 @@ FEW = {"Qwen3", "GPT2", "MicroGPT"}
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
 def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     """Mark ``matrix`` the parameter sets of a test that a covering choice leaves out, and all but few architectures."""
+    import torch  # here: the process that only hands tests out to workers would wait for both of these imports
+    from families import FAMILIES
+
+    torch.set_num_threads(1)
     made = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in groupby(made, key=lambda item: (item.path, item.originalname, item.cls)):
         tests = list(group)

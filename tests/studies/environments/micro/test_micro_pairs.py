@@ -3,7 +3,9 @@
 import json
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,18 +33,23 @@ from studies.environments.micro.runner import CachedRunner
 from studies.environments.protocol import Pair, Verdict, pairs_hash, read_pairs, write_pairs
 
 STRONG = get_world("strong")
-PROMPTS = {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
+
+
+@cache
+def by_text() -> Mapping[str, Prompt]:
+    """Return every training prompt under its text."""
+    return {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
 
 
 def judge(runner: CachedRunner, pairs: list[Pair]) -> tuple[list[Verdict], list[Verdict]]:
-    prompts, oracle = [PROMPTS[pair.prompt] for pair in pairs], Oracle(runner)
+    prompts, oracle = [by_text()[pair.prompt] for pair in pairs], Oracle(runner)
     return oracle.judge(prompts, [pair.hack for pair in pairs]), oracle.judge(prompts, [pair.clean for pair in pairs])
 
 
 @pytest.mark.parametrize("kind", ["hack", "nonhack"])
 def test_pairs_are_train_tasks_in_the_known_mode(kind: str) -> None:
     pairs = make_pairs(STRONG, 0, n=200, kind=kind)
-    prompts = [PROMPTS[pair.prompt] for pair in pairs]
+    prompts = [by_text()[pair.prompt] for pair in pairs]
     assert {prompt.mode for prompt in prompts} == {"run_tests"} == set(KNOWN)
     assert len({prompt.task for prompt in prompts}) == 200
 
@@ -171,6 +178,6 @@ def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunn
     terse = make_pairs(STRONG, 0, n=1)[0].hack
     assert Oracle(runner).judge([trivial], [terse])[0].gt
     used = {pair.prompt for pair in make_pairs(STRONG, 0, n=500)}
-    constant = [p for p in PROMPTS.values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
+    constant = [p for p in by_text().values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
     assert constant
     assert not used & {prompt.text for prompt in constant}
