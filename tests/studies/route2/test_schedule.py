@@ -213,13 +213,13 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
         env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"), "OMP_NUM_THREADS": "1"},
     )
     try:
-        wait_until(lambda: any((job.folder / METRICS).exists() for job in jobs) or run.poll() is not None, 60, "no step was logged")
+        wait_until(lambda: any((job.folder / METRICS).exists() for job in jobs) or run.poll() is not None, 300, "no step was logged")
         if how == "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
         else:
             run.kill()
         output, errors = run.communicate(timeout=40)
-        wait_until(lambda: not alive(run.pid), 20, "a process outlived the run")
+        wait_until(lambda: not alive(run.pid), 120, "a process outlived the run")
     finally:
         if alive(run.pid):
             os.killpg(run.pid, signal.SIGKILL)
@@ -242,7 +242,7 @@ def test_ctrl_c_while_torch_is_imported_leaves_no_traceback() -> None:
     run = subprocess.Popen(
         [sys.executable, "-m", "studies.route2", "arms"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
-    wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text() or run.poll() is not None, 60, "torch never came")
+    wait_until(lambda: "libtorch" in Path(f"/proc/{run.pid}/maps").read_text() or run.poll() is not None, 300, "torch never came")
     run.send_signal(signal.SIGINT)
     output, errors = run.communicate(timeout=60)
     assert (run.returncode, output, errors) == (130, "", "")
@@ -290,7 +290,7 @@ def test_a_worker_that_outlived_its_parent_is_waited_for(tmp_path: Path) -> None
     )
     other = subprocess.Popen([sys.executable, "-S", "-c", script, str(tmp_path / "arm"), str(ready)])
     try:
-        wait_until(ready.exists, 30, "the other process did not start")
+        wait_until(ready.exists, 120, "the other process did not start")
         with pytest.raises(ValueError, match="another process is still writing to"), held(tmp_path / "arm", patience=0.1):
             pass
     finally:
