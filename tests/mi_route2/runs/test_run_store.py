@@ -937,7 +937,7 @@ ENDS += [{f"second {MID}", f"second {PRE}"}, {f"second {MID}", f"second {PRE}", 
 
 
 def killed_at(nth: int | None, folder: Path) -> int:
-    """``busy`` killed as the ``nth`` line of the store's own modules and of its writer begins; how many there are, where ``None``."""
+    """``busy`` killed as the ``nth`` line of the store's modules or its writer's begins; how many there are, if ``None``."""
     seen = 0
     own = (str(Path(disk_module.__file__).parent), files.__file__)
 
