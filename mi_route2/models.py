@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mi_route2.adapters.io import whole_folder
+from mi_route2.files import whole_folder
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load
 

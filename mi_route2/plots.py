@@ -6,7 +6,6 @@ figure also reads in grey. Figures are made with `new_figure`, not pyplot: no gl
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.rcsetup import cycler
+
+from mi_route2.files import write_whole
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -84,23 +85,3 @@ def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> Path:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=suffix, dpi=dpi, metadata=metadata[suffix])
     return write_whole(path, buffer.getvalue())
-
-
-def write_whole(path: Path, content: bytes) -> Path:
-    """Writes `content` to `path` by a temporary neighbour and a rename, so that a reader never sees half a file.
-
-    Raises ValueError in one sentence when the folder is missing, not writable or full; the old file is then still there.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-    return path

@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, dataclass_
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+
+from mi_route2.files import write_whole
 
 T = TypeVar("T")
 
@@ -187,18 +188,8 @@ def read_settings(kind: type[T], path: Path, remedy: str, *, optional: Sequence[
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all; ``OSError`` in one sentence where the disk is full."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("w") as file:
-            file.write(json.dumps(value, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(f"could not write {path}: {error.strerror}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write JSON whole or not at all; ``OSError`` in one sentence if the disk is full."""
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def parse_words(record: T, changes: Mapping[str, str]) -> T:

@@ -7,13 +7,10 @@ import dataclasses
 import glob
 import hashlib
 import json
-import os
 import re
-import shutil
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -28,6 +25,7 @@ from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Kept, SVDKept
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
+from mi_route2.files import whole_folder, write_whole
 from mi_route2.sites import fused_rows
 from mi_route2.validation import parse_json, read_record
 
@@ -62,37 +60,15 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all (a temporary file in the same folder, then a rename), with its checksum.
+    """Write a safetensors file whole or not at all, with its checksum.
 
     The metadata goes into one header entry, as JSON: with several, safetensors orders them at random and the same content
     would give other bytes.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     header = {**metadata, CHECKSUM: digest(tensors, metadata)}
-    data = save(
-        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, metadata={HEADER: json.dumps(header, sort_keys=True)}
-    )
-    try:
-        write_synced(partial, data)  # what safetensors leaves behind when a write of its own fails has other names
-        partial.replace(path)
-    except OSError as error:
-        raise _unwritten(path, error) from error
-    finally:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _unwritten(path: Path, error: Exception) -> OSError:
-    reason = getattr(error, "strerror", None) or str(error).partition(" at path ")[0].rpartition(": ")[2]  # the last of several
-    return OSError(f"could not write {path}, give a path in a folder that can be written and has room: {reason}")
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    # bytes first: what safetensors leaves behind when a write of its own fails has other names
+    write_whole(path, save(plain, metadata={HEADER: json.dumps(header, sort_keys=True)}))
 
 
 def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -118,38 +94,6 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
     if checksum is not None and checksum != digest(tensors, header):
         raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
     return tensors, header
-
-
-@contextmanager
-def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Context: an empty folder beside ``folder``, which takes its name on a clean exit and is gone on any other.
-
-    ``FileExistsError`` where ``folder`` is a file, or a folder with something in it: ``overwrite=True`` replaces all of that.
-    """
-    target = Path(folder).resolve()
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file: give a folder")
-    if target.is_dir() and any(target.iterdir()) and not overwrite:
-        raise FileExistsError(f"{target} is not empty: choose another folder, or pass overwrite=True to replace all that is in it")
-    partial, former = (target.with_name(f".{target.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    shutil.rmtree(partial, ignore_errors=True)  # a process of the same number, killed long ago
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as written:
-                    os.fsync(written.fileno())
-        if target.exists():
-            target.replace(former)
-        partial.replace(target)
-    except (SafetensorError, OSError) as error:
-        raise _unwritten(target, error) from error
-    finally:
-        if former.exists() and not target.exists():
-            former.replace(target)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
 
 
 @checked

@@ -12,7 +12,6 @@ orthonormal basis of that range and ``Q^T W = A S Vh``, the factors are ``U = Q 
 """
 
 import hashlib
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,11 +22,12 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.adapters.gradients import wide
+from mi_route2.files import write_whole
 
 TOLERANCE = 0.01  # the ``error`` above which ``decompose`` warns
 
@@ -123,12 +123,7 @@ def _cached(path: Path, key: str) -> SVD | None:
 def _keep(path: Path, key: str, svd: SVD) -> None:
     tensors = {name: t.cpu() for name, t in vars(svd).items() if t is not None}
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        save_file(tensors, partial, metadata={"seal": _seal(key, tensors)})
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, save(tensors, metadata={"seal": _seal(key, tensors)}))
 
 
 def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None, *, rank: int | None = None) -> SVD:

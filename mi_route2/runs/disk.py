@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from mi_route2.files import write_whole
 from mi_route2.runs.rows import DTYPES, About, Kind
 from mi_route2.sites import Site
 
@@ -97,20 +98,7 @@ def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Ten
     The bytes are made in memory and written here: what safetensors leaves behind when a write of its own fails has other names.
     """
     data = save({str(site): rows for site, (_, rows) in sites.items()}, metadata={"run": run})
-    partial = path.with_name(f".{path.name}.tmp")
-    try:
-        with partial.open("wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(
-            f"could not write {path} ({error.strerror}): make room there, or give the store another folder; "
-            f"nothing of run {run!r} is kept"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, data, f"make room there, or give the store another folder (nothing of run {run!r} is kept)")
     return [
         Stored(
             run,
@@ -166,7 +154,7 @@ PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
-_FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.tmp")
+_FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.(?:\d+\.)?tmp")
 
 
 class Disk:

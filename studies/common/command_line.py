@@ -55,6 +55,20 @@ def read_seeds(text: str) -> list[int]:
     return sorted(set(seeds))
 
 
+def seeds_text(seeds: Sequence[int]) -> str:
+    """``seed 3``, ``seeds 0-7`` or ``seeds 0, 2, 5``."""
+    if len(seeds) == 1:
+        return f"seed {seeds[0]}"
+    whole = list(seeds) == list(range(seeds[0], seeds[-1] + 1))
+    return f"seeds {seeds[0]}-{seeds[-1]}" if whole else "seeds " + ", ".join(map(str, seeds))
+
+
+def seeds_argument(seeds: Sequence[int]) -> str:
+    """Seeds as ``--seeds`` takes them: ``0-7``, ``3-3`` or ``0,2,5``."""
+    text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
+    return f"{text}-{text}" if text.isdigit() else text
+
+
 def show_paths(paths: list[Path]) -> None:
     """Print the paths that were written."""
     for path in paths:

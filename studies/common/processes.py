@@ -11,16 +11,18 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+Job = TypeVar("Job")
 LOOKS = 0.05  # seconds between two looks at a lock
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 """What filesystems without `flock` say. EBADF is a network's, which can lock what was opened to be written, and no folder."""
@@ -90,15 +92,60 @@ def exclusive(root: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
-    """Hold a job's folder, made where it is missing. A worker that outlives its killed parent may be at its last step there:
-    wait ``patience`` seconds for it, then ``ValueError``."""
+    """Hold a job's folder, made if it is missing, and delete the temporary files that a kill left in it.
+
+    A worker that outlives its killed parent may be at its last step there: wait ``patience`` seconds for it, then ``ValueError``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
+        for left in (*folder.glob(".*.tmp"), *folder.glob(".tmp*")):  # ours, and those of safetensors
+            left.unlink(missing_ok=True)
         yield
 
 
-def end_silently() -> None:
-    """For the workers of an executor: end at once, without a traceback and leaving no half part.
+def run_pool(
+    work: Callable[[Job], object], jobs: Sequence[Job], workers: int, parts: Sequence[Path], what: str, *, quiet: bool
+) -> None:
+    """Call ``work`` on every job, in order, over a few processes; with one worker in this process.
+
+    Args:
+        work: What a worker does with a job; both are named by modules, so that a new process can import them.
+        jobs: What is still to be done, the longest first, so that none of them is left for the end.
+        workers: Processes.
+        parts: Files that the jobs leave; the bar counts those that are there.
+        what: Named by the bar.
+        quiet: Show no bar.
+
+    Raises:
+        RuntimeError: A worker was killed. What a job raises passes through.
+    """
+    with tqdm(total=len(parts), desc=what, unit="part", leave=False, disable=True if quiet else None) as bar:
+
+        def look() -> None:
+            bar.update(sum(path.exists() for path in parts) - bar.n)
+
+        look()
+        if workers == 1 or len(jobs) < 2:
+            for job in jobs:
+                work(job)
+                look()
+            return
+        with ProcessPoolExecutor(min(workers, len(jobs)), mp.get_context("spawn"), initializer=_end_silently) as pool:
+            left = {pool.submit(work, job) for job in jobs}
+            try:
+                while left:
+                    done, left = wait(left, timeout=0.5)
+                    look()
+                    for one in done:
+                        one.result()
+            except BrokenExecutor as error:
+                raise RuntimeError("a worker was killed, for its memory perhaps; the same command goes on where it was") from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _end_silently() -> None:
+    """In a worker of an executor: end at once, without a traceback and leaving no half part.
 
     At Ctrl-C, which reaches every process of a terminal; and when the parent is gone, which an executor's queues do not tell.
     """

@@ -1,13 +1,19 @@
-"""What publishers of all studies share: packing without loss, and folders that are replaced whole."""
+"""What publishers of all studies share: packing without loss, provenance, and folders that are replaced whole."""
 
+import hashlib
 import io
 import json
-import os
-import shutil
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from mi_route2.files import whole_folder, write_whole
+
+PROVENANCE = "provenance.json"
 
 
 def compact(value: Any) -> str:
@@ -38,15 +44,29 @@ def repacked(png: bytes) -> bytes:
     return min(png, buffer.getvalue(), key=len)
 
 
-def replace_folder(new: Path, place: Path) -> None:
-    """``new`` becomes ``place``; what was there is put aside first, and comes back where that fails."""
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
-    if place.exists():
-        place.rename(old)
-    try:
-        new.rename(place)
-    except OSError:
-        if old.exists():
-            old.rename(place)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def nested(markdown: str) -> str:
+    """Return a page's text as a part of another page: every heading one level down."""
+    return re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
+
+
+def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Write the texts of a report by file name, each whole or not at all; return their paths."""
+    return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+
+
+@contextmanager
+def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
+    """Context: an empty folder to fill, which replaces ``place`` on a clean exit and is gone on any other.
+
+    Figures in it are repacked. ``provenance`` (what was run, by which command) goes into provenance.json, with the SHA-256 of every
+    other file.
+
+    Raises:
+        OSError: The folder cannot be written. What was published before is then as it was.
+    """
+    with whole_folder(place, overwrite=True) as folder:
+        yield folder
+        for figure in folder.glob("*.png"):
+            figure.write_bytes(repacked(figure.read_bytes()))
+        sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+        (folder / PROVENANCE).write_text(json.dumps({**provenance, "files": sums}, indent=1) + "\n", encoding="utf-8")

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from mi_route2.files import whole_folder
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
-from studies.environments.micro.model import draw
 from studies.environments.protocol import Judge, Pair, Problem, Samples, Split, TextPrompt, TrainingGrade, Verdict, World
+from studies.environments.sampling import complete, draw_uniforms
+
+NOTHING = -1  # behind a completion's end
 
 
 @torch.no_grad()
@@ -35,9 +38,7 @@ def generate(
 
     ``at_once`` rows are sampled at a time. Raises ValueError unless `temperature` is positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature} is not positive: choose one above 0")
-    uniforms = torch.rand(len(prompts), max_new, dtype=torch.float64, generator=generator, device=generator.device)
+    uniforms = draw_uniforms(len(prompts), max_new, generator)
     device = next(model.parameters()).device
     # rows of like length together: less padding, and the same completions
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -45,8 +46,10 @@ def generate(
     for start in range(0, len(order), at_once):
         rows = order[start : start + at_once]
         batch = _Batch(model, [prompts[i] for i in rows], pad, device)
-        for i, ids in zip(rows, _complete(batch, uniforms[rows].to(device), temperature, ends), strict=True):
-            completions[i] = ids
+        own = uniforms[rows].to(device)
+        found = complete(batch.logits, batch.go_on, own, temperature=temperature, ends=ends, fill=NOTHING)
+        for i, ids in zip(rows, found.tolist(), strict=True):
+            completions[i] = ids[: ids.index(NOTHING)] if NOTHING in ids else ids
     return completions
 
 
@@ -75,29 +78,14 @@ class _Batch:
         )
         return out.logits[:, -1].float()
 
-    def step(self, drawn: Int[Tensor, " b"], alive: Bool[Tensor, " b"]) -> None:
-        """Go on with the rows that are ``alive``, each with its drawn token."""
+    def go_on(self, drawn: Int[Tensor, " r"], alive: Bool[Tensor, " b"]) -> Float[Tensor, "r v"]:
+        """Go on with the rows that are ``alive``, each with its drawn token; logits of the tokens after these."""
         if not bool(alive.all()):
             self._cache.batch_select_indices(alive.nonzero()[:, 0])
             self._real = self._real[alive]
-        self.tokens = drawn[alive][:, None]
+        self.tokens = drawn[:, None]
         self._real = torch.nn.functional.pad(self._real, (0, 1), value=True)
-
-
-def _complete(batch: _Batch, uniforms: Float[Tensor, "b n"], temperature: float, ends: Sequence[int]) -> list[list[int]]:
-    completions: list[list[int]] = [[] for _ in range(len(uniforms))]
-    rows = torch.arange(len(uniforms), device=uniforms.device)
-    stops = torch.tensor(ends, device=uniforms.device)
-    for step in range(uniforms.shape[1]):
-        drawn = draw(batch.logits(), uniforms[rows, step], temperature)
-        for row, token in zip(rows.tolist(), drawn.tolist(), strict=True):
-            completions[row].append(token)
-        alive = ~torch.isin(drawn, stops)
-        if not bool(alive.any()):
-            break
-        rows = rows[alive]
-        batch.step(drawn, alive)
-    return completions
+        return self.logits()
 
 
 QUESTION, RULE = "What-is-asked", "What-is-the-rule"
@@ -371,23 +359,22 @@ def make_tiny_model(
         raise ValueError(f"{folder} exists already: choose another folder, or delete it")
     texts = documents(problem, seed, 512)
     tokenizer = make_tokenizer([problem.system, *(text for document in texts for text in document)], vocabulary)
-    partial = folder.with_name(f".{folder.name}.partial")
-    tokenizer.save_pretrained(partial)
-    chat = ChatTokenizer(partial, problem.system)
-    encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
-    fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
-    if not fitting:
-        raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
-    torch.manual_seed(seed)  # transformers draws initial weights from the global stream
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=context, tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
-    loss = _warm_up(model, fitting, chat.pad, torch.Generator().manual_seed(seed), steps, batch, progress)
-    model.eval().save_pretrained(partial)
-    partial.rename(folder)
+    with whole_folder(folder) as partial:
+        tokenizer.save_pretrained(partial)
+        chat = ChatTokenizer(partial, problem.system)
+        encoded = [(chat.prompt(prompt), chat.completion(answer)) for prompt, answer in texts]
+        fitting = [(prompt, answer) for prompt, answer in encoded if len(answer) <= max_new and len(prompt) + max_new <= context]
+        if not fitting:
+            raise ValueError(f"no document of {problem.name} has an answer of at most {max_new} tokens: choose a larger max_new")
+        torch.manual_seed(seed)  # transformers draws initial weights from the global stream
+        config = Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=context,
+            tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
+        )  # fmt: skip
+        model = Qwen3ForCausalLM(config)
+        loss = _warm_up(model, fitting, chat.pad, torch.Generator().manual_seed(seed), steps, batch, progress)
+        model.eval().save_pretrained(partial)
     return loss
 
 

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.files import write_whole
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import PairBatch, Privileged
 from mi_route2.validation import read_lines
@@ -203,9 +204,9 @@ def pairs_hash(pairs: Sequence[Pair]) -> str:
 
 
 def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
-    """Writes pairs as TOML, one `[[pair]]` each, their texts as they are where TOML has room for that."""
+    """Write pairs as TOML, one `[[pair]]` each, their texts as they are where TOML has room for that; whole or not at all."""
     tables = ["\n".join(["[[pair]]", *(f"{name} = {_quoted(text)}" for name, text in asdict(pair).items())]) for pair in pairs]
-    Path(path).write_text("\n".join(f"{table}\n" for table in tables), encoding="utf-8", newline="\n")
+    write_whole(Path(path), "\n".join(f"{table}\n" for table in tables).encode())
 
 
 def _quoted(text: str) -> str:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, validated
-from studies.lanes.config import LanesConfig, Loop
+from studies.lanes.config import LanesConfig, Loop, sized
 from studies.lanes.optim import OptimSettings
 
 Looped = Literal["none", "wide", "narrow", "wider"]
@@ -59,19 +59,9 @@ class Arm:
     def config(self, size: "Size") -> LanesConfig:
         """The model of this arm at a size."""
         loop = {"none": None, "wide": size.wide, "narrow": size.narrow, "wider": size.wider}[self.looped]
-        return LanesConfig(
-            layers=size.layers,
-            d_model=size.d_model,
-            heads=size.heads,
-            mlp=size.mlp,
-            lane_start=size.layers // 2 if self.early_fork else size.lane_start,
-            wiring=self.wiring,
-            start=self.start,
-            learned=self.learned,
-            loop=loop,
-            loop_embeddings=self.embeddings,
-            head_bias=self.head_bias,
-        )
+        given = {"lane_start": size.layers // 2} if self.early_fork else {}
+        given |= {"wiring": self.wiring, "start": self.start, "learned": self.learned}
+        return sized(size, loop=loop, loop_embeddings=self.embeddings, head_bias=self.head_bias, **given)
 
     def optim(self, usual: OptimSettings) -> OptimSettings:
         """The optimizer of this arm."""
@@ -95,7 +85,7 @@ class Size:
     narrow: Loop = field(default_factory=lambda: Loop(2, 3, 3))
 
     def __post_init__(self) -> None:
-        depths = [len(self._of(loop).steps) for loop in (None, self.wide, self.narrow)]
+        depths = [len(sized(self, loop=loop).steps) for loop in (None, self.wide, self.narrow)]
         if depths[1] != depths[2]:
             raise ValueError(
                 f"a wide and a narrow loop are compared at one depth, and these have {depths[1]} and {depths[2]} steps"
@@ -105,29 +95,6 @@ class Size:
     def wider(self) -> Loop:
         """The wide loop over one more block, in front of it: behind it there may be the fork."""
         return replace(self.wide, start=self.wide.start - 1)
-
-    def _of(self, loop: Loop | None) -> LanesConfig:
-        return LanesConfig(
-            layers=self.layers, d_model=self.d_model, heads=self.heads, mlp=self.mlp, lane_start=self.lane_start, loop=loop
-        )
-
-    @staticmethod
-    def of_layers(layers: int, d_model: int, heads: int) -> "Size":
-        """The record's proportions at another depth: loops over blocks that end in the middle, lanes from two thirds on.
-
-        Raises ValueError for fewer than 6 layers.
-        """
-        if layers < 6:
-            raise ValueError(f"{layers} layers leave no room for a loop between encoder and lanes: choose 6 or more")
-        end = layers // 2
-        return Size(
-            layers,
-            d_model,
-            heads,
-            lane_start=max(end + 1, -(-2 * layers // 3)),
-            wide=Loop(end - 2, end, 2),
-            narrow=Loop(end - 1, end, 3),
-        )
 
 
 BASELINE = Arm("gptj", "the record's baseline: one stream, both sublayers read and write at once behind the fork", wiring="gptj")

@@ -3,7 +3,7 @@
 ``run`` makes everything from nothing: those arms of a small byte-level model that the record's claims need, float64 instruments,
 tables and figures. ``run --full`` trains the other arms too, and all of them for longer. Start with ``run --quick``, which shows in
 about a minute that all parts work and resolves nothing. The same command started again goes on where it stopped, and leaves the
-same bytes. ``run --large`` is the full study at an accelerator's size; ``scale`` times two lanes against one stream there.
+same bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,14 +17,12 @@ import tyro
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
 from studies.lanes.report import TABLE, publish, write_report
-from studies.lanes.scale import Scale, device_of
-from studies.lanes.settings import Settings, full, large, open_text, quick
+from studies.lanes.settings import Settings, full, open_text, quick
 from studies.lanes.study import run_study
+from studies.lanes.train import Precision, check_device
 
 SEEDS = "10-12"
-PROFILES: Mapping[str, tuple[Callable[[str], Settings], str]] = MappingProxyType(
-    {"quick": (quick, "2"), "full": (full, "10-15"), "large": (large, SEEDS)}
-)
+PROFILES: Mapping[str, tuple[Callable[[str], Settings], str]] = MappingProxyType({"quick": (quick, "2"), "full": (full, "10-15")})
 """Profile -> its settings, and the seeds that it runs. Rates and sizes were tuned on seeds from 100 on."""
 
 
@@ -36,6 +34,7 @@ class Dev:
     batch: int | None = None
     length: int | None = None
     device: str | None = None
+    precision: Precision | None = None
     compile: bool | None = None
 
     def apply(self, settings: Settings) -> Settings:
@@ -51,7 +50,6 @@ class Run:
 
     quick: Annotated[bool, tyro.conf.arg(help="everything once over, small: two seeds in about a minute")] = False
     full: Annotated[bool, tyro.conf.arg(help="all arms, five times the training, six seeds: hours")] = False
-    large: Annotated[bool, tyro.conf.arg(help="12 blocks of 512 features, bf16, compiled, on an accelerator")] = False
     seeds: Annotated[
         str | None,
         tyro.conf.arg(help="how many (3 means 0, 1, 2), a range or a list (4,9); 10-12, or 2 if quick, 10-15 if full"),
@@ -64,13 +62,12 @@ class Run:
     def __call__(self) -> None:
         chosen = [name for name in PROFILES if getattr(self, name)]
         if len(chosen) > 1:
-            raise ValueError(f"a study is quick, full or large: give one of {' and '.join(f'--{name}' for name in chosen)}")
+            raise ValueError("a study is quick or full: give one of --quick and --full")
         make, usual = PROFILES[chosen[0]] if chosen else (Settings, SEEDS)
         seeds = read_seeds(self.seeds or usual)
         settings = self.dev.apply(make(open_text(self.text).sha256))
         device = settings.training.device
-        if device != "cpu":
-            device_of(None if device == "cuda" else device)  # or it says that there is none, before anything is written
+        check_device(device)  # or it says that there is none, before anything is written
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
         folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
         show_paths(write_report(folder))
@@ -109,7 +106,7 @@ class Arms:
             print(f"{arm.name:{width}}  {arm.about}")
 
 
-COMMANDS: dict[str, Any] = {"run": Run, "report": Report, "publish": Publish, "scale": Scale, "arms": Arms}
+COMMANDS: dict[str, Any] = {"run": Run, "report": Report, "publish": Publish, "arms": Arms}
 
 
 def main() -> int:

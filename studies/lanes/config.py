@@ -1,9 +1,9 @@
 """What a model of the study is: the order in which blocks run, how lanes are read and written, and the one record of both."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from mi_route2.validation import AtLeastOne, Natural, Positive, read_record, validated
+from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 
 
 @validated
@@ -217,10 +217,7 @@ class LanesConfig:
         start = self.lane_start if self.wiring != "sequential" else self.layers
         return plan(self.layers, start, self.loop, skips=self.skips, skips_in_fork=self.skips_in_fork)
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> "LanesConfig":
-        """Back from `as_dict`. Raises ValueError for what did not come from there."""
-        return read_record(LanesConfig, data)
+def sized(sizes: object, **other: Any) -> LanesConfig:
+    """The model of a record that has the fields layers, d_model, heads, mlp and lane_start; ``other`` fields beside them."""
+    return LanesConfig(**{name: getattr(sizes, name) for name in ("layers", "d_model", "heads", "mlp", "lane_start")} | other)

@@ -1,4 +1,4 @@
-"""The study's figures, each drawn from a folder's artifacts: symmetry, paths, growth, arms, test-time training, rates, Tap-In."""
+"""The study's figures, each drawn from a folder's artifacts: symmetry, paths, growth, rates, Tap-In."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from mi_route2.plots import BLACK, BLUE, GREEN, GREY, ORANGE, PAGE_WIDTH, PURPLE, SKY, VERMILLION, new_figure
-from studies.common.stats import interval, mean, paired_difference
-from studies.lanes.arms import ARMS
-from studies.lanes.estimates import BEFORE, gains
+from studies.common.stats import interval, mean
+from studies.lanes.estimates import BEFORE
 from studies.lanes.found import Found, tensors
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.symmetry import TWO_LANES
@@ -114,62 +113,6 @@ def _growths(found: Found, seed: int) -> list[dict[str, Any]]:
     return list(found.contents["wide", seed, "growth"]["draws"])
 
 
-def arms_figure(folder: Path, found: Found) -> Figure:
-    """Every arm's bits per byte, minus the baseline's of the same seed: the mean with its interval, and every seed."""
-    figure = new_figure(PAGE_WIDTH, 3.6)
-    axes = figure.subplots()
-    reference = found.by_seed("gptj", "bpb", _bpb)
-    names = [name for name in ARMS if name != "gptj" and ARMS[name].steps == 1 and any(key[0] == name for key in found.contents)]
-    for place, name in enumerate(names):
-        _, s = paired_difference(found.by_seed(name, "bpb", _bpb), reference)
-        colour = BLUE if ARMS[name].looped == "none" else GREEN
-        if s["lo"] is not None and s["hi"] is not None:
-            axes.plot([s["lo"], s["hi"]], [place, place], color=colour, linewidth=1.2)
-        seeds = [value for value in s["seeds"] if value is not None]
-        axes.plot(mean(seeds) or 0.0, place, "o", color=colour, markersize=4.5)
-        axes.plot(seeds, [place] * len(seeds), "|", color=BLACK, markersize=5)
-    axes.axvline(0, color=BLACK, linewidth=0.6)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("bits per byte, minus gptj (better to the left); bars: 95% Student-t; strokes: seeds; green: with a loop")
-    return figure
-
-
-def ttt_figure(folder: Path, found: Found) -> Figure:
-    """What test-time training gains by scope and rate on the tuning text, and on the test text at the rates that were chosen."""
-    figure = new_figure(PAGE_WIDTH, 3.0)
-    axes = figure.subplots(1, 3, gridspec_kw={"width_ratios": (1, 1, 1.3)})
-    colours = dict(zip(found.measured("ttt"), ARM_COLOURS, strict=False))
-    for panel, scope in zip(axes, ("all", "controls"), strict=False):
-        rates: list[float] = []
-        for arm, colour in colours.items():
-            rows = [row for s in found.seeds for row in found.contents[arm, s, "ttt"]["tuning"] if row["scope"] == scope]
-            rates = sorted({row["rate"] for row in rows})
-            means = [mean([row["gain"] for row in rows if row["rate"] == rate]) for rate in rates]
-            panel.plot(
-                rates, [math.nan if gain is None else gain for gain in means], color=colour, marker="o", markersize=3, label=arm
-            )
-        panel.set_xscale("log")
-        panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
-        panel.minorticks_off()
-        panel.axhline(0, color=BLACK, linewidth=0.5)
-        panel.set_xlabel("rate")
-        panel.set_title(f"tuning text, {scope}")
-    axes[0].set_ylabel("gain, bits per byte")
-    runs = (("all", "all"), ("controls", "controls"), ("shared", "controls,\nrate of all"))
-    for i, (arm, colour) in enumerate(colours.items()):
-        for place, (run, _) in enumerate(runs):
-            values = list(gains(found, arm, run).values())
-            x = place + (i - (len(colours) - 1) / 2) * 0.12
-            axes[2].bar(x, mean(values) or 0.0, 0.12, color=colour)
-            _whisker(axes[2], x, values)
-    axes[2].set_xticks(range(len(runs)), [label for _, label in runs])
-    axes[2].axhline(0, color=BLACK, linewidth=0.5)
-    axes[2].set_title("test text")
-    _legend(figure, axes[0])
-    return figure
-
-
 def rates_figure(folder: Path, found: Found) -> Figure:
     """Bits per byte against bytes over clips k, and the bytes that were predicted. Lines: means; dots: seeds."""
     figure = new_figure(PAGE_WIDTH, 2.9)
@@ -255,8 +198,6 @@ FIGURES: Mapping[str, Callable[[Path, Found], Figure]] = MappingProxyType(
         "symmetry": symmetry_figure,
         "paths": paths_figure,
         "growth": growth_figure,
-        "arms": arms_figure,
-        "ttt": ttt_figure,
         "rates": rates_figure,
         "tapin": tapin_figure,
     }

@@ -308,9 +308,3 @@ def _matrix(weight: Tensor, hessian: Tensor, settings: GPTQSettings) -> Quantize
     else:
         codes = gptq(weight, hessian, scale, levels=settings.levels, damping=settings.damping, block=settings.block)
     return QuantizedMatrix(codes, scale, settings.k, settings.levels)
-
-
-def quantize_model(model: nn.Module, batches: Iterable[Any], settings: GPTQSettings | None = None) -> QuantizedWeights:
-    """``collect_hessians`` over the first ``settings.batches`` of ``batches``, then ``quantize``."""
-    settings = settings or GPTQSettings()
-    return quantize(model, collect_hessians(model, batches, settings.batches), settings)

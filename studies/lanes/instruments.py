@@ -12,10 +12,11 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.bpb import table_bpb
 from studies.lanes.config import LanesConfig
-from studies.lanes.measures import Part, excerpt, training_tokens
+from studies.lanes.measures import excerpt, training_tokens
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import coefficients, decompose, ratios
 from studies.lanes.quarantine_symmetry import trace_quarantines

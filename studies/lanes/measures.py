@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
 from studies.lanes.bpb import bpb, plan_windows, score
@@ -29,7 +30,6 @@ from studies.lanes.text import BOS, Corpus, batches
 from studies.lanes.ttt import adapt, sweep
 
 GROWTH_DRAWS = 3
-Part = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,10 +1,7 @@
 """Tables and figures of a finished folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
 
-import hashlib
 import json
-import os
 import platform
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -12,9 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mi_route2.plots import save_figure, style, write_whole
+from mi_route2.plots import save_figure, style
 from mi_route2.validation import read_object
-from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.stats import Value, mean, paired_difference
 from studies.common.tables import markdown_table
 from studies.lanes.arms import ARMS
@@ -36,7 +33,7 @@ def write_report(folder: Path) -> list[Path]:
         ARMS_TABLE: arms_text(found),
         JSON: json.dumps(content, indent=1, allow_nan=False) + "\n",
     }
-    paths = [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+    paths = write_texts(folder, texts)
     with style():
         paths += [save_figure(draw(folder, found), folder / f"{name}.png") for name, draw in FIGURES.items()]
     return paths
@@ -148,38 +145,23 @@ def publish(root: Path, to: Path) -> Path:
     if profile not in COMMANDS:
         raise ValueError(f"{root} is a trial of the profile {profile!r}; publish a run without --quick and --dev")
     found = load(root)
-    paths, place = write_report(root), to / NAME
-    part = place.with_name(f".{NAME}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
+    paths = write_report(root)
+    provenance = {
+        "study": root.name,
+        "settings_hash": found.settings.digest,
+        "text_hash": found.settings.text,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("mi-route2", "torch")},
+        "seeds": list(found.seeds),
+        "command": f"{COMMANDS[profile]} --seeds {','.join(map(str, found.seeds))}",
+    }
+    with published(to / NAME, provenance) as folder:
         for path in (path for path in paths if path.suffix == ".png"):
-            (part / path.name).write_bytes(repacked(path.read_bytes()))
+            shutil.copyfile(path, folder / path.name)
         for name in (JSON, FILE):
-            (part / name).write_text(
-                compact(read_object(root / name, f"`python -m studies.lanes report {root}` writes it again")), encoding="utf-8"
-            )
+            content = read_object(root / name, f"`python -m studies.lanes report {root}` writes it again")
+            (folder / name).write_text(compact(content), encoding="utf-8")
         for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
-            (part / name).write_text(inside((root / text).read_text(encoding="utf-8")), encoding="utf-8")
-        content = {
-            "study": root.name,
-            "settings_hash": found.settings.digest,
-            "text_hash": found.settings.text,
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in ("mi-route2", "torch")},
-            "seeds": list(found.seeds),
-            "command": f"{COMMANDS[profile]} --seeds {','.join(map(str, found.seeds))}",
-            "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
-        }
-        (part / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        replace_folder(part, place)
-    except OSError as error:
-        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return place
-
-
-def inside(text: str) -> str:
-    """A page's text as a part of another page: without its title, its sections one level down."""
-    return re.sub(r"^#", "##", text.partition("\n")[2].lstrip(), flags=re.MULTILINE)
+            page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without its title
+            (folder / name).write_text(nested(page), encoding="utf-8")
+    return to / NAME

@@ -3,19 +3,16 @@
 import hashlib
 import json
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from mi_route2.adapters.io import digest, read_tensors, write_tensors
-from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, parse_object, read_settings, validated, write_json
+from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, sized
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.quarantine_symmetry import QuarantineSettings
 from studies.lanes.size import Compressor
@@ -104,16 +101,7 @@ class Instruments:
 
     def config(self, wiring: str, start: str = "symmetric") -> LanesConfig:
         """The model that a wiring is measured on: its output projections are not 0, or nothing would reach a routing scalar."""
-        return LanesConfig(
-            layers=self.layers,
-            d_model=self.d_model,
-            heads=self.heads,
-            mlp=self.mlp,
-            lane_start=self.lane_start,
-            wiring=wiring,
-            start=start,
-            zero_init=False,
-        )
+        return sized(self, wiring=wiring, start=start, zero_init=False)
 
 
 @validated
@@ -182,22 +170,6 @@ def full(text: str) -> Settings:
     return replace(usual, training=training, profile="full", full=True)
 
 
-def large(text: str, device: str = "cuda") -> Settings:
-    """The same study at 12 blocks of 512 features, in bf16 and compiled, for an accelerator: 38 million parameters, hours."""
-    training = Training(steps=2000, batch=64, length=1024, device=device, precision="bf16", compile=True)
-    ttt = TTTSettings(window=1024, stride=256, chunk=32_768, epochs=3)
-    sizes: dict[str, Any] = {
-        "test": 131_072,
-        "piece": 32_768,
-        "tune": 65_536,
-        "tune_piece": 8192,
-        "adapted": 131_072,
-        "adapted_piece": 65_536,
-    }
-    evaluation = Evaluation(window=1024, stride=256, ttt=ttt, **sizes)
-    return Settings(text, Size.of_layers(12, 512, 8), training, evaluation, train_bytes=50_000_000, profile="large", full=True)
-
-
 def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
     """The corpus of a folder, or of the running Python.
 
@@ -211,42 +183,3 @@ def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
             f"the text in {folder or 'this Python'} changed while the study ran: start again, with text that stays as it is"
         )
     return corpus
-
-
-Content = dict[str, Any]
-
-
-def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Leave a part at ``path`` (its JSON file)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plain = json.loads(json.dumps(content, allow_nan=False))
-    if tensors:
-        write_tensors(path.with_suffix(".safetensors"), dict(tensors), {"identity": identity})
-    write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, tensors or {}), "content": plain})
-
-
-def read_part(path: Path, identity: str | None = None) -> tuple[Content, dict[str, Tensor]] | None:
-    """A part's content and tensors; None where it was not made yet.
-
-    ``ValueError`` where a file of it is damaged, missing, or of other settings than ``identity`` (None takes any).
-    """
-    if not path.exists():
-        return None
-    remedy = f"delete {path} to have it made again"
-    try:
-        raw = parse_object(path.read_bytes())
-        found, sha256, content = str(raw["identity"]), str(raw["sha256"]), dict(raw["content"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
-    if identity is not None and found != identity:
-        raise ValueError(f"{path} was made from other settings; {remedy}")
-    values = path.with_suffix(".safetensors")
-    tensors = read_tensors(values)[0] if values.exists() else {}
-    if sha256 != _sha256(found, content, tensors):
-        raise ValueError(f"{path} or the tensors beside it are damaged: they do not match their checksum; {remedy}")
-    return content, tensors
-
-
-def _sha256(identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    text = json.dumps([identity, content, digest(tensors, {})], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -11,22 +11,20 @@ leaves the bytes that an uninterrupted one does. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, wait
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
-from studies.common.processes import end_silently, exclusive, held
+from studies.common.artifacts import Part, read_part, write_part
+from studies.common.processes import exclusive, held, run_pool
 from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
-from studies.lanes.measures import MEASURES, Part, Subject, measured, training_tokens
+from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
 from studies.lanes.model import LanesModel
-from studies.lanes.settings import Settings, open_text, read_part, write_part
+from studies.lanes.settings import Settings, open_text
 from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 
@@ -99,8 +97,6 @@ def run_job(job: Job) -> None:
     corpus = _corpus(job.text, job.settings.text)
     place = job.path(job.parts[0]).parent
     with held(place):
-        for left in place.glob(".*.tmp"):
-            left.unlink(missing_ok=True)
         for part in job.parts:
             if job.read(part) is None:
                 write_part(job.path(part), job.identity(part), *_make(job, part, corpus))
@@ -133,36 +129,9 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, *, quiet: bool = False) -> None:
-    """Every job that is not finished, over a few processes.
-
-    ``ValueError`` for a part that is damaged, ``RuntimeError`` where a worker was killed.
-    """
+    """Run every job that is not finished. Errors of `run_pool`, and ``ValueError`` for a part that is damaged."""
     todo = [job for job in jobs if not job.finished]
-    paths = [job.path(part) for job in todo for part in job.parts]
-    with tqdm(total=len(paths), desc="lanes", unit="part", leave=False, disable=True if quiet else None) as bar:
-        done: Callable[[], object] = lambda: bar.update(sum(path.exists() for path in paths) - bar.n)  # noqa: E731
-        done()
-        if workers == 1 or len(todo) < 2:
-            for job in todo:
-                run_job(job)
-                done()
-            return
-        _pooled(todo, workers, done)
-
-
-def _pooled(todo: Sequence[Job], workers: int, done: Callable[[], object]) -> None:
-    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=end_silently) as pool:
-        left = {pool.submit(run_job, job) for job in todo}
-        try:
-            while left:
-                finished, left = wait(left, timeout=0.5)
-                done()
-                for one in finished:
-                    one.result()
-        except BrokenExecutor as error:
-            raise RuntimeError("a worker was killed, for its memory perhaps; the same command goes on where it was") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
+    run_pool(run_job, todo, workers, [job.path(part) for job in todo for part in job.parts], "lanes", quiet=quiet)
 
 
 def run_study(

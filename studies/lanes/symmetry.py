@@ -25,7 +25,7 @@ from torch.func import functional_call
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, Natural, Positive, validated
-from studies.lanes.config import STARTS, WIRINGS, LanesConfig
+from studies.lanes.config import STARTS, WIRINGS, LanesConfig, sized
 from studies.lanes.model import LanesModel
 
 Kind = Literal["lanes", "quarantine"]
@@ -53,15 +53,7 @@ class SymmetrySettings:
     rate: Positive = 3e-3
 
     def config(self, wiring: str, start: str) -> LanesConfig:
-        return LanesConfig(
-            layers=self.layers,
-            d_model=self.d_model,
-            heads=self.heads,
-            mlp=self.mlp,
-            lane_start=self.lane_start,
-            wiring=wiring,
-            start=start,
-        )
+        return sized(self, wiring=wiring, start=start)
 
 
 @dataclass(frozen=True)

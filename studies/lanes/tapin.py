@@ -36,18 +36,11 @@ _NOTHING = np.iinfo(np.uint16).max
 
 
 @dataclass(frozen=True)
-class Hint:
-    """What is offered after a position: the token, the matched tokens (3 to 100), the votes (1 or more), and from where."""
-
-    token: int
-    length: int
-    votes: int
-    cross: bool
-
-
-@dataclass(frozen=True)
 class Hints:
-    """Of every position t of a stream, what is offered for ``tokens[t + 1]``: -1, 0, 0 and False where nothing is."""
+    """Of every position t of a stream, what is offered for ``tokens[t + 1]``; -1, 0, 0 and False if nothing is.
+
+    token: the winner. length: the matched tokens, 3 to 100. votes: 1 or more. cross: whether it lies outside of the window.
+    """
 
     token: Int64[Tensor, " s"]
     length: Int64[Tensor, " s"]
@@ -65,12 +58,6 @@ class Hints:
     def at(self, places: slice | Int64[Tensor, " k"]) -> "Hints":
         """Those of some positions."""
         return Hints(self.token[places], self.length[places], self.votes[places], self.cross[places])
-
-    def hint(self, t: int) -> Hint | None:
-        """The one at ``t``."""
-        if self.token[t] < 0:
-            return None
-        return Hint(int(self.token[t]), int(self.length[t]), int(self.votes[t]), bool(self.cross[t]))
 
 
 def window_starts(n: int, window: int, stride: int = STRIDE) -> Int64[Tensor, " n"]:

@@ -10,7 +10,7 @@ not used has no gradient, or one of 0. Source: parameter-golf, pull requests 142
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -26,7 +26,6 @@ from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
 from studies.lanes.text import batches
 
 Precision = Literal["float32", "bf16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 WARMED = 5  # the momentum's warm-up takes one part of so many of all steps
 
 
@@ -68,6 +67,14 @@ class Trained:
 def build(config: LanesConfig, seed: int) -> LanesModel:
     """The model of a configuration at a seed, untrained."""
     return LanesModel(config, torch_generator(seed, "lanes weights"))
+
+
+def check_device(name: str) -> None:
+    """Raise ``ValueError`` if torch cannot use the device here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {name!r} cannot be used here ({str(error).splitlines()[0]})") from error
 
 
 def plain(config: LanesConfig) -> LanesConfig:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, save_figure, style
+from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, median, outliers
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.arms import ARMS
@@ -108,14 +109,6 @@ class Result:
         """Whether something that the headline speaks of is still to be run."""
         rows = [self.rows.get(arm) for arm in (*ROUTES, "absorb", BOUND)]
         return bool(self._unfinished) or any(row is None or row["seed_ids"] != self.seeds for row in rows)
-
-
-def seeds_text(seeds: Sequence[int]) -> str:
-    """``seed 3``, ``seeds 0-7`` or ``seeds 0, 2, 5``."""
-    if len(seeds) == 1:
-        return f"seed {seeds[0]}"
-    whole = list(seeds) == list(range(seeds[0], seeds[-1] + 1))
-    return f"seeds {seeds[0]}-{seeds[-1]}" if whole else "seeds " + ", ".join(map(str, seeds))
 
 
 def headline(result: Result) -> str:

@@ -253,14 +253,9 @@ def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
-        partial = job.folder / f".{path.name}.tmp"  # in the folder that we hold, where a kill's leavings are swept
-        try:
-            write_pairs(pairs, partial)
-            partial.replace(path)
-        except OSError as error:
-            raise OSError(f"could not write {path}: {error.strerror}") from error
-        finally:
-            partial.unlink(missing_ok=True)
+        fresh = job.folder / f".{path.name}.tmp"  # in the folder that we hold, where what a kill leaves is swept
+        write_pairs(pairs, fresh)
+        fresh.replace(path)
     return world.encode_pairs(pairs)
 
 
@@ -308,13 +303,9 @@ def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Ca
 
 def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
     with held(job.folder):
-        finished = job.finished
-        # What a kill left behind: half a temporary file (ours, or safetensors'), or checkpoints of a run that had just ended.
-        for left in (*job.folder.glob(".*.tmp"), *job.folder.glob(".tmp*")):
-            left.unlink(missing_ok=True)
-        if not finished:
+        if not job.finished:
             return _run(job, progress, stop)
-        _drop_checkpoints(job.folder)
+        _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended
     progress(job.settings.steps if job.arm else 1)
     return True
 

@@ -24,10 +24,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.adapters import load_adapters
+from mi_route2.files import write_whole
 from mi_route2.hosts import Host
 from mi_route2.hosts.base import reader
 from mi_route2.hosts.capture import capture
-from mi_route2.plots import save_figure, style, write_whole
+from mi_route2.plots import save_figure, style
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.sites import Site, block_paths
 from mi_route2.validation import read_object

@@ -13,22 +13,21 @@ A folder is called after its preset; seeds that are not those of the development
 all. A preset that was never run has a placeholder of the same files, so the site always builds.
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from mi_route2.plots import write_whole
+from mi_route2.files import write_whole
 from mi_route2.validation import read_object
-from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.command_line import seeds_argument
+from studies.common.publishing import compact, nested, published
 from studies.common.stats import Summary, mean, summary
 from studies.route2.arms import ARMS
 from studies.route2.headline import (
@@ -38,7 +37,6 @@ from studies.route2.headline import (
     Quality,
     Result,
     headline,
-    seeds_text,
     short,
     tables,
     write_headline_figure,
@@ -90,33 +88,21 @@ def publish(root: Path, to: Path) -> Path:
     content = table(runs)
     if not (root / "table.json").exists() or (root / "table.json").read_text(encoding="utf-8") != table_json(content):
         raise ValueError(f"the report in {root} is not that of its runs: `python -m studies.route2 report {root}` writes it again")
-    place = to / folder_name(runs)
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
+    place, result = to / folder_name(runs), Result(content)
+    texts = {
+        "headline.md": headline(result),
+        "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
+        "figures.md": figure_list(place.name, root),
+        "runs.json": packed(runs),
+    }
+    if (predictions := predictions_for(to, content)) is not None:
+        found = outcomes(predictions, runs.settings["preset"], result.values)
+        texts["predictions.md"] = predictions_markdown(predictions, found)
+    with published(place, provenance(runs)) as part:
         _copy(root, part)
-        result = Result(content)
         write_headline_figure(result, part / "headline.png")
-        for path in part.glob("*.png"):
-            path.write_bytes(repacked(path.read_bytes()))
-        texts = {
-            "headline.md": headline(result),
-            "tables.md": tables(result, mask_quality(runs), trained_solve(runs), prototype_of(to, runs.settings["preset"])),
-            "figures.md": figure_list(place.name, part),
-            "runs.json": packed(runs),
-        }
-        if (predictions := predictions_for(to, content)) is not None:
-            found = outcomes(predictions, runs.settings["preset"], result.values)
-            texts["predictions.md"] = predictions_markdown(predictions, found)
         for name, text in texts.items():
             (part / name).write_text(text, encoding="utf-8")
-        (part / "provenance.json").write_text(provenance(runs, part), encoding="utf-8")
-        replace_folder(part, place)
-    except OSError as error:
-        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return place
 
 
@@ -153,7 +139,7 @@ def _copy_probes(root: Path, part: Path) -> None:
     sections = []
     for source in sorted(root.glob("seed-*/*/probes.md")):
         name = f"{source.parent.name}-{source.parent.parent.name}"
-        sections.append(re.sub(r"^#", "##", source.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        sections.append(nested(source.read_text(encoding="utf-8")))
         for figure in sorted(source.parent.glob("probes-*-residual.png")):
             target = f"{name}-{figure.name}"
             shutil.copyfile(figure, part / target)
@@ -230,13 +216,13 @@ def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
     return found
 
 
-def provenance(runs: RunSet, part: Path) -> str:
-    """provenance.json: where the folder's numbers come from, and the SHA-256 of each of its files."""
+def provenance(runs: RunSet) -> dict[str, Any]:
+    """Where the folder's numbers come from."""
     manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
     versions, platforms = (
         sorted({json.dumps(manifest[key], sort_keys=True) for manifest in manifests}) for key in ("versions", "platform")
     )
-    content = {
+    return {
         "study": runs.root.name,
         "settings_hash": next(iter(runs.runs.values())).settings_hash,
         "versions": [json.loads(each) for each in versions],
@@ -245,9 +231,7 @@ def provenance(runs: RunSet, part: Path) -> str:
         "arms": sorted({arm for arm, _ in runs.runs}),
         "unfinished": list(runs.unfinished),
         "command": command(runs),
-        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def folder_name(runs: RunSet) -> str:
@@ -271,12 +255,6 @@ def command(runs: RunSet) -> str:
     changed = changes(runs.settings, PRESETS[preset].as_dict())
     override = f" --override {' '.join(changed)}" if changed else ""
     return f"python -m studies.route2 run --preset {preset} --seeds {seeds_argument(runs.seeds)} --arms {' '.join(arms)}{override}"
-
-
-def seeds_argument(seeds: Sequence[int]) -> str:
-    """Seeds as ``--seeds`` takes them: ``0-7``, ``3-3`` or ``0,2,5``."""
-    text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
-    return f"{text}-{text}" if text.isdigit() else text
 
 
 def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:

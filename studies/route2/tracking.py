@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
-from mi_route2.validation import read_object
+from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
 from studies.route2.progress import Follower, Tracked, evaluated, scalars
 
@@ -140,9 +140,7 @@ class Wandb:
         key = f"{run.key} {run.identity}"
         if key not in known:
             self._ids.parent.mkdir(exist_ok=True)
-            partial = self._ids.with_name(".ids.json.tmp")
-            partial.write_text(json.dumps(known | {key: uuid.uuid4().hex[:12]}, indent=2) + "\n")
-            partial.replace(self._ids)
+            write_json(self._ids, known | {key: uuid.uuid4().hex[:12]})
             return self._id(run)
         return known[key]
 

@@ -4,18 +4,15 @@
 tables and figures. The same command started again goes on where it stopped.
 """
 
-from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
-from studies.common.processes import end_silently, exclusive
+from studies.common.processes import exclusive, run_pool
 from studies.route2.cli import override
 from studies.route2.schedule import run_jobs
 from studies.route2.settings import PRESETS, get_settings
@@ -82,30 +79,10 @@ def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2,
                 write_json(out / settings.run.folder / OWN, settings.run.as_dict())
                 if failures := run_jobs(todo, workers, quiet=quiet, live=False):
                     raise RuntimeError("; ".join(failures))
-        _experiments(jobs, workers, quiet)
+        left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
+        parts = [job.path(part) for job in left for part in parts_of(job.subject)]
+        run_pool(run_steering, left, workers, parts, "experiments", quiet=quiet)
         return write_report(folder)
-
-
-def _experiments(jobs: list[SteeringJob], workers: int, quiet: bool) -> None:
-    """Every job that is not finished, over a few processes; parts appear on the disk as they are made."""
-    todo = [job for job in jobs if not job.finished]
-    if workers == 1 or len(todo) < 2:
-        for job in tqdm(todo, desc="experiments", unit="model", delay=3, leave=False, disable=True if quiet else None):
-            run_steering(job)
-        return
-    parts = [job.folder / f"{part}.json" for job in todo for part in parts_of(job.subject)]
-    with ProcessPoolExecutor(min(workers, len(todo)), get_context("spawn"), initializer=end_silently) as pool:
-        # the longest first, so that none of them is left for the end
-        left = {pool.submit(run_steering, job) for job in sorted(todo, key=lambda job: -len(parts_of(job.subject)))}
-        try:
-            with tqdm(total=len(parts), desc="experiments", unit="part", leave=False, disable=True if quiet else None) as bar:
-                while left:
-                    done, left = wait(left, timeout=0.5)
-                    bar.update(sum(path.exists() for path in parts) - bar.n)
-                    for one in done:
-                        one.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 COMMANDS = {"run": Run, "report": Report, "publish": Publish}

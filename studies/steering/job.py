@@ -12,13 +12,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from mi_route2.adapters.io import read_tensors, write_tensors
-from mi_route2.validation import read_object, write_json
+from studies.common.artifacts import Part, read_part, write_part
 from studies.common.processes import held
 from studies.route2.job import MANIFEST, Job, build_hosted, read_manifest
 from studies.route2.probing import finished_policy
@@ -26,7 +23,7 @@ from studies.route2.worlds import open_world
 from studies.steering import cells as designs
 from studies.steering.cells import Bench, Cell
 from studies.steering.fitting import LABELS, Fitted, fit
-from studies.steering.measuring import Part, logprobs, roc, shadow
+from studies.steering.measuring import logprobs, roc, shadow
 from studies.steering.settings import Settings, run_job_of
 
 FIT = "fit"
@@ -88,40 +85,21 @@ class SteeringJob:
         described = json.dumps([self.settings.digest, self.seed, self.subject, part, made], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
-    def read(self, part: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """A part's tensors and data; ``None`` where it was not made yet, ``ValueError`` where it is not what it should be."""
-        return read_part(self.folder, part, None if not (self.run.folder / MANIFEST).exists() else self.identity(part))
+    def path(self, part: str) -> Path:
+        """The part's JSON file."""
+        return self.folder / f"{part}.json"
 
-    def write(self, part: str, tensors: dict[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Leave a part, whole: its tensors, then the file that names them."""
-        identity = self.identity(part)
-        write_tensors(self.folder / f"{part}.safetensors", tensors or {"none": torch.zeros(0)}, {"identity": identity})
-        write_json(self.folder / f"{part}.json", {"identity": identity, "part": part, "subject": self.subject, **about})
+    def read(self, part: str) -> Part | None:
+        """A part's data and tensors; ``None`` if it was not made yet, ``ValueError`` if it is not what it should be."""
+        return read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
 
 
-def read_part(folder: Path, part: str, identity: str | None) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """See ``SteeringJob.read``; without ``identity`` the two files of a part need only be of one make."""
-    path = folder / f"{part}.json"
-    if not path.exists():
-        return None
-    about = read_object(path, "delete it to have it made again")
-    tensors, header = read_tensors(folder / f"{part}.safetensors")
-    wanted = about.get("identity") if identity is None else identity
-    if about.get("identity") != wanted or header.get("identity") != wanted:
-        raise ValueError(f"{path} was made from other settings or another run; delete {folder} to have it made again")
-    return {name: value for name, value in tensors.items() if name != "none"}, about
-
-
-def run_steering(job: SteeringJob, progress: Callable[[str], None] = lambda part: None) -> None:
+def run_steering(job: SteeringJob) -> None:
     """Make the parts that are missing. ``ValueError`` where the run of ``studies.route2`` is not finished."""
     torch.set_num_threads(1)
     job.folder.mkdir(parents=True, exist_ok=True)
     with held(job.folder):
-        for left in job.folder.glob(".*.tmp"):
-            left.unlink(missing_ok=True)
         if job.finished:
-            for part in parts_of(job.subject):
-                progress(part)
             return
         run = job.run
         host, policy = build_hosted(run, run.cache) if job.subject == "untrained" else finished_policy(run)
@@ -130,26 +108,28 @@ def run_steering(job: SteeringJob, progress: Callable[[str], None] = lambda part
             for part in parts_of(job.subject):
                 if job.read(part) is None:
                     _make(job, part, bench)
-                progress(part)
 
 
 def _make(job: SteeringJob, part: str, bench: Bench) -> None:
     settings = job.settings
     if part == FIT:
         fitted = fit(settings, job.run, bench.world, bench.host, bench.policy)
-        job.write(part, fitted.tensors(), {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap})
-        return
-    fitted = fitted_of(job)
-    if part in _MEASURES[job.subject]:
-        job.write(part, *_MEASURES[job.subject][part](bench, settings, fitted))
-        return
-    cells = list(_CELLS[job.subject][part](settings, fitted))
+        found = {"labels": LABELS, "counts": dict(fitted.counts), "gap": fitted.gap}, fitted.tensors()
+    elif part in _MEASURES[job.subject]:
+        found = _MEASURES[job.subject][part](bench, settings, fitted_of(job))
+    else:
+        found = _outcomes(job, part, bench)
+    write_part(job.path(part), job.identity(part), *found)
+
+
+def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:
+    cells = list(_CELLS[job.subject][part](job.settings, fitted_of(job)))
     alone = [cell for cell in cells if not cell.sync]
     outcomes = bench.run(alone, what=f"{job.subject} {part}")
     for batch in _batches([cell for cell in cells if cell.sync]):
         outcomes |= bench.run(batch, what=f"{job.subject} {part}, between tokens")
     about = [{"name": cell.name, "state": cell.state, **cell.about} for cell in cells]
-    job.write(part, outcomes, {"cells": about, "modes": list(bench.modes), "tasks": settings.tasks})
+    return {"cells": about, "modes": list(bench.modes), "tasks": job.settings.tasks}, outcomes
 
 
 def _batches(cells: Sequence[Cell], size: int = 6) -> Iterator[Sequence[Cell]]:
@@ -162,5 +142,5 @@ def fitted_of(job: SteeringJob) -> Fitted:
     """What was fitted, as the file has it: an uninterrupted run reads it back too."""
     found = job.read(FIT)
     assert found is not None
-    tensors, about = found
+    about, tensors = found
     return Fitted.of(job.settings, tensors, about["counts"])

@@ -9,13 +9,11 @@ from torch import Tensor
 from mi_route2.engine.controllers import Controllers, ProbePolicy
 from mi_route2.engine.request import Result
 from mi_route2.sites import Site
+from studies.common.artifacts import Part
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering.cells import Bench, checked, delayed, steered
 from studies.steering.fitting import Fitted
 from studies.steering.settings import Settings
-
-Part = tuple[dict[str, Tensor], dict[str, Any]]
-"""Tensors and plain data that an experiment leaves."""
 
 
 def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
@@ -36,7 +34,7 @@ def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
             for i, h in enumerate(rows):
                 table[i, : len(h)] = h.float() @ gate.weight
             tensors[f"scores/{site}/{name}"] = table
-    return tensors, {"cells": []}
+    return {"cells": []}, tensors
 
 
 def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Tensor:
@@ -78,7 +76,7 @@ def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
         tensors[f"deltas/{cell.name}"] = torch.tensor(
             [_delta(a, b, at) for a, b, at in zip(own, control, opened, strict=True)], dtype=torch.float64
         )
-    return tensors, {"cells": [{"name": cell.name, **cell.about} for cell in cells]}
+    return {"cells": [{"name": cell.name, **cell.about} for cell in cells]}, tensors
 
 
 def _opened(result: Result, weight: Tensor, threshold: float, prompt: int) -> int:
@@ -117,7 +115,7 @@ def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
         "engaged": len(decided),
         "actions": sum(applied.values()),
     }
-    return {}, {"cells": [], "shadow": dict(about)}
+    return {"cells": [], "shadow": dict(about)}, {}
 
 
 def _generated(bench: Bench, requests: list, *, exact: bool = False) -> list[Result]:

@@ -1,17 +1,14 @@
 """Tables and figures of a finished folder, from its artifacts alone: results.json, the .md files, the .png files."""
 
-import hashlib
 import json
-import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mi_route2.plots import save_figure, style, write_whole
-from studies.common.publishing import compact, repacked, replace_folder
+from mi_route2.plots import save_figure, style
+from studies.common.publishing import compact, nested, published, write_texts
 from studies.common.tables import interval, markdown_table, number
 from studies.steering.answer import against_random, comparisons, frontier_counts, sentences
 from studies.steering.cells import DELETED, ON
@@ -37,7 +34,7 @@ def write_report(folder: Path) -> list[Path]:
         "latency.md": latency_text(study, results),
         "roc.md": roc_text(study, results),
     }
-    paths = [write_whole(folder / name, text.encode()) for name, text in texts.items()]
+    paths = write_texts(folder, texts)
     with style():
         for name, draw in FIGURES.items():
             paths.append(save_figure(draw(study, results), folder / f"{name}.png"))
@@ -193,39 +190,27 @@ def roc_text(study: Study, results: Mapping[str, Any]) -> str:
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
-PLACE, ANSWER = "steering", "answer.md"
+PLACE, RESULTS, ANSWER = "steering", "results.json", "answer.md"
 
 
 def publish(folder: Path, to: Path) -> Path:
     """Write the report again and copy it; the folder made, which appears whole or not at all."""
     study = load_study(folder)
-    paths, place = write_report(folder), to / PLACE
-    part = place.with_name(f".{PLACE}.{os.getpid()}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        for path in (path for path in paths if path.suffix != ".md"):
-            data = path.read_bytes()
-            data = repacked(data) if path.suffix == ".png" else compact(json.loads(data)).encode()
-            (part / path.name).write_bytes(data)
-        (part / "headline.md").write_text((folder / ANSWER).read_text(encoding="utf-8"), encoding="utf-8")
+    paths, settings = write_report(folder), study.settings
+    provenance = {
+        "study": folder.name,
+        "settings_hash": settings.digest,
+        "run_settings_hash": settings.run.digest,
+        "versions": {name: version(name) for name in ("mi-route2", "torch")},
+        "seeds": list(study.seeds),
+        "command": f"python -m studies.steering run --preset {settings.run.preset} --seeds {','.join(map(str, study.seeds))}",
+    }
+    with published(to / PLACE, provenance) as part:
+        for path in (path for path in paths if path.suffix == ".png"):
+            shutil.copyfile(path, part / path.name)
+        (part / RESULTS).write_text(compact(json.loads((folder / RESULTS).read_text(encoding="utf-8"))), encoding="utf-8")
+        shutil.copyfile(folder / ANSWER, part / "headline.md")
         # read inside of a page: what is a page's heading in the folder is one of its sections there
         texts = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".md" and path.name != ANSWER]
-        (part / "tables.md").write_text("\n".join(re.sub(r"^#", "##", t, flags=re.MULTILINE) for t in texts), encoding="utf-8")
-        settings = study.settings
-        content = {
-            "study": folder.name,
-            "settings_hash": settings.digest,
-            "run_settings_hash": settings.run.digest,
-            "versions": {name: version(name) for name in ("mi-route2", "torch")},
-            "seeds": list(study.seeds),
-            "command": f"python -m studies.steering run --preset {settings.run.preset} --seeds {','.join(map(str, study.seeds))}",
-            "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
-        }
-        (part / "provenance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        replace_folder(part, place)
-    except OSError as error:
-        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return place
+        (part / "tables.md").write_text("\n".join(map(nested, texts)), encoding="utf-8")
+    return to / PLACE

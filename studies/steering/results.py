@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from probes.auroc import auroc, cluster_draws
+from studies.common.artifacts import Part, read_part
 from studies.common.stats import Summary, summary
 from studies.environments.micro.language import MICRO_MODES
-from studies.steering.job import parts_of, read_part
+from studies.steering.job import parts_of
 from studies.steering.settings import SUBJECTS, Settings
 
 ROUNDING = 1e-9
@@ -74,20 +74,20 @@ MODES = MICRO_MODES
 
 @dataclass(frozen=True)
 class Study:
-    """A finished folder. ``parts[subject, part][seed]`` are tensors and data."""
+    """A finished folder. ``parts[subject, part][seed]`` are data and tensors."""
 
     settings: Settings
     seeds: tuple[int, ...]
-    parts: Mapping[tuple[str, str], Mapping[int, tuple[dict[str, Tensor], dict[str, Any]]]]
+    parts: Mapping[tuple[str, str], Mapping[int, Part]]
     draws: Draws
 
     def cells(self, subject: str, part: str) -> list[dict[str, Any]]:
         """What the cells of a part are, in order."""
-        return self.parts[subject, part][self.seeds[0]][1]["cells"]
+        return self.parts[subject, part][self.seeds[0]][0]["cells"]
 
     def values(self, subject: str, part: str, cell: str) -> dict[str, Float[np.ndarray, "s t"]]:
         """Every metric of a cell, by seed and task."""
-        per_seed = [metrics(self.parts[subject, part][seed][0][cell].numpy().astype(float)) for seed in self.seeds]
+        per_seed = [metrics(self.parts[subject, part][seed][1][cell].numpy().astype(float)) for seed in self.seeds]
         return {metric: np.stack([each[metric] for each in per_seed]) for metric in METRICS}
 
     def estimates(self, subject: str, part: str, cell: str, minus: str | None = None) -> dict[str, Estimate]:
@@ -105,7 +105,7 @@ def load_study(folder: Path) -> Study:
     seeds = tuple(sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*") if path.is_dir()))
     for subject in SUBJECTS:
         for part in parts_of(subject):
-            by_seed = {seed: read_part(folder / f"seed-{seed}" / subject, part, None) for seed in seeds}
+            by_seed = {seed: read_part(folder / f"seed-{seed}" / subject / f"{part}.json") for seed in seeds}
             missing = [seed for seed, each in by_seed.items() if each is None]
             if missing or not seeds:
                 raise ValueError(
@@ -119,7 +119,7 @@ def load_study(folder: Path) -> Study:
 def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
     """Outcomes are whole: the cells that are named and no others, 0 or 1, one for each mode and task."""
     shape = (len(MODES.names), settings.tasks, 2)
-    for seed, (tensors, about) in by_seed.items():
+    for seed, (about, tensors) in by_seed.items():
         if "modes" not in about:
             continue
         named = [cell["name"] for cell in about["cells"]]
@@ -151,7 +151,7 @@ class Roc:
 
 def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: str, unit: str) -> Roc:
     """Scores of generated tokens (under their rollout's label), or their mean or maximum over each rollout."""
-    tensors, _ = study.parts[subject, "roc"][seed]
+    _, tensors = study.parts[subject, "roc"][seed]
     modes = MODES.known if kind == "known" else MODES.held_out
     outcomes = tensors["outcomes"].numpy().astype(float)
     hack = (outcomes[..., 1] * (1 - outcomes[..., 0])).astype(bool)
@@ -171,7 +171,7 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
     for subject, part in study.parts:
         if part != "roc":
             continue
-        names = sorted(name for name in study.parts[subject, part][study.seeds[0]][0] if name.startswith("scores/"))
+        names = sorted(name for name in study.parts[subject, part][study.seeds[0]][1] if name.startswith("scores/"))
         for _, site, probe in (name.split("/") for name in names):
             for kind in KINDS:
                 for unit in UNITS:
@@ -185,8 +185,8 @@ def lead(study: Study, subject: str) -> dict[str, Any]:
     site, ahead = study.settings.site, []
     opened: dict[str, list[bool]] = {"hack": [], "other": []}
     for seed in study.seeds:
-        tensors, _ = study.parts[subject, "roc"][seed]
-        fit, _ = study.parts[subject, "fit"][seed]
+        _, tensors = study.parts[subject, "roc"][seed]
+        _, fit = study.parts[subject, "fit"][seed]
         place = sorted(study.settings.quantiles).index(study.settings.operating)
         threshold = float(fit[f"{site}/probe/thresholds"][place])
         outcomes = tensors["outcomes"].numpy().reshape(-1, 2)
@@ -215,7 +215,7 @@ def _rate(values: Sequence[bool]) -> float | None:
 def deltas(study: Study) -> Iterator[dict[str, Any]]:
     """What steering did to the exploit's log-probability, mean over rollouts, over seeds."""
     for cell in study.cells("vanilla", "logprobs"):
-        columns = [study.parts["vanilla", "logprobs"][seed][0][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
+        columns = [study.parts["vanilla", "logprobs"][seed][1][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
         means = [float(np.nanmean(column)) if (~np.isnan(column)).any() else None for column in columns]
         yield {**cell, "rollouts": int(sum((~np.isnan(column)).sum() for column in columns)), **_as_dict(summary(means))}
 
@@ -224,7 +224,7 @@ def shadows(study: Study) -> Iterator[dict[str, Any]]:
     """The shadow's books, summed over seeds."""
     for subject, part in study.parts:
         if part == "shadow":
-            books = [study.parts[subject, part][seed][1]["shadow"] for seed in study.seeds]
+            books = [study.parts[subject, part][seed][0]["shadow"] for seed in study.seeds]
             yield {"subject": subject, **{key: sum(book[key] for book in books) for key in books[0]}}
 
 
@@ -236,13 +236,13 @@ def all_results(study: Study) -> dict[str, Any]:
     """results.json: everything, as plain data."""
     rows = []
     for subject, part in study.parts:
-        if "modes" not in study.parts[subject, part][study.seeds[0]][1]:
+        if "modes" not in study.parts[subject, part][study.seeds[0]][0]:
             continue
         for cell in study.cells(subject, part):
             found = study.estimates(subject, part, cell["name"])
             entry = {"subject": subject, "part": part, **cell}
             rows.append(entry | {metric: each.as_dict() for metric, each in found.items()})
-    fits = {subject: [study.parts[subject, "fit"][seed][1]["counts"] for seed in study.seeds] for subject in SUBJECTS}
+    fits = {subject: [study.parts[subject, "fit"][seed][0]["counts"] for seed in study.seeds] for subject in SUBJECTS}
     return {
         "settings": study.settings.as_dict(),
         "seeds": list(study.seeds),

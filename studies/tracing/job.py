@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
-from mi_route2.validation import parse_object, write_json
+from studies.common.artifacts import read_part, write_part
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
@@ -66,7 +64,8 @@ class Tracing:
     @property
     def finished(self) -> bool:
         """Whether this very tracing is there, whole; ``ValueError`` where it is there and damaged."""
-        return self.path.exists() and read_trace(self.path)[0]["identity"] == self.identity
+        found = read_part(self.path)
+        return found is not None and found[0]["identity"] == self.identity
 
 
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
@@ -104,7 +103,8 @@ def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
         "checks": single | exact,
         "rates": rates,
     }
-    write_trace(tracing.path, content, {**tensors, **{f"scores/{name}": score for name, score in scores.items()}})
+    tensors |= {f"scores/{name}": score for name, score in scores.items()}
+    write_part(tracing.path, tracing.identity, content, tensors)
 
 
 def _traced(
@@ -170,29 +170,3 @@ def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Sco
             other = patching.scores[SIDES[1 - SIDES.index(side)]]
             note("whole stream", patching.run(side, patching.other(side, [stream])), other)
     return worst
-
-
-def write_trace(path: Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The tensors first: where the JSON is, both are."""
-    values = path.with_suffix(".safetensors")
-    write_tensors(values, {name: tensor.contiguous() for name, tensor in tensors.items()}, {"identity": content["identity"]})
-    write_json(path, {**content, "sha256": _sha256(values)})
-
-
-def read_trace(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What ``write_trace`` wrote; ``ValueError`` in one sentence where it is damaged or not whole."""
-    values = path.with_suffix(".safetensors")
-    try:
-        content = parse_object(path.read_bytes())
-        if _sha256(values) != content["sha256"]:
-            raise ValueError(f"its checksum is not the one in {path.name}")
-        tensors, header = read_tensors(values)
-        if header.get("identity") != content["identity"]:
-            raise ValueError(f"it belongs to another {path.name}")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{values} is not whole ({error}); delete it and {path.name}, and run the same command again") from error
-    return content, tensors
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -19,9 +19,9 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
+from studies.common.artifacts import read_part
 from studies.common.stats import Summary, summary
 from studies.route2.settings import Settings as Training
-from studies.tracing.job import read_trace
 from studies.tracing.pairs import CONTRASTS, SIDES
 from studies.tracing.patching import DELETION, OUT, QUESTION
 from studies.tracing.settings import UNTRAINED, Settings
@@ -94,7 +94,9 @@ def load(root: Path) -> Found:
     contents, effects = {}, {}
     wanted = {UNTRAINED, *settings.arms}
     for path in sorted(root.glob("seed-*/*.json")):
-        content, tensors = read_trace(path)
+        found = read_part(path)
+        assert found is not None  # it was listed
+        content, tensors = found
         if content["arm"] in wanted:
             key = content["arm"], int(content["seed"])
             contents[key] = content

@@ -14,14 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 from studies.common.seeds import torch_generator
-from studies.environments.micro.language import encode_prompts
-from studies.environments.micro.model import generate
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Samples, Witness
 
@@ -63,11 +60,4 @@ def _sample(world: MicroWorld, host: Host, policy: Policy, prompts: Sequence[Any
             return world.sample(policy, prompts, generator)
     edits = {Site.parse(f"{linear}.{point}"): torch.zeros_like for linear in adapters.sites}
     with adapters.full(), host.hooks(edits):  # merged weights have no points to patch
-        return world.package(prompts, _completions(world, policy, prompts, generator))
-
-
-def _completions(world: MicroWorld, policy: Policy, prompts: Sequence[Any], generator: torch.Generator) -> list[list[int]]:
-    model: Any = policy.model
-    eos = world.vocabulary.eos
-    rows: Tensor = generate(model, encode_prompts(prompts, world.vocabulary), generator=generator, eos=eos)
-    return [row[: row.index(eos) + 1] if eos in row else row for row in rows.tolist()]
+        return world.sample_unmerged(policy, prompts, generator)

@@ -2,16 +2,14 @@
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mi_route2.plots import write_whole
-from studies.common.publishing import compact, repacked, replace_folder
+from studies.common.command_line import seeds_argument
+from studies.common.publishing import compact, published, write_texts
 from studies.common.tables import UNDEFINED, interval, markdown_table, number
-from studies.route2.headline import seeds_text
 from studies.route2.settings import PRESETS
 from studies.tracing.figures import BESIDE, CARRIED, DELETING, write_figures
 from studies.tracing.measures import Found, Share, agreement, levels, load, rows
@@ -35,8 +33,7 @@ def write_report(root: Path) -> list[Path]:
     texts = {HEADLINE: headline(content), TABLES: tables(content)}
     texts[WHOLE] = f"# Tracing\n\n{texts[HEADLINE]}\n{texts[TABLES]}"
     texts[TABLE] = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    paths = [write_whole(root / name, text.encode()) for name, text in texts.items()]
-    return [*paths, *write_figures(found, root)]
+    return [*write_texts(root, texts), *write_figures(found, root)]
 
 
 def table(found: Found) -> dict[str, Any]:
@@ -266,40 +263,23 @@ def publish(root: Path, to: Path) -> Path:
     if found.training != PRESETS[str(found.training["preset"])].as_dict():
         raise ValueError(f"the arms of {root} were trained under changed settings; publish a run of a preset as it is")
     write_report(root)
-    place, part = to / NAME, to / f".{NAME}.{os.getpid()}.part"
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        for name in PUBLISHED:
-            content = (root / name).read_bytes()
-            if name == TABLE:
-                content = compact(json.loads(content)).encode()
-            (part / name).write_bytes(repacked(content) if name.endswith(".png") else content)
-        (part / "provenance.json").write_text(provenance(found, part), encoding="utf-8")
-        replace_folder(part, place)
-    except OSError as error:
-        raise ValueError(f"cannot write {place}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return place
-
-
-def provenance(found: Found, part: Path) -> str:
-    """provenance.json: the command, the hashes of settings and artifacts, and the SHA-256 of each published file."""
-    content = {
+    traced = {f"{arm}, seed {seed}": root / f"seed-{seed}" / f"{arm}.safetensors" for arm, seed in sorted(found.contents)}
+    provenance = {
         "study": found.root.name,
         "training": found.settings.training,
         "command": command(found),
-        "artifacts": {f"{arm}, seed {seed}": one["sha256"] for (arm, seed), one in sorted(found.contents.items())},
-        "files": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(part.iterdir())},
+        "artifacts": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in traced.items()},
     }
-    return json.dumps(content, indent=1) + "\n"
+    with published(to / NAME, provenance) as part:
+        for name in PUBLISHED:
+            shutil.copyfile(root / name, part / name)
+        (part / TABLE).write_text(compact(json.loads((root / TABLE).read_text(encoding="utf-8"))), encoding="utf-8")
+    return to / NAME
 
 
 def command(found: Found) -> str:
     """The command line that makes this folder."""
-    seeds = seeds_text(found.seeds(found.arms[0])).partition(" ")[2].replace(" ", "")
-    seeds = f"{seeds}-{seeds}" if seeds.isdigit() else seeds
+    seeds = seeds_argument(found.seeds(found.arms[0]))
     own, usual = found.settings, type(found.settings)(found.settings.training)
     names = ("prompts", "answers", "pairs", "draws", "rated")
     changed = "".join(f" --{name} {getattr(own, name)}" for name in names if getattr(own, name) != getattr(usual, name))

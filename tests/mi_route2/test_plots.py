@@ -12,6 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from mi_route2 import plots
+from mi_route2.files import write_whole
 
 # Machado, Oliveira and Fernandes, "A Physiologically-based Model for Simulation of Color Vision Deficiency" (2009), severity 1
 DEFICIENCIES = {
@@ -80,18 +81,18 @@ def test_the_style_is_undone_after_an_error() -> None:
 def test_another_suffix_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.png, \.svg or \.pdf"):
         plots.save_figure(_figure(), tmp_path / "figure.bmp")
-    with pytest.raises(ValueError, match=r"cannot write .*figure\.png: No such file"):
+    with pytest.raises(OSError, match=r"could not write .*figure\.png, .*: No such file"):
         plots.save_figure(_figure(), tmp_path / "missing" / "figure.png")
 
 
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = plots.write_whole(tmp_path / "table.md", b"old")
+    path = write_whole(tmp_path / "table.md", b"old")
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ValueError, match="No space left"):
-        plots.write_whole(path, b"new")
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from mi_route2.validation import AtLeastOne, validated
 from studies.environments.micro.language import COMPLETION_LENGTH
+from studies.environments.sampling import complete, draw_uniforms
 
 
 @validated
@@ -206,30 +207,15 @@ def generate(
 
     Raises ValueError unless `temperature` is positive.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature} is not positive: choose one above 0")
-    uniforms = torch.rand(prompts.shape[0], max_new, dtype=torch.float64, generator=generator, device=generator.device)
-    uniforms = uniforms.to(prompts.device)
-    completions = torch.full((prompts.shape[0], max_new), eos, dtype=prompts.dtype, device=prompts.device)
-    rows = torch.arange(prompts.shape[0], device=prompts.device)
-    cache, new = KVCache(), prompts
-    for step in range(max_new):
-        logits = model(new, cache=cache)[:, -1]
-        drawn = draw(logits, uniforms[rows, step], temperature)
-        completions[rows, step] = drawn
-        alive = drawn != eos
-        if not alive.any():
-            break
-        if not alive.all():
-            rows, drawn = rows[alive], drawn[alive]
+    uniforms = draw_uniforms(len(prompts), max_new, generator).to(prompts.device)
+    cache = KVCache()
+
+    def go_on(drawn: Int[Tensor, " r"], alive: Bool[Tensor, " b"]) -> Float[Tensor, "r v"]:
+        if not bool(alive.all()):
             cache.keep(alive)
-        new = drawn[:, None]
-    return completions
+        return model(drawn[:, None], cache=cache)[:, -1]
 
+    def first() -> Float[Tensor, "b v"]:
+        return model(prompts, cache=cache)[:, -1]
 
-def draw(logits: Float[Tensor, "b v"], uniforms: Float[Tensor, " b"], temperature: float = 1.0) -> Int[Tensor, " b"]:
-    """The token where the cumulative distribution of softmax(logits / temperature) passes each uniform in [0, 1)."""
-    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    # Rounding leaves the last value near 1, not at it: scaling the uniform keeps the search inside the vocabulary.
-    target = uniforms.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return complete(first, go_on, uniforms, temperature=temperature, ends=(eos,), fill=eos)

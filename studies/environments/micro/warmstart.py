@@ -9,8 +9,6 @@ warm-up, then a cosine to 0. A finished model is cached as safetensors under a h
 import hashlib
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, field
@@ -25,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
+from mi_route2.files import write_whole
 from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, parse_json, validated
 from studies.environments.micro.corpus import WorldConfig, sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
@@ -157,20 +156,10 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _save(model: MicroGPT, path: Path, key: str) -> None:
-    """Writes next to the target and renames: a reader sees a whole file or none."""
+    """Keep a model under the hash of what made it; a reader sees a whole file or none."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            header = json.dumps({"settings": key, "sha256": _digest(tensors)})
-            file.write(save(tensors, metadata={HEADER: header}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    write_whole(path, save(tensors, metadata={HEADER: json.dumps({"settings": key, "sha256": _digest(tensors)})}))
 
 
 def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:

@@ -5,7 +5,7 @@ the arms that are marked as bounds.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,7 +24,7 @@ from studies.environments.micro.language import (
     Vocabulary,
     encode_prompts,
 )
-from studies.environments.micro.model import generate
+from studies.environments.micro.model import MicroGPT, generate
 from studies.environments.micro.oracle import Oracle, known_detector
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.runner import Runner
@@ -46,15 +46,15 @@ class MicroWorld(MicroSource, World):
 
     def sample(self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0) -> Samples:
         """One completion a prompt from the policy as it is switched now, by merged weights."""
-        encoded = encode_prompts(prompts, self.vocabulary)
         with policy.adapters.merged():
-            completions = generate(
-                policy.model,  # pyright: ignore[reportArgumentType]
-                encoded,
-                temperature=temperature,
-                generator=generator,
-                eos=self.vocabulary.eos,
-            )
+            return self.sample_unmerged(policy, prompts, generator, temperature)
+
+    def sample_unmerged(
+        self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0
+    ) -> Samples:
+        """The same through the adapters' own modules, whose hook points fire."""
+        encoded, model, eos = encode_prompts(prompts, self.vocabulary), cast("MicroGPT", policy.model), self.vocabulary.eos
+        completions = generate(model, encoded, temperature=temperature, generator=generator, eos=eos)
         return self._package(prompts, encoded, completions)
 
     def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mi_route2.plots import write_whole
+from studies.common.publishing import write_texts
 from studies.route2.report.figures import write_all_arms, write_cos_over_time, write_training
 from studies.route2.report.load import VANILLA, RunSet, load_runs, read_rollouts
 from studies.route2.report.show import write_page
@@ -66,12 +66,12 @@ def _tables(runs: RunSet) -> list[Path]:
         "ablations.json": ablations_json(runs),
         "ablations.md": ablations_markdown(runs),
     }
-    return _write(runs.root, texts)
+    return write_texts(runs.root, texts)
 
 
 def _leakage(runs: RunSet) -> list[Path]:
     content = leakage_table(runs)
-    return _write(runs.root, {"leakage.json": leakage_json(content), "leakage.md": leakage_markdown(runs, content)})
+    return write_texts(runs.root, {"leakage.json": leakage_json(content), "leakage.md": leakage_markdown(runs, content)})
 
 
 def _figures(runs: RunSet) -> list[Path]:
@@ -82,7 +82,3 @@ def _figures(runs: RunSet) -> list[Path]:
     }
     progress = tqdm(draw.items(), desc="figures", unit="figure", disable=None)
     return [path for name, write in progress for path in write(runs, runs.root / name)]
-
-
-def _write(root: Path, texts: dict[str, str]) -> list[Path]:
-    return [write_whole(root / name, text.encode("utf-8")) for name, text in texts.items()]

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from mi_route2.plots import write_whole
+from mi_route2.files import write_whole
 
 LENSES = {"s": "probe score", "k": "kept adapter (nats)", "q": "quarantine (nats)"}
 STEPS = 4

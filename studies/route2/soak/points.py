@@ -8,7 +8,6 @@ and the signal that tells of the limit kills. Where a handler is not put in, the
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import resource
 import signal
@@ -18,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import mi_route2.adapters.io as store_module
-import studies.environments.chat as chat_sampling_module
-import studies.environments.micro.model as sampling_module
+import mi_route2.files as files_module
+import studies.environments.sampling as sampling_module
 import studies.route2.checkpoint as checkpoint_module
 import studies.route2.grpo as grpo_module
 import studies.route2.job as job_module
@@ -138,16 +136,14 @@ def _phase(owner: Any, name: str, gates: Gates, where: str) -> None:
 
 
 def _learning(gates: Gates) -> None:
-    modules: tuple[Any, ...] = (sampling_module, chat_sampling_module)
-    for module in modules:
-        true = module.draw
+    true = sampling_module.draw
 
-        def draw(*args: Any, true: Callable[..., Any] = true) -> Any:
-            if gates.phase:
-                gates.through(gates.phase, "before a token is drawn")
-            return true(*args)
+    def draw(*args: Any) -> Any:
+        if gates.phase:
+            gates.through(gates.phase, "before a token is drawn")
+        return true(*args)
 
-        module.draw = draw
+    sampling_module.draw = draw
     _phase(grpo_module, "gather", gates, GENERATION)
     _phase(job_module, "evaluate", gates, EVALUATION)
     _around(grpo_module, "gather", gates, BETWEEN, "after")
@@ -173,7 +169,7 @@ def _resuming(gates: Gates) -> None:
 
 
 def _files(gates: Gates) -> None:
-    append, write_json, write_synced = recorder_module.append, job_module.write_json, store_module.write_synced
+    append, write_synced = recorder_module.append, files_module.write_synced
 
     def appending(path: Path, data: bytes) -> int:
         with gates.writing(LOGS, path, len(data), path.stat().st_size if path.exists() else 0):
@@ -181,16 +177,12 @@ def _files(gates: Gates) -> None:
         gates.through(LOGS, f"after the append to {path.name}")
         return length
 
-    def writing_json(path: Path, value: Any) -> None:
-        with gates.writing(RESULTS, path, len(json.dumps(value, indent=2))):
-            write_json(path, value)
-
     def saving(path: Path, data: bytes) -> None:
         with gates.writing(WRITE if CHECKPOINT in path.name else RESULTS, path, len(data)):
             write_synced(path, data)
 
     recorder_module.append = job_module.append = appending
-    job_module.write_json, store_module.write_synced = writing_json, saving
+    files_module.write_synced = saving
     _renames(gates)
 
 

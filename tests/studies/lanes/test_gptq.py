@@ -19,7 +19,6 @@ from studies.lanes.gptq import (
     gptq,
     parts,
     quantize,
-    quantize_model,
     round_to_nearest,
     row_importance,
     row_scales,
@@ -311,7 +310,7 @@ def test_what_calibration_lacks_is_named() -> None:
 def test_a_model_is_quantised_whole_and_stays_as_it_is(method) -> None:
     model, settings = Looped(), GPTQSettings(batches=4, method=method)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights = quantize_model(model, iter(tokens(4)), settings)
+    weights = quantize(model, collect_hessians(model, iter(tokens(4)), 4), settings)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert set(weights.matrices) == {"embed.weight", "inner.weight", "twin.weight"}  # the tied head is the embedding
     assert set(weights.controls) == {"inner.bias", "gate"}
@@ -360,7 +359,7 @@ def test_numbers_that_cannot_be_kept_are_refused(change: Callable[[nn.Module], N
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    weights = quantize_model(Looped(), tokens(1), GPTQSettings(batches=1))
+    weights = quantize(Looped(), collect_hessians(Looped(), tokens(1), 1))
     with pytest.raises(ValueError, match="another model"):
         weights.load_into(Idle())
     short = QuantizedWeights(weights.matrices, weights.controls | {"gate": torch.ones(3)})

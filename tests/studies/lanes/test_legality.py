@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from legality import Audit, Leak, audit, changed
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
 from studies.lanes.bpb import plan_windows, score, score_windows
-from studies.lanes.legality import Audit, Leak, audit, changed
 from studies.lanes.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
 
 pytestmark = pytest.mark.study

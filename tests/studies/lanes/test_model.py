@@ -291,13 +291,6 @@ def test_the_bias_of_passes_has_the_records_192_parameters_at_its_size() -> None
     assert make(config).head_bias.numel() == 192
 
 
-def test_a_config_comes_back_from_its_dictionary() -> None:
-    assert LanesConfig.from_dict(LOOPED.as_dict()) == LOOPED
-    assert LanesConfig.from_dict(TINY.as_dict()) == TINY
-    with pytest.raises(ValueError, match=r"unknown setting .depth.: choose from layers"):
-        LanesConfig.from_dict({"depth": 3})
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [

@@ -21,7 +21,7 @@ from studies.lanes.bpb import bpb, score
 from studies.lanes.found import load
 from studies.lanes.gptq import dequantized
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
-from studies.lanes.settings import Settings, open_text, quick, read_part, write_part
+from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
 from studies.lanes.tapin import Mixing, mix
 from studies.lanes.text import BOS
@@ -114,35 +114,6 @@ def test_a_run_that_was_killed_leaves_no_worker_and_ends_in_the_same_bytes(
     run_jobs(arms_of(tiny, folder, texts), 1, quiet=True)
     own, uncut = files(folder), files(study)
     assert [name for name in own if name != ".lock" and not name.endswith(".tmp") and own[name] != uncut.get(name)] == []
-
-
-def test_a_part_is_refused_where_any_of_its_bytes_was_changed(tmp_path: Path) -> None:
-    path = tmp_path / "part.json"
-    write_part(path, "me", {"bpb": 3.25, "name": "x"}, {"t": torch.arange(4.0)})
-    content, tensors = read_part(path, "me") or ({}, {})
-    assert content == {"bpb": 3.25, "name": "x"}
-    assert torch.equal(tensors["t"], torch.arange(4.0))
-    before = path.read_bytes()
-    for damaged in (before[:-9], before.replace(b"3.25", b"3.26"), b"[]", b""):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"damaged.*delete .* to have it made again"):
-            read_part(path, "me")
-    path.write_bytes(before)
-    values = path.with_suffix(".safetensors")
-    whole_values = values.read_bytes()
-    values.write_bytes(whole_values[:-1] + bytes([whole_values[-1] ^ 1]))
-    with pytest.raises(ValueError, match="damaged"):
-        read_part(path, "me")
-    values.unlink()
-    with pytest.raises(ValueError, match="damaged"):
-        read_part(path, "me")
-    assert read_part(tmp_path / "none.json", "me") is None
-
-
-def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
-    write_part(tmp_path / "part.json", "me", {})
-    with pytest.raises(ValueError, match="made from other settings; delete"):
-        read_part(tmp_path / "part.json", "you")
 
 
 def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny: Settings, texts: Path, tmp_path: Path) -> None:

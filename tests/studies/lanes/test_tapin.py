@@ -12,7 +12,7 @@ from timing import at_most
 
 from studies.benchmarks import tapin as benchmark
 from studies.lanes.config import BOS
-from studies.lanes.tapin import Hint, Hints, find_hints, window_starts
+from studies.lanes.tapin import Hints, find_hints, window_starts
 from studies.lanes.tapin_index import automaton
 from studies.lanes.text import Document, standard_library
 
@@ -222,8 +222,8 @@ def test_what_cannot_be_is_a_sentence() -> None:
 def test_hints_are_taken_by_place() -> None:
     hints = find_hints(torch.tensor([1, 2, 3, 4, 1, 2, 3, 4]), 100)
     assert len(hints) == 8
-    assert hints.hint(6) == Hint(4, 3, 1, False)
-    assert hints.hint(5) is None
+    assert (hints.token[6], hints.length[6], hints.votes[6], hints.cross[6]) == (4, 3, 1, False)
+    assert (hints.token[5], hints.length[5], hints.votes[5], hints.cross[5]) == (-1, 0, 0, False)
     assert hints.offered.tolist() == [False] * 6 + [True] * 2
     assert rows(hints.at(slice(6, 8))) == rows(hints)[6:]
     assert rows(hints.at(torch.tensor([7, 6]))) == rows(hints)[:5:-1]

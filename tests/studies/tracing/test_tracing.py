@@ -11,6 +11,7 @@ import torch
 from tiny_study import tiny_settings
 
 from mi_route2.adapters.io import read_tensors
+from studies.common.artifacts import read_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
 from studies.environments.micro.warmstart import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
@@ -20,7 +21,7 @@ from studies.route2.settings import Settings as Training
 from studies.route2.worlds import open_world
 from studies.tracing.cli import main, trace_jobs
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
-from studies.tracing.job import PAIRS, read_trace, run_tracing, tracings
+from studies.tracing.job import PAIRS, run_tracing, tracings
 from studies.tracing.measures import load, rows
 from studies.tracing.pairs import CONTRASTS, DECIDES, FIELDS, gather
 from studies.tracing.patching import DELETION, QUESTION
@@ -94,7 +95,7 @@ def test_the_command_leaves_every_artifact_table_and_figure(study: Path) -> None
 
 def test_what_must_be_exact_is(study: Path) -> None:
     for arm in TRACED:
-        content, tensors = read_trace(study / "seed-0" / f"{arm}.json")
+        content, tensors = read_part(study / "seed-0" / f"{arm}.json") or ({}, {})
         for name, worst in content["checks"].items():
             assert worst <= (1e-10 if name.endswith("float64") else 1e-5), (arm, name)
         assert ("zero patch and deletion, float64" in content["checks"]) == (arm != "vanilla")
@@ -105,7 +106,8 @@ def test_what_must_be_exact_is(study: Path) -> None:
 
 
 def test_the_zero_patch_samples_what_the_deleted_model_samples(study: Path) -> None:
-    rates = read_trace(study / "seed-0/route2-full.json")[0]["rates"]
+    content, _ = read_part(study / "seed-0/route2-full.json") or ({}, {})
+    rates = content["rates"]
     assert rates[PATCHED]["as_deleted"] >= 0.9  # a draw may fall on a rounding error
     assert abs(rates[PATCHED]["hack"] - rates[DELETED]["hack"]) <= 0.1
 
@@ -161,7 +163,7 @@ def test_resumed_equals_uninterrupted(study: Path, tmp_path: Path) -> None:
         (last,) = tracings(root, settings_of(training, ("route2-full",)), jobs[2:])
         run_tracing(last, world, witness)
     shutil.copy(study / "seed-0/vanilla.json", root / "seed-0")  # half of an arm: its tensors are missing
-    with pytest.raises(ValueError, match="is not whole"):
+    with pytest.raises(ValueError, match="tensors beside it are damaged"):
         trace_jobs(root, settings_of(training), training, jobs)
     (root / "seed-0/vanilla.json").unlink()
     trace_jobs(root, settings_of(training), training, jobs)
@@ -189,7 +191,7 @@ def test_a_changed_byte_is_found(study: Path, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match=r"vanilla\.safetensors is not whole"):
+    with pytest.raises(ValueError, match=r"vanilla\.safetensors is damaged"):
         write_report(root)
 
 

@@ -1,13 +1,13 @@
 """Numbers as Markdown and JSON, written whole or not at all."""
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scipy.stats import binomtest
+
+from mi_route2.files import write_whole
 
 
 def rate(k: int, n: int) -> dict[str, Any]:
@@ -26,15 +26,7 @@ def percent(found: Mapping[str, Any]) -> str:
 
 
 def write(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
-    """``name.json`` and ``name.md`` in a folder, each through a temporary file beside it."""
+    """``name.json`` and ``name.md`` in a folder, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in ((f"{name}.json", json.dumps(data, indent=1) + "\n"), (f"{name}.md", text)):
-        descriptor, partial = tempfile.mkstemp(dir=folder, prefix=f".{file}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8", newline="\n") as stream:
-                stream.write(content)
-            os.chmod(partial, 0o644)
-            os.replace(partial, folder / file)
-        except BaseException:
-            os.unlink(partial)
-            raise
+        write_whole(folder / file, content.encode())

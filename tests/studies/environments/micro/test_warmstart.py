@@ -159,16 +159,6 @@ def test_every_setting_changes_the_hash() -> None:
     assert len({settings_hash(*variant) for variant in variants}) == len(variants)
 
 
-def test_a_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(warmstart.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        warm_start(STRONG, TINY, 0, tmp_path, progress=False)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_errors_name_the_remedy() -> None:
     with pytest.raises(ValueError, match="vocab=66"):
         warm_start(STRONG, replace(TINY, model=MicroConfig(vocab=10)), 0, None)

@@ -18,12 +18,11 @@ from PIL import Image
 
 import studies.route2.headline as figure_module
 import studies.route2.publish as publish_module
-from studies.common.command_line import read_seeds
-from studies.common.publishing import repacked
+from studies.common.command_line import read_seeds, seeds_text
 from studies.common.tables import number
 from studies.route2.arms import ARMS as REAL_ARMS
 from studies.route2.cli import override
-from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, seeds_text, short, tables, write_headline_figure
+from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
     END,
@@ -210,22 +209,6 @@ def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
     assert not (tmp_path / "results").exists()
 
 
-def test_a_failure_half_way_leaves_the_published_folder_as_it_was(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = publish(root, tmp_path / "results")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def full(*args: object) -> str:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(publish_module, "provenance", full)
-    with pytest.raises(ValueError, match="No space left"):
-        publish(root, tmp_path / "results")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["strong"]
-
-
 def test_changed_settings_do_not_replace_the_presets_results(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
     changed = replace(get_settings("strong"), kept_lr=1e-3)
     (root / "settings.json").write_text(json.dumps(changed.as_dict()))
@@ -280,17 +263,6 @@ def png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
     return buffer.getvalue()
-
-
-@given(st.integers(0, 2**32 - 1), st.booleans())
-def test_repacking_keeps_every_pixel_and_never_grows(seed: int, opaque: bool) -> None:
-    pixels = np.random.default_rng(seed).integers(0, 3, (5, 7, 4), dtype=np.uint8) * 100
-    if opaque:
-        pixels[..., 3] = 255
-    before = png(pixels)
-    after = repacked(before)
-    assert len(after) <= len(before)
-    assert np.array_equal(np.asarray(Image.open(io.BytesIO(after)).convert("RGBA")), pixels)
 
 
 def test_the_figure_shows_every_seed_at_its_rate(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,59 @@
+"""Artifacts of a study: JSON with tensors beside it, written whole, checked when read, and refused if they are another run's."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mi_route2.adapters.io import digest, read_tensors, write_tensors
+from mi_route2.validation import parse_object, write_json
+
+Part = tuple[dict[str, Any], dict[str, Tensor]]
+"""Content and tensors of an artifact."""
+
+
+def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
+    """Write an artifact: its tensors, then the JSON file ``path`` that vouches for both. If the JSON is there, both are.
+
+    Args:
+        path: The JSON file; tensors go beside it, with the suffix ``.safetensors``.
+        identity: A hash of all that the artifact depends on, beside the code.
+        content: Plain data.
+        tensors: By name; no file if there are none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain, own = json.loads(json.dumps(content, allow_nan=False)), {n: t.contiguous() for n, t in (tensors or {}).items()}
+    if own:
+        write_tensors(path.with_suffix(".safetensors"), own, {"identity": identity})
+    write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, own), "content": plain})
+
+
+def read_part(path: Path, identity: str | None = None) -> Part | None:
+    """Return an artifact's content and tensors; ``None`` if it was not made yet.
+
+    Raises:
+        ValueError: A file of it is damaged, missing, or of another identity than ``identity`` (``None`` takes any).
+    """
+    if not path.exists():
+        return None
+    remedy = f"delete {path} to have it made again"
+    try:
+        raw = parse_object(path.read_bytes())
+        found, sha256, content = str(raw["identity"]), str(raw["sha256"]), dict(raw["content"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); {remedy}") from error
+    if identity is not None and found != identity:
+        raise ValueError(f"{path} was made from other settings or another run; {remedy}")
+    values = path.with_suffix(".safetensors")
+    tensors = read_tensors(values)[0] if values.exists() else {}
+    if sha256 != _sha256(found, content, tensors):
+        raise ValueError(f"{path} or the tensors beside it are damaged: they do not match their checksum; {remedy}")
+    return content, tensors
+
+
+def _sha256(identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    text = json.dumps([identity, content, digest(tensors, {})], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,68 @@
+"""Token by token: the loop by which every world samples, whatever its model keeps as a cache.
+
+    token = the first v with F(v) > u,      F the cumulative distribution of softmax(logits / temperature), u uniform on [0, 1)
+
+The uniforms are drawn before the first token. So a row's tokens depend on its own uniforms alone, and rows that have ended leave
+the batch.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+GoOn = Callable[[Int[Tensor, " r"], Bool[Tensor, " b"]], Float[Tensor, "r v"]]
+"""(drawn tokens of the rows that go on, which of the rows so far these are) -> logits of their next token."""
+
+
+def draw_uniforms(rows: int, max_new: int, generator: torch.Generator) -> Float[Tensor, "b n"]:
+    """Return a uniform in [0, 1) for every row and step, on the generator's device."""
+    return torch.rand(rows, max_new, dtype=torch.float64, generator=generator, device=generator.device)
+
+
+@torch.no_grad()
+def complete(
+    first: Callable[[], Float[Tensor, "b v"]],
+    go_on: GoOn,
+    uniforms: Float[Tensor, "b n"],
+    *,
+    temperature: float,
+    ends: Sequence[int],
+    fill: int,
+) -> Int[Tensor, "b n"]:
+    """Sample up to n tokens a row; behind the first token of ``ends`` a row holds ``fill``.
+
+    Args:
+        first: Feeds the model its prompts and returns the logits of the first token.
+        go_on: Feeds the model and returns the next logits.
+        uniforms: One for every row and step.
+        temperature: Above 0.
+        ends: Tokens that end a row.
+        fill: What stands behind the end.
+
+    Raises:
+        ValueError: The temperature is not positive.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature = {temperature} is not positive: choose one above 0")
+    completions = torch.full(uniforms.shape, fill, device=uniforms.device)
+    rows, stops = torch.arange(len(uniforms), device=uniforms.device), torch.tensor(ends, device=uniforms.device)
+    last, logits = uniforms.shape[1] - 1, first()
+    for step in range(last + 1):
+        drawn = draw(logits, uniforms[rows, step], temperature)
+        completions[rows, step] = drawn
+        alive = ~torch.isin(drawn, stops)
+        if step == last or not bool(alive.any()):
+            break
+        rows = rows[alive]
+        logits = go_on(drawn[alive], alive)
+    return completions
+
+
+def draw(logits: Float[Tensor, "b v"], uniforms: Float[Tensor, " b"], temperature: float = 1.0) -> Int[Tensor, " b"]:
+    """The token where the cumulative distribution of softmax(logits / temperature) passes each uniform in [0, 1)."""
+    cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    # Rounding leaves the last value near 1, not at it: scaling the uniform keeps the search inside the vocabulary.
+    target = uniforms.double()[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -1,0 +1,101 @@
+"""An artifact that was changed is refused, and a published folder is the new one or the old one, whole."""
+
+import errno
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from studies.common import publishing
+from studies.common.artifacts import read_part, write_part
+from studies.common.publishing import nested, published, repacked
+
+
+def test_a_part_is_refused_where_any_of_its_bytes_was_changed(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    write_part(path, "me", {"bpb": 3.25, "name": "x"}, {"t": torch.arange(4.0)})
+    content, tensors = read_part(path, "me") or ({}, {})
+    assert content == {"bpb": 3.25, "name": "x"}
+    assert torch.equal(tensors["t"], torch.arange(4.0))
+    before = path.read_bytes()
+    for damaged in (before[:-9], before.replace(b"3.25", b"3.26"), b"[]", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"damaged.*delete .* to have it made again"):
+            read_part(path, "me")
+    path.write_bytes(before)
+    values = path.with_suffix(".safetensors")
+    whole_values = values.read_bytes()
+    values.write_bytes(whole_values[:-1] + bytes([whole_values[-1] ^ 1]))
+    with pytest.raises(ValueError, match="damaged"):
+        read_part(path, "me")
+    values.unlink()
+    with pytest.raises(ValueError, match="damaged"):
+        read_part(path, "me")
+    assert read_part(tmp_path / "none.json", "me") is None
+
+
+def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
+    write_part(tmp_path / "part.json", "me", {})
+    with pytest.raises(ValueError, match="made from other settings or another run; delete"):
+        read_part(tmp_path / "part.json", "you")
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
+    return buffer.getvalue()
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_repacking_keeps_every_pixel_and_never_grows(seed: int, opaque: bool) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 3, (5, 7, 4), dtype=np.uint8) * 100
+    if opaque:
+        pixels[..., 3] = 255
+    before = png(pixels)
+    after = repacked(before)
+    assert len(after) <= len(before)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(after)).convert("RGBA")), pixels)
+
+
+def publish(place: Path, text: str) -> None:
+    with published(place, {"command": text}) as folder:
+        (folder / "table.md").write_text(text)
+        (folder / "figure.png").write_bytes(png(np.full((4, 4, 4), 255, np.uint8)))
+
+
+def test_a_published_folder_vouches_for_each_of_its_files(tmp_path: Path) -> None:
+    publish(tmp_path / "study", "one")
+    (tmp_path / "study" / "table-of-before.md").write_text("left")
+    publish(tmp_path / "study", "two")
+    provenance = json.loads((tmp_path / "study/provenance.json").read_text())
+    files = {path.name: path for path in (tmp_path / "study").iterdir() if path.name != "provenance.json"}
+    assert files.keys() == {"table.md", "figure.png"}
+    assert provenance["command"] == "two"
+    assert provenance["files"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    assert files["figure.png"].stat().st_size < len(png(np.full((4, 4, 4), 255, np.uint8)))
+
+
+def test_a_publication_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(tmp_path / "study", "one")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "study").iterdir()}
+
+    def full(data: bytes) -> bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(publishing, "repacked", full)
+    with pytest.raises(OSError, match=r"^could not write .*study, give a path .*: No space left on device$"):
+        publish(tmp_path / "study", "two")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "study").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["study"]
+
+
+def test_headings_of_a_nested_page_lie_one_level_down() -> None:
+    assert nested("# One\n\ntext # no heading\n\n## Two\n") == "## One\n\ntext # no heading\n\n### Two\n"
