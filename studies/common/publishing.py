@@ -1,4 +1,4 @@
-"""What publishers of all studies share: packing without loss, and folders that are replaced whole."""
+"""Publishing of all studies: lossless packing, and atomic replacement of folders."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def compact(value: Any) -> str:
-    """JSON without white space but for one line break a top-level entry, so that differences stay readable."""
+    """Return JSON without white space, except for a line break per top-level entry so that differences stay readable."""
     if isinstance(value, dict):
         body = ",\n".join(f"{json.dumps(key)}:{_entry(entry)}" for key, entry in value.items())
         return f"{{\n{body}\n}}\n"
@@ -29,7 +29,7 @@ def _dumps(value: Any) -> str:
 
 
 def repacked(png: bytes) -> bytes:
-    """The same pixels in fewer bytes: an alpha channel that hides nothing is left out, and zlib tries harder."""
+    """Return the same pixels in fewer bytes, without an unused alpha channel and with stronger zlib compression."""
     image = Image.open(io.BytesIO(png))
     if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
         image = image.convert("RGB")
@@ -39,7 +39,7 @@ def repacked(png: bytes) -> bytes:
 
 
 def replace_folder(new: Path, place: Path) -> None:
-    """``new`` becomes ``place``; what was there is put aside first, and comes back where that fails."""
+    """Rename ``new`` to ``place``; an existing folder is moved aside first, and restored if the rename fails."""
     old = place.with_name(f".{place.name}.{os.getpid()}.old")
     if place.exists():
         place.rename(old)

@@ -312,7 +312,7 @@ def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_rai
     for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
         monkeypatch.setattr(fcntl, "flock", answering(number))
         for keep in (exclusive, held):
-            with pytest.warns(UserWarning, match=r"knows no locks .*: nothing keeps another process from writing there"):
+            with pytest.warns(UserWarning, match=r"has no locks .*: another process could write there"):
                 with keep(tmp_path / "run"):
                     pass
     monkeypatch.setattr(fcntl, "flock", answering(errno.EIO))
@@ -330,7 +330,7 @@ def test_a_worker_s_warning_is_shown_as_a_sentence(tmp_path: Path, cache: Path, 
     monkeypatch.setattr(live.Bar, "say", lambda _, text: said.append(text))
     assert run_jobs([job], 1, quiet=True) == []
     (warning,) = said
-    assert warning.startswith(f"warning: {job.folder / CHECKPOINT} is not a whole safetensors file")
+    assert warning.startswith(f"warning: {job.folder / CHECKPOINT} is not a complete safetensors file")
     assert warning.endswith("going on from checkpoint.previous.safetensors, after 2 steps")
 
 

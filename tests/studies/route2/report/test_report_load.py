@@ -117,7 +117,7 @@ def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], ch
     ("name", "text", "sentence"),
     [
         ("eval.json", "{", "eval.json is damaged .this is no JSON"),
-        ("eval.json", "[]", "this is no JSON object but"),
+        ("eval.json", "[]", "this is not a JSON object but"),
         ("eval.json", '{"modes": {}}', "has no mode run_tests, sentinel, stdout_marker, file_marker, none"),
         ("metrics.jsonl", '{"step": 1}\n{"step": NaN}\n', "metrics.jsonl, line 2 is damaged .this JSON holds NaN"),
     ],
