@@ -196,7 +196,7 @@ def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path,
 
 def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main) -> None:
     for command in ("report", "plot", "leakage"):
-        one_sentence(main(command, tmp_path / "none"), "none is no folder: give the run folder")
+        one_sentence(main(command, tmp_path / "none"), "none is not a folder: give the run folder")
         one_sentence(main(command, tmp_path), "settings.json does not hold settings of this study (No such file or directory)")
     one_sentence(main("show", tmp_path), "does not hold settings of this study", "point at a run folder")
     assert list(tmp_path.iterdir()) == []
