@@ -1,10 +1,10 @@
-"""Linear discriminant probe: Fisher's direction, with a shrunk covariance.
+"""Linear discriminant probe: Fisher's direction with a shrunk covariance.
 
     w = Sigma^-1 (mu_hack - mu_clean)        c = -<w, (mu_hack + mu_clean) / 2>
 
-scikit-learn's LinearDiscriminantAnalysis (solver lsqr) with equal priors, so that the hack rate of the training set moves
-neither the direction nor the threshold. Shrinkage "auto" is Ledoit and Wolf (2004): with fewer rollouts than features
-the plain covariance is singular. Shrinkage 1 gives the mean-difference direction exactly. The score is the log odds.
+scikit-learn's LinearDiscriminantAnalysis (solver lsqr) with equal priors, so that the hack rate of the training set changes neither
+the direction nor the threshold. Shrinkage "auto" is Ledoit and Wolf (2004): with fewer rollouts than features the plain covariance
+is singular. Shrinkage 1 gives the mean-difference direction exactly. The score is the log odds.
 """
 
 from typing import Literal
@@ -21,7 +21,10 @@ from probes.probe import Labels, Unit, examples, require_both_classes
 
 @checked
 class LdaFitter:
-    """Keeps the examples (float64, CPU) until `fit`. `shrinkage`: "auto", a number in [0, 1], or None."""
+    """Fitter of an LDA probe; it stores the examples (float64, CPU) until `fit`.
+
+    `shrinkage` is "auto", a number in [0, 1], or None.
+    """
 
     def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout") -> None:
         if isinstance(shrinkage, float) and not 0 <= shrinkage <= 1:

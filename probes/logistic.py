@@ -1,11 +1,11 @@
-"""Logistic probe: L2-regularised logistic regression on standardised activations.
+"""Logistic probe: L2-regularized logistic regression on standardized activations.
 
-    minimise  |u|^2 / 2 + C sum_i omega_i log(1 + exp(-y_i (<u, z_i> + e))),   z = (h - mean) / sd
+    minimize  |u|^2 / 2 + C sum_i omega_i log(1 + exp(-y_i (<u, z_i> + e))),   z = (h - mean) / sd
     f(h) = <w, h> + c   with   w = u / sd,   c = e - <w, mean>
 
-scikit-learn's LogisticRegression. Standardising makes one C mean the same at every layer; omega balances the classes, so
-that the hack rate of the training set does not move the threshold. The score is the log odds at equal odds: calibrate it
-(`probes.calibration`) before reading it as a probability elsewhere.
+scikit-learn's LogisticRegression. Standardization gives C the same meaning at every layer; omega balances the classes, so that the
+hack rate of the training set does not change the threshold. The score is the log odds at equal odds: calibrate it
+(`probes.calibration`) before using it as a probability elsewhere.
 """
 
 import numpy as np
@@ -22,10 +22,11 @@ from probes.probe import Labels, Unit, examples, require_both_classes
 
 @checked
 class LogisticFitter:
-    """Keeps the examples (float64, CPU) until `fit`.
+    """Fitter of a logistic probe; it stores the examples (float64, CPU) until `fit`.
 
-    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) draws
-    nothing, so `seed` only pins what scikit-learn might draw in another version: no two seeds differ.
+    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) is
+    deterministic, so all seeds give the same result; `seed` only fixes random choices that another version of scikit-learn might
+    make.
     """
 
     def __init__(self, c: float = 0.1, seed: int = 0, unit: Unit = "rollout", max_iterations: int = 1000) -> None:

@@ -117,7 +117,7 @@ def _do(state: SteeringState, action: object) -> None:
         case ClearMonitor(name, request):
             state.clear_monitor(name, request=request)
         case _:
-            raise ValueError(f"{type(action).__name__} is no action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
+            raise ValueError(f"{type(action).__name__} is not an action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
 
 
 ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
@@ -233,8 +233,9 @@ class SyncController(Protocol):
     def name(self) -> str: ...
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return actions; called after every step on the engine's thread. An exception is counted, and no action applies in this
-        step.
+        """Return actions; called after every step on the engine's thread.
+
+        If it raises, the exception is counted and no action applies in this step.
         """
         ...
 
@@ -408,11 +409,11 @@ class ProbePolicy:
         if (monitor is None) == (site is None) or (site is None) != (probe is None):
             raise ValueError("the policy reads a monitor, or a probe at a site: give monitor, or site and probe")
         if not (math.isfinite(threshold) and math.isfinite(hysteresis) and hysteresis >= 0 and math.isfinite(gain) and gain >= 0):
-            raise ValueError("threshold, hysteresis and gain are finite, and neither hysteresis nor gain is negative")
+            raise ValueError("threshold, hysteresis and gain must be finite, and hysteresis and gain not negative")
         if proportional and hysteresis == 0:
-            raise ValueError("a proportional gain rises over the hysteresis: give one above 0")
+            raise ValueError("a proportional gain rises over the width of the hysteresis: give one above 0")
         if not 0 < smoothing <= 1:
-            raise ValueError(f"smoothing={smoothing} is not between 0 and 1: 1 takes each score as it is")
+            raise ValueError(f"smoothing={smoothing} is not between 0 and 1: 1 uses each score without smoothing")
         self.name, self.config, self.threshold, self.hysteresis = name, config, threshold, hysteresis
         self.gain, self.proportional, self.smoothing = gain, proportional, smoothing
         self.wants = frozenset[Site]() if site is None else frozenset({site})

@@ -237,7 +237,7 @@ def test_text_groups_are_equal_iff_prompt_and_completion_are():
     assert text_groups(["a", "a", "b", "a"], ["x", "y", "x", "x"]) == [0, 1, 2, 0]
     assert text_groups(["ab", "a"], ["c", "bc"]) == [0, 1]  # not the joined text
     assert group_ids(["q", "p", "q"]).tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="one each"):
+    with pytest.raises(ValueError, match="one of each"):
         text_groups(["a"], [])
 
 

@@ -123,7 +123,7 @@ def test_a_score_that_is_no_number_or_not_there_is_passed_over():
         ({}, "give monitor, or site and probe"),
         ({"monitor": "m", "site": SITE, "probe": [1.0]}, "give monitor, or site and probe"),
         ({"site": SITE}, "give monitor, or site and probe"),
-        ({"monitor": "m", "gain": -1.0}, "neither hysteresis nor gain is negative"),
+        ({"monitor": "m", "gain": -1.0}, "hysteresis and gain not negative"),
         ({"monitor": "m", "hysteresis": float("nan")}, "finite"),
         ({"monitor": "m", "proportional": True}, "give one above 0"),
         ({"monitor": "m", "smoothing": 0.0}, "between 0 and 1"),

@@ -99,9 +99,9 @@ def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> N
 
 
 WRONG: dict[str, tuple[Callable[[Tensor, TrainBatch], object], str]] = {
-    "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one a rollout \[6\] or one a token \[6, \d+\]"),
+    "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one per rollout \[6\] or one per token \[6, \d+\]"),
     "another shape": (lambda logits, b: logits[:, 0], r"returned a tensor of shape \[6, \d+\]: return one number"),
-    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: make it of the logits"),
+    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: compute it from the given logits"),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("spec", "sentence"), [
-    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control's: use MaskRoute"),
+    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control: use MaskRoute"),
 ])  # fmt: skip
 def test_a_rule_without_a_persona_direction_has_no_pairs(spec: MaskSpec, sentence: str) -> None:
     rollouts = make_batch(4).rollouts

@@ -213,7 +213,8 @@ def test_a_stopped_command_leaves_no_process_and_goes_on_bit_for_bit(
         env={**os.environ, "TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "torch"), "OMP_NUM_THREADS": "1"},
     )
     try:
-        wait_until(lambda: any((job.folder / METRICS).exists() for job in jobs) or run.poll() is not None, 300, "no step was logged")
+        started = [job.folder / METRICS for job in jobs]
+        wait_until(lambda: any(path.exists() for path in started) or run.poll() is not None, 300, "no step was logged")
         if how == "Ctrl-C":
             os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to every process
         else:
@@ -312,7 +313,7 @@ def test_a_filesystem_without_locks_is_said_and_other_trouble_with_a_lock_is_rai
     for number in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
         monkeypatch.setattr(fcntl, "flock", answering(number))
         for keep in (exclusive, held):
-            with pytest.warns(UserWarning, match=r"knows no locks .*: nothing keeps another process from writing there"):
+            with pytest.warns(UserWarning, match=r"has no locks .*: another process could write there"):
                 with keep(tmp_path / "run"):
                     pass
     monkeypatch.setattr(fcntl, "flock", answering(errno.EIO))
@@ -330,7 +331,7 @@ def test_a_worker_s_warning_is_shown_as_a_sentence(tmp_path: Path, cache: Path, 
     monkeypatch.setattr(live.Bar, "say", lambda _, text: said.append(text))
     assert run_jobs([job], 1, quiet=True) == []
     (warning,) = said
-    assert warning.startswith(f"warning: {job.folder / CHECKPOINT} is not a whole safetensors file")
+    assert warning.startswith(f"warning: {job.folder / CHECKPOINT} is not a complete safetensors file")
     assert warning.endswith("going on from checkpoint.previous.safetensors, after 2 steps")
 
 

@@ -118,7 +118,7 @@ def test_a_file_shows_code_as_code(tmp_path: Path) -> None:
 def test_errors_name_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose from hack, nonhack"):
         make_pairs(STRONG, 0, kind="random")
-    with pytest.raises(ValueError, match="choose n below"):
+    with pytest.raises(ValueError, match="choose a smaller n"):
         make_pairs(STRONG, 0, n=5000)
     (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
     with pytest.raises(ValueError, match="clean, hack, prompt"):
@@ -148,16 +148,16 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is no JSON"),
+        ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is not JSON"),
         ("p.jsonl", json.dumps([GOOD]), "p.jsonl, line 1: a pair has the fields clean, hack, prompt and no others"),
         ("p.jsonl", json.dumps(GOOD | {"note": ""}), "line 1: a pair has the fields"),
-        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt are texts"),
+        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt must be texts"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
-        ("p.json", json.dumps(GOOD), "is no TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
+        ("p.json", json.dumps(GOOD), "is not TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
         ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: this JSON says 'hack' twice"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: this JSON holds half a character"),
-        ("p.toml", "[[pair", "is no TOML"),
-        ("p.toml", "x = " + "[" * 100_000, "is TOML in too many brackets"),
+        ("p.toml", "[[pair", "is not TOML"),
+        ("p.toml", "x = " + "[" * 100_000, "is nested too deeply"),
         ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
         (
             "p.toml",
