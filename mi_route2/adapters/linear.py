@@ -226,6 +226,8 @@ class Branch(nn.Module):
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
         """``y``, the base's output, with the adapters added (``None``: the base is folded in)."""
         board, tape = self._board, self._board.tape
+        if board.kept and torch.is_grad_enabled() and self.mask_requested:
+            self._refuse_backward_hooks()
         if tape is not None:
             self._read(x, tape)
         if y is None:
@@ -248,6 +250,13 @@ class Branch(nn.Module):
     def mask_requested(self) -> bool:
         """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
         return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
+
+    def _refuse_backward_hooks(self) -> None:
+        if self.hook_mask._backward_hooks or self.hook_mask._backward_pre_hooks:
+            raise RuntimeError(
+                f"a backward hook stands at {self.site}.hook_mask and can never fire, since no gradient passes a mask: read or "
+                "replace the mask in a forward hook there, and put the backward hook at hook_kept or hook_kept_a"
+            )
 
     def _gate(self, adapter: Literal["kept", "quarantine"]) -> Gate | None:
         """What this adapter learns by; ``None``: ordinary autograd."""
