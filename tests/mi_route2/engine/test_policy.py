@@ -79,7 +79,9 @@ def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():
 
 def test_hysteresis_keeps_it_from_flapping():
     scores = [0.0, 1.1, 0.9, 1.1, 0.9, 1.1, 0.3]
-    flips = [sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)]
+    flips = [
+        sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)
+    ]
     assert flips == [6, 2]
 
 
