@@ -12,7 +12,7 @@ independent, and an interval that pretends so is far too narrow.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from mi_route2.checks import checked
 
@@ -29,7 +29,7 @@ class Interval:
 Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
-def binary(hack: Labels) -> Bool[np.ndarray, " n"]:
+def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
     """Labels as booleans; ValueError for numbers other than 0 and 1. Integers would be taken for row numbers."""
     if not np.isin(hack, (0, 1)).all():
         raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
@@ -48,6 +48,7 @@ def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
     return float(_below(negative, positive).mean() / len(negative))
 
 
+@checked
 def auroc_interval(
     scores: Float[np.ndarray, " n"],
     hack: Labels,
@@ -58,8 +59,13 @@ def auroc_interval(
     """AUROC and its percentile bootstrap interval.
 
     `cluster`: index of each item's cluster; `draws[i, j]`: how often draw i holds cluster j (`cluster_draws`), shared by
-    the caller between probes so that their differences are paired. Draws without both classes are left out.
+    the caller between probes so that their differences are paired. Draws without both classes are left out. ValueError for
+    a cluster that the draws do not have, and for a level outside (0, 1).
     """
+    if not 0 < level < 1:
+        raise ValueError(f"The level of an interval lies strictly between 0 and 1, not {level}.")
+    if len(cluster) and not 0 <= cluster.min() <= cluster.max() < draws.shape[1]:
+        raise ValueError(f"The draws are of {draws.shape[1]} clusters: clusters are numbered from 0 to {draws.shape[1] - 1}.")
     value = auroc(scores, hack)
     if value is None:
         return Interval(None, None, None)
