@@ -15,9 +15,10 @@ from mi_route2.checks import Mask, checked
 from probes.probe import pool, require_width, widen
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class AffineProbe:
-    """Affine probe with `weight [d]` and `bias` (a float), both finite (ValueError otherwise).
+    """Affine probe with a copy of `weight [d]` and a `bias` (a float), both finite (ValueError otherwise).
 
     Scores are computed in the activations' dtype, at least float32.
     """
@@ -28,6 +29,7 @@ class AffineProbe:
     def __post_init__(self) -> None:
         if not torch.isfinite(torch.cat([self.weight.double().cpu(), torch.tensor([self.bias]).double()])).all():
             raise ValueError("The weight or the bias of an affine probe is NaN or infinite: fit it again on finite activations.")
+        object.__setattr__(self, "weight", self.weight.detach().clone())
 
     @checked
     def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:

@@ -12,7 +12,7 @@ assumes so is far too narrow.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from mi_route2.checks import checked
 
@@ -29,7 +29,7 @@ class Interval:
 Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
-def binary(hack: Labels) -> Bool[np.ndarray, " n"]:
+def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
     """Return labels as booleans; ValueError for numbers other than 0 and 1, which would be used as row indices."""
     if not np.isin(hack, (0, 1)).all():
         raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
@@ -52,6 +52,7 @@ def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
     return float(_below(negative, positive).mean() / len(negative))
 
 
+@checked
 def auroc_interval(
     scores: Float[np.ndarray, " n"],
     hack: Labels,
@@ -68,7 +69,14 @@ def auroc_interval(
         draws: `draws[i, j]` is how often draw i contains cluster j (`cluster_draws`). Give the same draws for several probes, so
             that their differences are paired. Draws without both classes are left out.
         level: level of the interval.
+
+    Raises:
+        ValueError: a cluster that the draws do not have, or a level outside (0, 1).
     """
+    if not 0 < level < 1:
+        raise ValueError(f"The level of an interval lies strictly between 0 and 1, not {level}.")
+    if len(cluster) and not 0 <= cluster.min() <= cluster.max() < draws.shape[1]:
+        raise ValueError(f"The draws are of {draws.shape[1]} clusters: clusters are numbered from 0 to {draws.shape[1] - 1}.")
     value = auroc(scores, hack)
     if value is None:
         return Interval(None, None, None)

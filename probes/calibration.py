@@ -16,6 +16,7 @@ from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
+from mi_route2.checks import checked
 from probes.auroc import Labels, binary
 
 
@@ -63,12 +64,14 @@ class Isotonic:
         return np.interp(scores, self.scores, self.probabilities)
 
 
+@checked
 def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     """Fit Platt scaling. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
     positive, negative = int(hack.sum()), int((~hack).sum())
     target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
-    centre, scale = scores.mean(), scores.std() or 1.0
+    # equal scores have no spread but that of rounding, which is no unit to read other scores in
+    centre, scale = scores.mean(), (scores.std() or 1.0) if np.ptp(scores) else 1.0
     x = np.tile((scores - centre) / scale, 2)[:, None]
     # A soft target t is the pair (label 1, weight t), (label 0, weight 1 - t).
     y, weight = np.repeat([1, 0], len(scores)), np.concatenate([target, 1 - target])
@@ -77,6 +80,7 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     return Platt(slope, float(model.intercept_[0] - slope * centre))
 
 
+@checked
 def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
     """Fit isotonic regression. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
@@ -84,18 +88,21 @@ def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
     return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
 
 
+@checked
 def brier(p: Float[np.ndarray, " n"], hack: Labels) -> float:
     """Return the mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
     hack = _require_probabilities(p, hack)
     return float(((p - hack) ** 2).mean())
 
 
+@checked
 def ece(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> float:
     """Return the expected calibration error over equal-width bins, in [0, 1]. Biased upwards if bins hold few items."""
     curve = reliability(p, hack, bins)
     return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
 
 
+@checked
 def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
     """Return the reliability curve: the non-empty bins, in increasing order. ValueError for p outside of [0, 1], or none."""
     hack = _require_probabilities(p, hack)

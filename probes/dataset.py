@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mi_route2.checks import Mask, as_mask, checked
@@ -37,6 +37,8 @@ class Dataset:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", as_mask("mask", self.mask))
+        if wrong := [label for label in self.hack if not isinstance(label, bool | np.bool_)]:
+            raise ValueError(f"Labels are True or False, not {wrong[0]!r}.")
         object.__setattr__(self, "hack", [bool(label) for label in self.hack])
         n = len(self.mask)
         if not self.hidden or not n:
@@ -53,14 +55,23 @@ class Dataset:
 
 
 def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]:
-    """Return one id per rollout; ids are equal if and only if prompt and completion are. ValueError for different lengths."""
+    """Return one id per rollout; ids are equal if and only if prompt and completion are.
+
+    Raises:
+        ValueError: different lengths.
+        TypeError: one text in place of a list.
+    """
+    if isinstance(prompts, str) or isinstance(completions, str):
+        raise TypeError("Prompts or completions are one text where a list of texts belongs: put it in brackets.")
     if len(prompts) != len(completions):
         raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each per rollout.")
     return group_ids(list(zip(prompts, completions))).tolist()
 
 
-def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
+def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"]) -> Int[np.ndarray, " n"]:
     """Number the groups from 0 in order of first appearance, one number per item."""
+    if isinstance(group, np.ndarray | Tensor):
+        group = group.tolist()  # elements of a tensor are equal only to themselves
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 

@@ -22,7 +22,7 @@ Score = Literal["cosine", "projection"]
 @checked
 @dataclass(frozen=True, eq=False)
 class DirectionProbe:
-    """Probe with a given `direction [d]` of norm 1 (up to 1e-5; ValueError otherwise: `DirectionFitter` normalizes)."""
+    """Probe with a copy of `direction [d]` of norm 1 (up to 1e-5; ValueError otherwise: `DirectionFitter` normalizes)."""
 
     direction: Float[Tensor, " d"]
     score: Score = "cosine"
@@ -31,8 +31,9 @@ class DirectionProbe:
         if self.score not in ("cosine", "projection"):
             raise ValueError(f"Score {self.score!r} is not one of cosine, projection.")
         # Negated, so that a NaN norm fails too.
-        if not abs(float(self.direction.double().norm()) - 1) < 1e-5:
+        if not abs(float(self.direction.detach().double().norm()) - 1) < 1e-5:
             raise ValueError("A direction probe needs a unit vector: DirectionFitter(v).fit() normalizes any v.")
+        object.__setattr__(self, "direction", self.direction.detach().clone())
 
     @checked
     def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
@@ -47,10 +48,17 @@ class DirectionProbe:
     def _score(self, h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
         require_width(h, self.direction.shape[0])
         h = widen(h)
-        along = h @ self.direction.to(h)
         if self.score == "projection":
-            return along
-        return along / h.norm(dim=-1).clamp_min(torch.finfo(h.dtype).tiny)
+            return h @ self.direction.to(h)
+        h = _scaled(h)
+        return h @ self.direction.to(h) / h.norm(dim=-1).clamp_min(torch.finfo(h.dtype).tiny)
+
+
+def _scaled(h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """`h` over a power of two, so that no square vanishes or overflows; a cosine has the same bits as without."""
+    exponent = torch.frexp(h.abs().amax(dim=-1, keepdim=True)).exponent
+    half = exponent // 2  # 2^exponent itself may be beyond the type
+    return h * torch.ldexp(torch.ones_like(h[..., :1]), -half) * torch.ldexp(torch.ones_like(h[..., :1]), half - exponent)
 
 
 @checked

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes
+from probes.probe import Labels, Unit, examples, require_both_classes, require_width
 
 
 @checked
@@ -40,8 +40,10 @@ class LogisticFitter:
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Add a batch. ValueError for non-finite activations inside the mask."""
-        self._batches.append(examples(h, mask, hack, self._unit))
+        """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
+        x, y = examples(h, mask, hack, self._unit)
+        require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
+        self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes."""

@@ -78,7 +78,7 @@ def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) ->
     x = x.detach().to("cpu", torch.float64)
     if not torch.isfinite(x).all():
         raise ValueError("Activations inside the mask hold NaN or infinity: a probe cannot be fitted to them.")
-    return x, y.cpu()
+    return x, y.to("cpu", copy=True)  # the caller may write the next batch's labels into its own
 
 
 def require_both_classes(y: Bool[Tensor, " n"]) -> None:

@@ -11,13 +11,14 @@ selected as hacks, and would improve every other number.
 import numpy as np
 from jaxtyping import Bool
 
-from probes.auroc import auroc
+from probes.auroc import auroc, binary
 
+Flags = list[bool] | list[int]
 KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")
 
 
 def mask_quality(
-    scores: list[float] | None, flags: list[bool] | None, hack: list[bool], teacher: list[bool] | None = None
+    scores: list[float] | None, flags: Flags | None, hack: Flags, teacher: Flags | None = None
 ) -> dict[str, float | None]:
     """Return the quality of scores and flags, given one of each per rollout.
 
@@ -32,7 +33,7 @@ def mask_quality(
         clean rollout flagged (fire_ratio). f05 is None without hacks, and 0 if all hacks were missed.
 
     Raises:
-        ValueError: lists of different lengths, or a score that is not finite.
+        ValueError: lists of different lengths, a flag or label that is neither, or a score that is not finite.
     """
     y, student = _labels(hack, teacher)
     out: dict[str, float | None] = dict.fromkeys(KEYS)
@@ -40,7 +41,7 @@ def mask_quality(
         out["auroc"] = auroc(_scores(scores, y)[student], y[student])
     if flags is None:
         return out
-    fired = np.array(flags, dtype=bool)
+    fired = binary(np.asarray(flags))
     if fired.shape != y.shape:
         raise ValueError(f"{len(flags)} flags for {len(hack)} rollouts.")
     hit, missed = int((fired & y & student).sum()), int((~fired & y & student).sum())
@@ -55,7 +56,7 @@ def mask_quality(
     return out
 
 
-def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | None = None) -> dict[str, float | None]:
+def score_means(scores: list[float], hack: Flags, teacher: Flags | None = None) -> dict[str, float | None]:
     """Return the mean score of the student's hacks, the student's clean rollouts, and the teacher's; None for empty groups.
 
     Keys: student_hack, student_clean, teacher. ValueError for lists of different lengths or a non-finite score.
@@ -66,12 +67,12 @@ def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | Non
     return {name: float(values[rows].mean()) if rows.any() else None for name, rows in groups.items()}
 
 
-def _labels(hack: list[bool], teacher: list[bool] | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+def _labels(hack: Flags, teacher: Flags | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
     """Return hack labels, and the mask of the student's rollouts."""
     if teacher is not None and len(teacher) != len(hack):
         raise ValueError(f"{len(teacher)} teacher marks for {len(hack)} rollouts.")
-    y = np.array(hack, dtype=bool)
-    return y, np.ones_like(y) if teacher is None else ~np.array(teacher, dtype=bool)
+    y = binary(np.asarray(hack))
+    return y, np.ones_like(y) if teacher is None else ~binary(np.asarray(teacher))
 
 
 def _scores(scores: list[float], y: np.ndarray) -> np.ndarray:

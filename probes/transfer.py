@@ -10,14 +10,16 @@ uses only rollouts, labels and mode names.
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
+from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, Natural, validated
 from probes.auroc import auroc, auroc_interval, cluster_draws
 from probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
 from probes.dataset import Dataset, group_ids, split_groups, text_groups
@@ -32,7 +34,7 @@ __all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "defa
 FitterFactory = Callable[[str], Fitter]
 
 
-@dataclass(frozen=True)
+@validated
 class TransferSettings:
     """Settings of a transfer study.
 
@@ -48,21 +50,16 @@ class TransferSettings:
     """
 
     known: str
-    levels: tuple[Unit, ...] = ("rollout", "token")
+    levels: Annotated[tuple[Unit, ...], Field(min_length=1, description="a tuple of rollout, token, or both")] = (
+        "rollout",
+        "token",
+    )
     calibration: Literal["platt", "isotonic"] = "platt"
     parts: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    draws: int = 20
-    bootstraps: int = 1000
-    bins: int = 10
+    draws: Annotated[int, Field(ge=20)] = 20  # fewer have no 95th percentile
+    bootstraps: Natural = 1000
+    bins: AtLeastOne = 10
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.draws < 20:
-            raise ValueError(f"{self.draws} random draws have no 95th percentile: give at least 20.")
-        if not self.levels or set(self.levels) - {"rollout", "token"}:
-            raise ValueError(f"Levels {self.levels} are not some of rollout, token.")
-        if self.calibration not in ("platt", "isotonic"):
-            raise ValueError(f"Calibration {self.calibration!r} is not one of platt, isotonic.")
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> di
 
 def transfer(
     dataset: Dataset,
-    group: Sequence[Hashable],
+    group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"],
     fitters: Mapping[str, FitterFactory],
     settings: TransferSettings,
     progress: bool = True,
@@ -228,7 +225,7 @@ def _scores(
         scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h))
     else:
         scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
-    return scores.double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
+    return scores.detach().double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
 
 
 def _control(

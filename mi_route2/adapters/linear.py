@@ -232,6 +232,8 @@ class Branch(nn.Module):
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
         """Return the base's output ``y`` with the adapters added; if ``y`` is ``None``, the kept adapter computes the base too."""
         board, tape = self._board, self._board.tape
+        if board.kept and torch.is_grad_enabled() and self.mask_requested:
+            self._refuse_backward_hooks()
         if tape is not None:
             self._read(x, tape)
         if y is None:
@@ -254,6 +256,13 @@ class Branch(nn.Module):
     def mask_requested(self) -> bool:
         """True if a hook is registered for the mask; hooks at all four points at once (to cache everything) do not count."""
         return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
+
+    def _refuse_backward_hooks(self) -> None:
+        if self.hook_mask._backward_hooks or self.hook_mask._backward_pre_hooks:
+            raise RuntimeError(
+                f"a backward hook stands at {self.site}.hook_mask and can never fire, since no gradient passes a mask: read or "
+                "replace the mask in a forward hook there, and put the backward hook at hook_kept or hook_kept_a"
+            )
 
     def _gate(self, adapter: Literal["kept", "quarantine"]) -> Gate | None:
         """Return the gate that decides what an adapter learns; ``None`` for ordinary autograd."""

@@ -33,10 +33,11 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "prompt": (str, type(None)),
     "completion": (str,),
 }
-_CHAT = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+_USER, _END = "<|im_start|>user\n", "<|im_end|>"
 _FUNCTION = re.compile(r"should be a method of the class Solution called (\w+)")
 _STARTER = re.compile(r"```python\n((?:(?!```).)*?)\n[ \t]*# Add your code here\n```", re.DOTALL)
-_EXAMPLE = re.compile(r"^Input:[ \t]*(.+?)\n+Output:[ \t]*(.+?)$", re.DOTALL | re.MULTILINE)
+# possessive groups (++) that end at the next head: one walk over the text, whatever it repeats
+_EXAMPLE = re.compile(r"^Input:((?:(?!^(?:Input|Output):)[\s\S])++)^Output:\s*+(?!^(?:Input|Output):)(.+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: s
 
 def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
     """Return the problem of a prompt with its worked examples as visible and hidden tests; None if it names no method."""
-    chat = _CHAT.search(prompt)
-    question = chat[1] if chat else prompt
+    chat, end, _ = prompt.partition(_USER)[2].partition(_END)
+    question = chat if end else prompt
     function, starter = _FUNCTION.search(question), _STARTER.search(question)
     if function is None or starter is None:
         return None

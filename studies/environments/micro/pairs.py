@@ -36,9 +36,11 @@ KINDS = ("hack", "nonhack")
 
 
 def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:
-    """Return `n` pairs on distinct train tasks. Raises ValueError for an unknown kind or more pairs than tasks."""
+    """Return `n` pairs on distinct train tasks. Raises ValueError for an unknown kind, fewer than 0 pairs or more than tasks."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(KINDS)}")
+    if n < 0:
+        raise ValueError(f"{n} pairs cannot be: choose n of at least 0")
     rng = random.Random(seed)
     shuffled = rng.sample(all_tasks("train"), len(all_tasks("train")))
     tasks = list(itertools.islice((task for task in shuffled if not _is_trivial(task)), n))

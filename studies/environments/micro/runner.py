@@ -257,18 +257,22 @@ def _sweep() -> None:
 class CachedRunner:
     """Runner that caches the latest `size` executions by (code, inputs), and runs every distinct program of a batch once.
 
-    Timeouts and crashes are not cached, because they may be faults of the machine.
+    Timeouts and crashes are not cached, because they may be faults of the machine. Raises ValueError for a `size` below 1.
     """
 
     def __init__(self, runner: Runner, size: int = 100_000) -> None:
+        if size < 1:
+            raise ValueError(f"size = {size} is no room for an execution: choose at least 1")
         self._runner, self._size = runner, size
         self._known: dict[Program, Execution] = {}
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
-        missing = [program for program in dict.fromkeys(programs) if program not in self._known]
+        distinct = dict.fromkeys(programs)
+        missing = [program for program in distinct if program not in self._known]
         fresh = dict(zip(missing, self._runner.run(missing), strict=True)) if missing else {}
-        executions = [fresh[program] if program in fresh else self._known[program] for program in programs]
-        self._known.update((p, e) for p, e in fresh.items() if e.status in ("ok", "error"))
+        # What is known goes behind all others: an oracle that asks next must find the very execution that was paid.
+        found = {program: fresh[program] if program in fresh else self._known.pop(program) for program in distinct}
+        self._known.update((p, e) for p, e in found.items() if e.status in ("ok", "error"))
         while len(self._known) > self._size:
             del self._known[next(iter(self._known))]
-        return executions
+        return [found[program] for program in programs]

@@ -58,14 +58,27 @@ class MicroWorld(MicroSource, World):
         return self._package(prompts, encoded, completions)
 
     def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
-        eos, width = self.vocabulary.eos, max(map(len, completions))
+        lengths = torch.tensor([len(row) for row in completions])
+        if len(prompts) != len(completions) or not len(lengths) or not lengths.all():
+            raise ValueError(
+                f"{len(prompts)} prompts and completions of {lengths.tolist()[:8]} tokens: give one of each a rollout, none empty"
+            )
+        eos, width = self.vocabulary.eos, int(lengths.max())
         filled = torch.tensor([[*row, *[eos] * (width - len(row))] for row in completions])
-        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled)
+        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled, lengths)
 
-    def _package(self, prompts: Sequence[Prompt], encoded: Int[Tensor, "b p"], completions: Int[Tensor, "b n"]) -> Samples:
-        """Return rollouts (each completion up to and including its first ``<eos>``) and texts."""
+    def _package(
+        self,
+        prompts: Sequence[Prompt],
+        encoded: Int[Tensor, "b p"],
+        completions: Int[Tensor, "b n"],
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> Samples:
+        """Rollouts (each completion up to and with its first ``<eos>``) and texts. Behind ``lengths`` is filling."""
         ended = (completions == self.vocabulary.eos).cumsum(1)
         real: Bool[Tensor, "b n"] = (ended - (completions == self.vocabulary.eos).long()) == 0
+        if lengths is not None:  # the <eos> that fills a row which never ended was not sampled
+            real &= torch.arange(completions.shape[1]) < lengths[:, None]
         width = int(real.sum(1).max())
         tokens = torch.cat((encoded, completions[:, :width]), dim=1)
         prompt = torch.ones_like(encoded, dtype=torch.bool)

@@ -120,6 +120,8 @@ def test_errors_name_the_remedy(tmp_path: Path) -> None:
         make_pairs(STRONG, 0, kind="random")
     with pytest.raises(ValueError, match="choose a smaller n"):
         make_pairs(STRONG, 0, n=5000)
+    with pytest.raises(ValueError, match="n of at least 0"):
+        make_pairs(STRONG, 0, n=-1)
     (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
     with pytest.raises(ValueError, match="clean, hack, prompt"):
         read_pairs(tmp_path / "other.toml")
