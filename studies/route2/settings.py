@@ -143,9 +143,8 @@ class Settings:
         return f"{self.preset}-{self.digest[:8]}"
 
 
-# The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost when
-# it
-# is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
+# The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost
+# when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
 _STRONG = Settings()
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {

@@ -86,8 +86,11 @@ BAD = {
     "too high a rank": (["--override", "kept_rank=65"], "65"),
     "no quarantine rank": (["--override", "quarantine_rank=0"], "rank"),
     "an unknown world": (["--override", "world=srtong"], "unknown world 'srtong': did you mean 'strong'? choose from strong, weak"),
-    "more prompts than tasks": (["--override", "evaluation_prompts=100000"], "100000 evaluation prompts asked for, but there are"),
-    "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs asked for, but there are"),
+    "more prompts than tasks": (
+        ["--override", "evaluation_prompts=100000"],
+        "100000 evaluation prompts were requested, but there are",
+    ),
+    "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs were requested, but there are"),
     "a probability": (["--override", "none_fraction=1.5"], "none_fraction must be between 0 and 1, not '1.5'"),
 }
 

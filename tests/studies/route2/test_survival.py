@@ -284,7 +284,7 @@ def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, lat
             load(bad)
     for length in (0, 1, 8, header - 1, header, len(good) - 1):
         bad.write_bytes(good[:length])
-        with pytest.raises(ValueError, match="bad is not a whole safetensors file"):
+        with pytest.raises(ValueError, match="bad is not a complete safetensors file"):
             load(bad)
     with pytest.raises(ValueError, match=r"cannot be read \(.+\)$"):
         load(tmp_path)
@@ -318,8 +318,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, 
 
 
 DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
-    "truncated": (lambda path, _: os.truncate(path, 1000), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
-    "emptied": (lambda path, _: os.truncate(path, 0), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
+    "truncated": (lambda path, _: os.truncate(path, 1000), r"checkpoint.safetensors is not a complete safetensors file \(.*\)"),
+    "emptied": (lambda path, _: os.truncate(path, 0), r"checkpoint.safetensors is not a complete safetensors file \(.*\)"),
     "changed": (lambda path, _: flip(path), "checkpoint.safetensors is damaged: its content does not match its own checksum"),
     "of another run": (
         lambda path, foreign: shutil.copy(foreign["settings"], path), "checkpoint.safetensors was written under other settings"
@@ -334,11 +334,11 @@ DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
     ),
     "with a changed log": (
         lambda path, _: flip(path.parent / METRICS, lines(path.parent / METRICS, 4) - 40),
-        r"metrics.jsonl was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+        r"metrics.jsonl was changed: its first \d+ bytes are not those after which checkpoint.safetensors was written",
     ),
     "with changed rollouts": (
         lambda path, _: flip(path.parent / ROLLOUTS),
-        r"rollouts.jsonl.gz was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+        r"rollouts.jsonl.gz was changed: its first \d+ bytes are not those after which checkpoint.safetensors was written",
     ),
 }  # fmt: skip
 
@@ -373,7 +373,9 @@ def test_a_log_that_is_changed_while_the_run_goes_on_gets_no_manifest(stopped: J
         if step == 4:  # what the resume tells first: the checkpoint's own steps
             flip(stopped.folder / METRICS, 40)
 
-    with pytest.raises(ValueError, match=r"metrics.jsonl was changed: its first \d+ bytes are not those that the last checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl was changed: its first \d+ bytes are not those after which the last checkpoint"
+    ):
         run_on(stopped, told=change)
     assert not (stopped.folder / MANIFEST).exists()
     with pytest.raises(ValueError, match=r"metrics.jsonl was changed: .*; .*metrics.jsonl was changed: .* to start anew$"):
