@@ -1,1 +1,1 @@
-"""Quarantine routing of reward hacking: GRPO arms, controls and the report. See ``python -m studies.route2 --help``."""
+"""Quarantine routing of reward hacking: the study of all arms and its report. See ``python -m studies.route2 --help``."""

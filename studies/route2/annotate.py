@@ -19,8 +19,8 @@ from mi_route2.routing import Directions, PersonaFitter
 from mi_route2.routing.directions import coordinates
 from mi_route2.routing.mask import TokenReader
 from studies.environments.protocol import World
-from studies.route2.job import FULL, Job, build_pairs, build_policy
-from studies.route2.settings import Settings
+from studies.training.job import FULL, Job, build_pairs, build_policy
+from studies.training.settings import Settings
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,27 @@
 Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the same command, started again, goes on where it stopped.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from mi_route2.hosts import HOSTS
-from mi_route2.validation import parse_words, unknown_name, write_json
+from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.route2.arms import ARMS, MAIN, get_arms
-from studies.route2.job import ELSEWHERE, PRECISIONS, Job
 from studies.route2.probing import Probes
 from studies.route2.publish import Publish
 from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
 from studies.route2.report.load import MODES
-from studies.route2.schedule import run_jobs
-from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings, get_settings
-from studies.route2.tracking import TRACKERS, require
-from studies.route2.worlds import data_hash, modes_of, open_problem, open_world, plan, weights_hash
+from studies.training.arms import ARMS, MAIN, get_arms
+from studies.training.job import ELSEWHERE, PRECISIONS, Job
+from studies.training.schedule import run_jobs
+from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
+from studies.training.tracking import TRACKERS, require
+from studies.training.worlds import data_hash, modes_of, open_problem, open_world, plan, weights_hash
 
-FIXED = ("path", "weights", "data", "data_hash")
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
 
@@ -200,28 +199,6 @@ class Arms:
         width = max(map(len, ARMS))
         for arm in ARMS.values():
             print(f"{arm.name:{width}}  {arm.role:8}  {arm.about}" + (f"  [vs {arm.baseline}]" if arm.baseline else ""))
-
-
-def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """Return ``settings`` with ``name=value`` changes; ``ValueError`` with the valid names.
-
-    ``warm.name=value`` changes the warm start, ``chat.name=value`` the chat model.
-    """
-    own = _changeable(settings, "", ("preset", "warm", "chat"))
-    known = own | _changeable(settings.warm, "warm.", ("model",))
-    known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
-    words: dict[str, str] = {}
-    for change in changes:
-        name, equals, words[name] = change.partition("=")
-        if name not in known:
-            raise ValueError(unknown_name(name, list(known), "setting"))
-        if not equals:
-            raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
-    return parse_words(settings, words)
-
-
-def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:
-    return {f"{prefix}{f.name}": getattr(settings, f.name) for f in fields(settings) if f.name not in fixed}
 
 
 COMMANDS = {

@@ -16,9 +16,9 @@ from mi_route2.plots import BLUE, ORANGE, PAGE_WIDTH, VERMILLION, new_figure, sa
 from studies.common.command_line import seeds_text
 from studies.common.stats import Summary, mean, median, outliers
 from studies.common.tables import interval, markdown_table, number
-from studies.route2.arms import ARMS
 from studies.route2.predictions import Predictions, outcomes, sign_flip
 from studies.route2.report.measures import DESCRIPTIONS
+from studies.training.arms import ARMS
 
 ROUTES: tuple[str, ...] = ("route2-act", "route2-grad", "route2-full")
 CONTROLS: tuple[str, ...] = ("haar", "haar-2", "haar-3", "shuffled")

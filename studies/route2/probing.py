@@ -24,7 +24,6 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
-from mi_route2.adapters import load_adapters
 from mi_route2.files import write_whole
 from mi_route2.hosts import Host
 from mi_route2.hosts.base import reader
@@ -41,10 +40,10 @@ from probes.transfer import TransferResult, TransferRow, TransferSettings, defau
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.tables import markdown_table, number
 from studies.environments.protocol import Modes, Witness, World, probe_prompts
-from studies.route2.arms import get_arms
-from studies.route2.job import EVAL, FULL, Job, build_hosted, build_pairs
-from studies.route2.settings import Settings
-from studies.route2.worlds import open_world
+from studies.training.arms import get_arms
+from studies.training.job import EVAL, Job, build_pairs, finished_policy
+from studies.training.settings import Settings
+from studies.training.worlds import open_world
 
 EMBED, STREAM = "embed", "resid_pre"
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
@@ -113,16 +112,6 @@ def probe_job(
         what = "; ".join(f"{STATES[state]}: {lack}" if len(missing) > 1 else lack for state, lack in missing.items())
         raise ValueError(f"{job.name} at seed {job.seed} gives a probe nothing to learn from ({what}); {_remedy(job, world.modes)}")
     return _write(job, results, missing, world.modes, job.folder if out is None else out)
-
-
-def finished_policy(job: Job) -> tuple[Host, Policy]:
-    """Return the host and the policy of a finished job; ``ValueError`` if it is not finished."""
-    if not job.finished:
-        raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
-    host, policy = build_hosted(job, job.cache)
-    if job.arm is not None:
-        load_adapters(policy.adapters, job.folder / FULL)
-    return host, policy
 
 
 @dataclass(frozen=True)

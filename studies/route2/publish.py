@@ -29,7 +29,6 @@ from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, nested, published
 from studies.common.stats import Summary, mean, summary
-from studies.route2.arms import ARMS
 from studies.route2.headline import (
     DEVELOPMENT,
     EARLY,
@@ -45,7 +44,8 @@ from studies.route2.predictions import FILE, Predictions, outcomes, predictions_
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import train_rate
 from studies.route2.report.table import table, table_json
-from studies.route2.settings import PRESETS
+from studies.training.arms import ARMS
+from studies.training.settings import PRESETS
 
 REPORTS = ("table.md", "leakage.md", "ablations.md", "probes.md")
 TEXTS = (*REPORTS, "headline.md", "tables.md", "figures.md")

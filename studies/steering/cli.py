@@ -13,12 +13,11 @@ import tyro
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive, run_pool
-from studies.route2.cli import override
-from studies.route2.schedule import run_jobs
-from studies.route2.settings import PRESETS, get_settings
 from studies.steering.job import SteeringJob, parts_of, run_steering
 from studies.steering.report import publish, write_report
 from studies.steering.settings import OWN, SUBJECTS, Settings
+from studies.training.schedule import run_jobs
+from studies.training.settings import PRESETS, get_settings, override
 
 
 @dataclass(frozen=True)

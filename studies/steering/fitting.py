@@ -30,8 +30,8 @@ from probes.mean_difference import MeanDifferenceFitter
 from probes.probe import Fitter
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.protocol import World, sample_prompts
-from studies.route2.job import Job, build_pairs
 from studies.steering.settings import Settings
+from studies.training.job import Job, build_pairs
 
 LABELS = (
     "the weak detector's reading (text of the known exploit) of rollouts on training tasks in the known mode, and the persona "

@@ -17,14 +17,13 @@ import torch
 
 from studies.common.artifacts import Part, read_part, write_part
 from studies.common.processes import held
-from studies.route2.job import MANIFEST, Job, build_hosted, read_manifest
-from studies.route2.probing import finished_policy
-from studies.route2.worlds import open_world
 from studies.steering import cells as designs
 from studies.steering.cells import Bench, Cell
 from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import logprobs, roc, shadow
 from studies.steering.settings import Settings, run_job_of
+from studies.training.job import MANIFEST, Job, build_hosted, finished_policy, read_manifest
+from studies.training.worlds import open_world
 
 FIT = "fit"
 Design = Callable[[Settings, Fitted], Iterator[Cell]]

@@ -12,9 +12,9 @@ from pydantic import Field
 
 from mi_route2.sites import Site
 from mi_route2.validation import AtLeastOne, Positive, read_settings, validated, write_json
-from studies.route2.arms import ARMS
-from studies.route2.job import Job
-from studies.route2.settings import Settings as RunSettings
+from studies.training.arms import ARMS
+from studies.training.job import Job
+from studies.training.settings import Settings as RunSettings
 
 Quantile = Annotated[float, Field(gt=0, lt=1)]
 OWN, RUN = "settings.json", "run.json"

@@ -17,16 +17,15 @@ from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
-from studies.route2.arms import get_arms
-from studies.route2.cli import override
-from studies.route2.job import Job
-from studies.route2.schedule import run_jobs
-from studies.route2.settings import Settings as Training
-from studies.route2.settings import get_settings
-from studies.route2.worlds import open_world
 from studies.tracing.job import run_tracing, tracings
 from studies.tracing.report import publish, write_report
 from studies.tracing.settings import ARMS, Settings
+from studies.training.arms import get_arms
+from studies.training.job import Job
+from studies.training.schedule import run_jobs
+from studies.training.settings import Settings as Training
+from studies.training.settings import get_settings, override
+from studies.training.worlds import open_world
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from studies.common.artifacts import read_part, write_part
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
-from studies.route2.arms import ARMS
-from studies.route2.job import FULL, Job, build_hosted, read_manifest
-from studies.route2.probing import finished_policy
 from studies.tracing.pairs import CONTRASTS, SIDES, Pairs, gather, load_pairs, log_odds, save_pairs
 from studies.tracing.patching import Cell, Patching, Score, cells, every_site, trace
 from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
+from studies.training.arms import ARMS
+from studies.training.job import FULL, Job, build_hosted, finished_policy, read_manifest
 
 PAIRS = "pairs.safetensors"
 

@@ -21,10 +21,10 @@ from scipy.stats import spearmanr
 
 from studies.common.artifacts import read_part
 from studies.common.stats import Summary, summary
-from studies.route2.settings import Settings as Training
 from studies.tracing.pairs import CONTRASTS, SIDES
 from studies.tracing.patching import DELETION, OUT, QUESTION
 from studies.tracing.settings import UNTRAINED, Settings
+from studies.training.settings import Settings as Training
 
 RESAMPLES = 2000
 LEAST = 3  # values that a rank correlation is taken of

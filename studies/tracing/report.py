@@ -10,13 +10,13 @@ from typing import Any
 from studies.common.command_line import seeds_argument
 from studies.common.publishing import compact, published, write_texts
 from studies.common.tables import UNDEFINED, interval, markdown_table, number
-from studies.route2.settings import PRESETS
 from studies.tracing.figures import BESIDE, CARRIED, DELETING, write_figures
 from studies.tracing.measures import Found, Share, agreement, levels, load, rows
 from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, DELETION, EVERYWHERE, QUESTION
 from studies.tracing.rates import DELETED, KEPT_PATCHED, ON, PATCHED
 from studies.tracing.settings import UNTRAINED
+from studies.training.settings import PRESETS
 
 TABLE, TABLES, HEADLINE, WHOLE = "table.json", "tables.md", "headline.md", "table.md"
 LANE_NAMES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both", "kept_a": "kept_a"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mi_route2.validation import AtLeastOne, Words, read_settings, validated
-from studies.route2.arms import get_arms
+from studies.training.arms import get_arms
 
 ARMS = ("vanilla", "absorb", "route2-full")
 UNTRAINED = "untrained"

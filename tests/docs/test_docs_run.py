@@ -17,9 +17,9 @@ from mi_route2.routing import Decision, PairBatch
 from studies.common.command_line import read_seeds
 from studies.environments.micro.language import COMPLETION_LENGTH, Vocabulary
 from studies.environments.protocol import read_pairs
-from studies.route2.arms import get_arms
-from studies.route2.cli import COMMANDS, Run, override
-from studies.route2.settings import CHAT, ChatModel, get_settings
+from studies.route2.cli import COMMANDS, Run
+from studies.training.arms import get_arms
+from studies.training.settings import CHAT, ChatModel, get_settings, override
 
 pytestmark = pytest.mark.docs
 

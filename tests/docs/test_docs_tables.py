@@ -12,10 +12,10 @@ import pytest
 
 from mi_route2.routing.spec import LEGAL, MaskSpec
 from studies.common.tables import markdown_table
-from studies.route2.arms import ARMS, MAIN, Arm
 from studies.route2.headline import short
 from studies.route2.publish import END, SHORT, START, TEXTS, predicted_results
-from studies.route2.settings import PRESETS
+from studies.training.arms import ARMS, MAIN, Arm
+from studies.training.settings import PRESETS
 
 pytestmark = pytest.mark.docs
 

@@ -26,10 +26,10 @@ from studies.lanes.optim import OptimSettings
 from studies.lanes.settings import Settings as LanesSettings
 from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
-from studies.route2.arms import ARMS, Arm
-from studies.route2.settings import CHAT, PRESETS, ChatModel, Settings
 from studies.steering.settings import Settings as SteeringSettings
 from studies.tracing.settings import Settings as TracingSettings
+from studies.training.arms import ARMS, Arm
+from studies.training.settings import CHAT, PRESETS, ChatModel, Settings
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from studies.environments.micro.warmstart import WarmStartConfig
-from studies.route2.arms import ARMS, Arm
-from studies.route2.job import Job
-from studies.route2.settings import Settings, get_settings
+from studies.training.arms import ARMS, Arm
+from studies.training.job import Job
+from studies.training.settings import Settings, get_settings
 
 WARM = WarmStartConfig(steps=120, batch=64)
 

@@ -22,8 +22,8 @@ from typing import Any
 from mi_route2.validation import parse_object
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
-from studies.route2.job import read_manifest
-from studies.route2.settings import Settings
+from studies.training.job import read_manifest
+from studies.training.settings import Settings
 
 BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
 ROLES = ("method", "baseline", "control", "bound")

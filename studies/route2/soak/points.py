@@ -19,13 +19,13 @@ from typing import Any, Literal
 
 import mi_route2.files as files_module
 import studies.environments.sampling as sampling_module
-import studies.route2.checkpoint as checkpoint_module
-import studies.route2.grpo as grpo_module
-import studies.route2.job as job_module
-import studies.route2.recorder as recorder_module
+import studies.training.checkpoint as checkpoint_module
+import studies.training.grpo as grpo_module
+import studies.training.job as job_module
+import studies.training.recorder as recorder_module
 from mi_route2.routing.optimizer import RoutedAdamW
-from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
-from studies.route2.job import DEPLOYED, EVAL, FULL, MANIFEST
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS
+from studies.training.job import DEPLOYED, EVAL, FULL, MANIFEST
 
 GENERATION, BETWEEN, UPDATE = "during generation", "between generation and update", "during the update"
 LOGS, WRITE, EVALUATION = "inside a log append", "inside a checkpoint write", "during evaluation"

@@ -20,14 +20,25 @@ from studies.common.seeds import torch_generator
 from studies.environments.chat import ChatWitness, make_tiny_model
 from studies.environments.protocol import Samples, TextPrompt, Verdict, World
 from studies.route2.annotate import Annotator
-from studies.route2.arms import ARMS
-from studies.route2.grpo import gather, update
-from studies.route2.job import EVAL, FULL, MANIFEST, Job, build_optimiser, build_pairs, build_policy, build_route, run_job
-from studies.route2.probing import Reading, finished_policy, probe_job, read_layers
-from studies.route2.recorder import METRICS, ROLLOUTS
+from studies.route2.probing import Reading, probe_job, read_layers
 from studies.route2.report import read_rollouts, write_report
-from studies.route2.settings import CHAT, ChatModel, Settings
-from studies.route2.worlds import (
+from studies.training.arms import ARMS
+from studies.training.grpo import gather, update
+from studies.training.job import (
+    EVAL,
+    FULL,
+    MANIFEST,
+    Job,
+    build_optimiser,
+    build_pairs,
+    build_policy,
+    build_route,
+    finished_policy,
+    run_job,
+)
+from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.settings import CHAT, ChatModel, Settings
+from studies.training.worlds import (
     ADVICE,
     base_key,
     base_model,

@@ -13,9 +13,9 @@ from studies.common.processes import exclusive
 from studies.environments.micro.corpus import get_world
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.protocol import write_pairs
-from studies.route2.arms import ARMS
-from studies.route2.job import MANIFEST
-from studies.route2.settings import PRESETS, Settings
+from studies.training.arms import ARMS
+from studies.training.job import MANIFEST
+from studies.training.settings import PRESETS, Settings
 
 ROOT = Path(__file__).parents[3]
 Main = Callable[..., tuple[int, str, str]]

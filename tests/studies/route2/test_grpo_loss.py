@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mi_route2.routing import TrainBatch, group_advantages
 from studies.environments.micro.language import COMPLETION_LENGTH
-from studies.route2.grpo import clip_gradients, objective, varied, with_anchors
+from studies.training.grpo import clip_gradients, objective, varied, with_anchors
 
 
 def brute(logprobs: Tensor, old: Tensor, ref: Tensor | None, batch: TrainBatch, clip: float, beta: float, scale: float) -> Tensor:

@@ -29,17 +29,17 @@ from parity import Parity
 from rich.console import Console
 from tiny_study import WARM, tiny_job
 
-import studies.route2.progress as live
-import studies.route2.schedule as schedule
+import studies.training.progress as live
+import studies.training.schedule as schedule
 from studies.environments.chat import make_tiny_model
 from studies.environments.micro.corpus import get_world
 from studies.environments.micro.warmstart import settings_hash
-from studies.route2.arms import ARMS, MAIN
-from studies.route2.job import Job
-from studies.route2.progress import Bar, Grid, Pace, clock, open_display
-from studies.route2.recorder import METRICS
-from studies.route2.settings import CHAT, ChatModel
-from studies.route2.worlds import weights_hash
+from studies.training.arms import ARMS, MAIN
+from studies.training.job import Job
+from studies.training.progress import Bar, Grid, Pace, clock, open_display
+from studies.training.recorder import METRICS
+from studies.training.settings import CHAT, ChatModel
+from studies.training.worlds import weights_hash
 
 pytestmark = pytest.mark.process
 

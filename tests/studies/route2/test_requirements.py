@@ -23,12 +23,12 @@ from studies.environments.micro.corpus import get_world
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 from studies.environments.micro.world import MicroWitness, MicroWorld
-from studies.route2.arms import ARMS
 from studies.route2.headline import LITERAL
-from studies.route2.job import Job, build_policy, run_job
 from studies.route2.report import load_runs, write_tables
 from studies.route2.report.measures import by_seed
-from studies.route2.settings import get_settings
+from studies.training.arms import ARMS
+from studies.training.job import Job, build_policy, run_job
+from studies.training.settings import get_settings
 
 pytestmark = pytest.mark.study
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 from tiny_study import WARM, tiny_job
 
-import studies.route2.job as job_module
-import studies.route2.progress as live
-import studies.route2.schedule as schedule
+import studies.training.job as job_module
+import studies.training.progress as live
+import studies.training.schedule as schedule
 from studies.common.processes import exclusive, held
 from studies.environments.micro.corpus import get_world
 from studies.environments.micro.warmstart import warm_start
-from studies.route2.checkpoint import CHECKPOINT, PREVIOUS
-from studies.route2.job import MANIFEST, Job, run_job
-from studies.route2.recorder import METRICS, TIMINGS
-from studies.route2.schedule import run_jobs
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS
+from studies.training.job import MANIFEST, Job, run_job
+from studies.training.recorder import METRICS, TIMINGS
+from studies.training.schedule import run_jobs
 
 pytestmark = pytest.mark.process
 

@@ -17,15 +17,15 @@ import torch
 from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
-import studies.route2.job as job_module
+import studies.training.job as job_module
 from mi_route2.adapters.io import read_tensors
 from studies.environments.micro.oracle import Oracle
 from studies.environments.protocol import Verdict
-from studies.route2.arms import ARMS, Arm
-from studies.route2.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, build_policy, build_route, run_job
-from studies.route2.recorder import METRICS, ROLLOUTS, Recorder, read_rows
-from studies.route2.settings import Settings
-from studies.route2.worlds import open_world
+from studies.training.arms import ARMS, Arm
+from studies.training.job import CHECKPOINT, DEPLOYED, EVAL, FULL, MANIFEST, Job, build_policy, build_route, run_job
+from studies.training.recorder import METRICS, ROLLOUTS, Recorder, read_rows
+from studies.training.settings import Settings
+from studies.training.worlds import open_world
 
 COMPARED = (METRICS, ROLLOUTS, FULL, DEPLOYED, EVAL, MANIFEST)
 
@@ -104,7 +104,7 @@ def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Pa
     assert run_job(whole)
     script = (
         "import sys; sys.path.insert(0, sys.argv[1]);from pathlib import Path\n"
-        "import studies.route2.job as j; j.CHECKPOINT_EVERY = 1\n"
+        "import studies.training.job as j; j.CHECKPOINT_EVERY = 1\n"
         "from tiny_study import tiny_job\n"
         "j.run_job(tiny_job(Path(sys.argv[2]), 'route2-act', cache=Path(sys.argv[3]), steps=6))\n"
     )

@@ -15,8 +15,8 @@ from studies.environments.micro.runner import SubprocessRunner
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator
-from studies.route2.job import ELSEWHERE, EVAL, FULL, Job, run_job
 from studies.route2.report import write_tables
+from studies.training.job import ELSEWHERE, EVAL, FULL, Job, run_job
 
 pytestmark = pytest.mark.study
 

@@ -24,16 +24,20 @@ import torch
 from parity import Parity
 from tiny_study import tiny_job
 
-import studies.route2.job as job_module
+import studies.training.job as job_module
 from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
-from studies.route2.arms import ARMS
-from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
-from studies.route2.job import (
+from studies.route2.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
+from studies.route2.soak.soak import ENOUGH, Soak, Tally, deck
+from studies.route2.soak.starts import differences
+from studies.route2.soak.trials import FAULTS, SoakError, Stop
+from studies.training.arms import ARMS
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
+from studies.training.job import (
     DEPLOYED,
     EVAL,
     FULL,
@@ -44,13 +48,9 @@ from studies.route2.job import (
     build_route,
     run_job,
 )
-from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, append
-from studies.route2.settings import CHAT, ChatModel
-from studies.route2.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
-from studies.route2.soak.soak import ENOUGH, Soak, Tally, deck
-from studies.route2.soak.starts import differences
-from studies.route2.soak.trials import FAULTS, SoakError, Stop
-from studies.route2.worlds import open_world, weights_hash
+from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
+from studies.training.settings import CHAT, ChatModel
+from studies.training.worlds import open_world, weights_hash
 
 pytestmark = pytest.mark.process
 
@@ -136,7 +136,7 @@ import resource, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tiny_study import tiny_job
-import studies.route2.job as j
+import studies.training.job as j
 j.CHECKPOINT_EVERY = 2
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 for limit in map(int, sys.argv[4:]):
@@ -581,11 +581,11 @@ scratch = Path(sys.argv[3])
 tempfile.tempdir = str(scratch)
 import torch
 torch.set_num_threads(1)
-import studies.route2.checkpoint as checkpoint
+import studies.training.checkpoint as checkpoint
 import studies.route2.soak.soak  # what a job loads late is there before the forks
-from studies.route2.arms import ARMS
-from studies.route2.job import Job
-from studies.route2.settings import Settings
+from studies.training.arms import ARMS
+from studies.training.job import Job
+from studies.training.settings import Settings
 from studies.route2.soak.trials import Reference, SoakError, Trials
 job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
 every = int(sys.argv[5])

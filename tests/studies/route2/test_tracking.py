@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_study import tiny_job
 
-import studies.route2.tracking as tracking
+import studies.training.tracking as tracking
 from studies.route2.cli import Run
-from studies.route2.job import EVAL, MANIFEST, Job, run_job
-from studies.route2.progress import Follower, Tracked, evaluated, scalars
-from studies.route2.recorder import METRICS, TIMINGS, read_rows
-from studies.route2.schedule import _tracked, run_jobs
-from studies.route2.tracking import TRACKERS, Tracking, offline_step, require
+from studies.training.job import EVAL, MANIFEST, Job, run_job
+from studies.training.progress import Follower, Tracked, evaluated, scalars
+from studies.training.recorder import METRICS, TIMINGS, read_rows
+from studies.training.schedule import _tracked, run_jobs
+from studies.training.tracking import TRACKERS, Tracking, offline_step, require
 
 pytestmark = pytest.mark.process
 
@@ -193,8 +193,8 @@ def test_a_log_that_is_cut_back_and_written_again_gives_each_step_once(tmp_path:
 PARENT = """
 import os, signal, sys
 from pathlib import Path
-from studies.route2.progress import Tracked
-from studies.route2.tracking import Tracking
+from studies.training.progress import Tracked
+from studies.training.tracking import Tracking
 if __name__ == "__main__":
     root, folder, identity, config = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], eval(sys.argv[4])
     run = Tracked(root, "route2-full", 0, 24, identity, config, *(folder / name for name in sys.argv[5:]))

@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny_steering import TINY, Made
 
-from studies.route2.probing import finished_policy
-from studies.route2.worlds import open_world
 from studies.steering.cells import Bench
 from studies.steering.cli import run_study
+from studies.training.job import finished_policy
+from studies.training.worlds import open_world
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,6 @@ from studies.common.artifacts import read_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
 from studies.environments.micro.warmstart import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
-from studies.route2.arms import ARMS
-from studies.route2.job import Job, build_hosted, run_job
-from studies.route2.settings import Settings as Training
-from studies.route2.worlds import open_world
 from studies.tracing.cli import main, trace_jobs
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
 from studies.tracing.job import PAIRS, run_tracing, tracings
@@ -28,6 +24,10 @@ from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
+from studies.training.arms import ARMS
+from studies.training.job import Job, build_hosted, run_job
+from studies.training.settings import Settings as Training
+from studies.training.worlds import open_world
 
 pytestmark = pytest.mark.study
 

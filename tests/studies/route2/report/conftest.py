@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from studies.route2.settings import Settings, get_settings
+from studies.training.settings import Settings, get_settings
 
 LOOPHOLES = ("run_tests", "sentinel", "stdout_marker", "file_marker")
 MODES = (*LOOPHOLES, "none")

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from studies.route2.arms import ARMS
 from studies.route2.predictions import (
     FILE,
     Comparison,
@@ -21,7 +20,8 @@ from studies.route2.predictions import (
     predictions_markdown,
     sign_flip,
 )
-from studies.route2.settings import PRESETS
+from studies.training.arms import ARMS
+from studies.training.settings import PRESETS
 
 pytestmark = pytest.mark.study
 

@@ -20,8 +20,6 @@ import studies.route2.headline as figure_module
 import studies.route2.publish as publish_module
 from studies.common.command_line import read_seeds, seeds_text
 from studies.common.tables import number
-from studies.route2.arms import ARMS as REAL_ARMS
-from studies.route2.cli import override
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
@@ -39,7 +37,8 @@ from studies.route2.publish import (
 )
 from studies.route2.report import write_leakage, write_tables
 from studies.route2.report.load import load_runs
-from studies.route2.settings import get_settings
+from studies.training.arms import ARMS as REAL_ARMS
+from studies.training.settings import get_settings, override
 
 pytestmark = pytest.mark.study
 

@@ -6,7 +6,7 @@ The settings are hashed into the folder's name, so that numbers from different s
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -24,6 +24,7 @@ from mi_route2.validation import (
     Positive,
     Probability,
     Words,
+    parse_words,
     read_settings,
     unknown_name,
     validated,
@@ -60,6 +61,8 @@ class ChatModel:
     data_hash: str = ""
 
 
+FIXED = ("path", "weights", "data", "data_hash")
+"""Fields of a ``ChatModel`` that options of the command line give, and `override` does not."""
 ELSEWHERE = ("path", "data", "device", "at_once")
 """Fields of a ``ChatModel`` about places and memory, which do not change the results."""
 
@@ -168,3 +171,22 @@ def get_settings(preset: str) -> Settings:
     if preset not in PRESETS:
         raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]
+
+
+def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
+    """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
+    own = _changeable(settings, "", ("preset", "warm", "chat"))
+    known = own | _changeable(settings.warm, "warm.", ("model",))
+    known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
+    words: dict[str, str] = {}
+    for change in changes:
+        name, equals, words[name] = change.partition("=")
+        if name not in known:
+            raise ValueError(unknown_name(name, list(known), "setting"))
+        if not equals:
+            raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
+    return parse_words(settings, words)
+
+
+def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:
+    return {f"{prefix}{f.name}": getattr(settings, f.name) for f in fields(settings) if f.name not in fixed}

@@ -20,9 +20,9 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec, Route
 from probes.quality import mask_quality, score_means
 from studies.environments.protocol import Verdict, Witness, World
-from studies.route2.checkpoint import Mark, hash_of, refuse_changed
-from studies.route2.grpo import StepRecord
-from studies.route2.teacher import TeacherPool
+from studies.training.checkpoint import Mark, hash_of, refuse_changed
+from studies.training.grpo import StepRecord
+from studies.training.teacher import TeacherPool
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 

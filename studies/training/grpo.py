@@ -21,7 +21,7 @@ from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_ad
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, Witness, World
-from studies.route2.teacher import TeacherPool
+from studies.training.teacher import TeacherPool
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
-from studies.route2.progress import Follower, Tracked, evaluated, scalars
+from studies.training.progress import Follower, Tracked, evaluated, scalars
 
 PROJECT = "mi-route2"
 BLOCK = 1 << 15

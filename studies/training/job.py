@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from mi_route2.adapters import AdapterSpec, attach, save_adapters
+from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
@@ -39,13 +39,13 @@ from studies.common.processes import held
 from studies.common.seeds import derive, torch_generator
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
-from studies.route2.arms import Arm
-from studies.route2.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
-from studies.route2.grpo import train
-from studies.route2.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
-from studies.route2.settings import Settings
-from studies.route2.teacher import TRIES, cached_pool
-from studies.route2.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory
+from studies.training.arms import Arm
+from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
+from studies.training.grpo import train
+from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
+from studies.training.settings import Settings
+from studies.training.teacher import TRIES, cached_pool
+from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory
 
 
 def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
@@ -257,6 +257,16 @@ def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
     adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"), cache_dir=svds)
     # The model itself samples (its modules are now the host's); training, fitting and scoring run through the host.
     return host, Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
+
+
+def finished_policy(job: Job) -> tuple[Host, Policy]:
+    """The policy that the job ended with, and its host; ``ValueError`` where it has not ended."""
+    if not job.finished:
+        raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
+    host, policy = build_hosted(job, job.cache)
+    if job.arm is not None:
+        load_adapters(policy.adapters, job.folder / FULL)
+    return host, policy
 
 
 def build_pairs(job: Job, world: World, kind: str) -> PairBatch:

@@ -24,7 +24,7 @@ from studies.environments.micro.runner import CachedRunner, SubprocessRunner
 from studies.environments.micro.warmstart import settings_hash, warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Modes, Problem, Witness, World
-from studies.route2.settings import ChatModel, Settings
+from studies.training.settings import ChatModel, Settings
 
 LEETCODE = "studies.environments.leetcode.problem:LeetCodeProblem"
 MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")

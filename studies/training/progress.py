@@ -17,8 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 from tqdm import tqdm
 
-from studies.route2.job import Job
-from studies.route2.recorder import METRICS
+from studies.training.job import Job
+from studies.training.recorder import METRICS
 
 
 class Follower:

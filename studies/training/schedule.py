@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 from studies.common.processes import start
-from studies.route2.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
-from studies.route2.progress import Display, Tracked, open_display
-from studies.route2.recorder import METRICS
-from studies.route2.tracking import Tracking
-from studies.route2.worlds import base_model
+from studies.training.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
+from studies.training.progress import Display, Tracked, open_display
+from studies.training.recorder import METRICS
+from studies.training.tracking import Tracking
+from studies.training.worlds import base_model
 
 ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to finish its step, and then to clean up
 PROJECT = Path(__file__).parents[2]
