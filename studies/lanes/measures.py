@@ -73,8 +73,8 @@ def training_tokens(settings: Settings, corpus: Corpus) -> Int64[Tensor, " n"]:
 def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
     """`size` tokens of a split, in pieces from places that the seed draws: an interval over seeds is one over texts too.
 
-    Each piece starts with BOS, as a document does, and no two overlap: training at test time would read a text twice. ``ValueError``
-    where the split is shorter than all pieces together.
+    Each piece starts with BOS, as a document does, and no two overlap: training at test time would read a text twice.
+    ``ValueError`` where the split is shorter than all pieces together.
     """
     tokens = corpus.stream(split).tokens
     if len(tokens) < size:
