@@ -230,5 +230,15 @@ def test_positions_that_cannot_be_checked_are_refused(asked: dict, says: str) ->
         audit(lambda tokens: slide(tokens)[1:], TOKENS, after=(3,), generator=generator())
 
 
+@pytest.mark.parametrize("vocabulary", [1, 9, 10])
+def test_tokens_outside_of_the_vocabulary_are_refused(vocabulary: int) -> None:
+    """Taken modulo the vocabulary the past would change with the future; and what the missing tokens weigh would not be added up."""
+    few = torch.cat([FEW, torch.tensor([10])])
+    assert int(few.max()) == 10
+    with pytest.raises(ValueError, match=f"has the token 10, and the vocabulary is 0 to {vocabulary - 1}"):
+        audit(repeating(early=True), few, after=(20,), targets=(20,), generator=generator(), vocabulary=vocabulary)
+    assert not audit(repeating(early=True), few, targets=(20,), generator=generator(), vocabulary=LETTERS).legal
+
+
 def test_the_plan_of_this_file_has_a_shifted_tail() -> None:
     assert plan_windows(44, 16, 8)[-1] == (28, 44, 40)
