@@ -5,8 +5,11 @@ STAMP := .venv/.installed
 SEEDS ?= 3
 WORKERS ?= 2
 PYTEST := $(PY) -m pytest -n 2
-# What the fast suite leaves out: markers of pyproject.toml.
-REST := matrix or hosts or process or machine or study or docs or real or gpu
+# What the fast suite leaves out (markers of pyproject.toml): PARTS of the library in detail, and the WHOLE as users run it,
+# that is without the checks of shapes, which take half of the time and have passed on the parts.
+PARTS := matrix or hosts or machine or gpu
+WHOLE := process or study or docs or real
+UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -33,10 +36,11 @@ study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
 test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
-	$(PYTEST) --dist worksteal -m "not ($(REST))"
+	$(PYTEST) --dist worksteal -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
-	$(PYTEST) --dist loadfile -m "$(REST)" --durations 25
+	$(PYTEST) --dist worksteal -m "($(PARTS)) and not ($(WHOLE))" --durations 10
+	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
 
 test-all: test test-rest  ## both (fifteen to twenty minutes on two cores)
 

@@ -1,19 +1,19 @@
 """Hooks that route reward hacking out of language models.
 
 Attach two adapters to a model, a kept one and a quarantine; fit a persona direction on a few contrast pairs; let a route decide
-what the kept adapter learns from each rollout. The quarantine learns the rest and is deleted before deployment. Then look at what
-went where: capture, patch, steer.
+what the kept adapter learns from each rollout. The quarantine learns the rest and is deleted before deployment. Capture, patch
+and steer then show which adapter learned what.
 
     host = load("path/to/model")                                  # or attach(model, ...) to any torch module
     adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=8, quarantine_rank=8))
     policy = host.policy(adapters)
     route = MaskRoute.from_pairs(pairs, MaskSpec(score="act"))    # or MaskRoute.from_flags(flags)
     route.refresh(policy, step=0)
-    decision = route.backward(policy, batch, loss_fn)             # every .grad is final, exactly
-    with adapters.deployed():                                     # the quarantine is out
+    decision = route.backward(policy, batch, loss_fn)             # every .grad is final and exact
+    with adapters.deployed():                                     # the quarantine is off
         ...
 
-Names are listed in the order in which one meets them.
+The names below are listed in the order in which a new user meets them.
 """
 
 from importlib import import_module
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mi_route2.runs import RunStore
     from mi_route2.steering.specs import Monitor, Steer, Steering
 
-__all__ = [  # noqa: RUF022 - the order in which one meets them
+__all__ = [  # noqa: RUF022 - the order in which a new user meets them
     # A model and its addresses
     "load",
     "open_host",
@@ -55,7 +55,7 @@ __all__ = [  # noqa: RUF022 - the order in which one meets them
     "attach",
     "Adapters",
     "Tape",
-    # What is learned from
+    # Training data
     "Policy",
     "Rollouts",
     "TrainBatch",
@@ -66,7 +66,7 @@ __all__ = [  # noqa: RUF022 - the order in which one meets them
     "EraseRoute",
     "OpenRoute",
     "StepContext",
-    # Looking and acting
+    # Interventions
     "sweep",
     "Grid",
     "Engine",
@@ -76,7 +76,7 @@ __all__ = [  # noqa: RUF022 - the order in which one meets them
     "Steering",
     "Monitor",
     "RunStore",
-    # Keeping and shipping
+    # Saving and exporting
     "save_adapters",
     "load_adapters",
     "save_pretrained",
@@ -90,7 +90,7 @@ _LATER = {
     "Engine": "mi_route2.engine", "Request": "mi_route2.engine", "Sampling": "mi_route2.engine",
     "Steer": "mi_route2.steering.specs", "Steering": "mi_route2.steering.specs", "Monitor": "mi_route2.steering.specs",
 }  # fmt: skip
-"""Names that are imported when they are asked for: what they need takes longer to import than all the others."""
+"""Names that are imported on first access, because their dependencies take longer to import than all the others."""
 
 
 def __getattr__(name: str) -> Any:

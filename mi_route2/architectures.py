@@ -1,11 +1,11 @@
-"""Where things are in a model: one row of data an architecture. A new architecture is a new row, and nothing else.
+"""Table of architectures: the module paths and hook names of every site. A new architecture is one new row.
 
-Logical Linears have one name everywhere, also where the weights are fused:
+Logical Linears have the same name in every architecture, even if their weights are fused into one module:
 
     blocks.<layer>.attn.q  .k  .v  .o        blocks.<layer>.mlp.gate  .up  .down        unembed
 
-and so have the points of the residual stream and of attention (``POINTS``). A row says where each is in the Hugging Face (or
-plain torch) module tree, and where TransformerLens's bridge has it; nnsight walks the torch tree, so its paths are the same.
+The points of the residual stream and of attention (``POINTS``) have one name too. A row gives the place of each in the Hugging Face
+(or plain torch) module tree and in TransformerLens's bridge. nnsight walks the torch tree, so its paths are the same.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,19 @@ Fusion = Literal["thirds", "per head"]
 POINTS: Mapping[str, str] = MappingProxyType(
     {
         "resid_pre": "the residual stream as the block reads it, [b s d]",
-        "resid_mid": "the stream between attention and MLP, [b s d]",
-        "resid_post": "the stream as the block leaves it, [b s d]",
-        "attn_in": "what q, k and v read: the normalised stream, [b s d]",
-        "attn_out": "what attention adds to the stream, after a post-norm where there is one, [b s d]",
+        "resid_mid": "the residual stream between attention and MLP, [b s d]",
+        "resid_post": "the residual stream at the output of the block, [b s d]",
+        "attn_in": "the normalized residual stream, input of q, k and v, [b s d]",
+        "attn_out": "what attention adds to the residual stream, after the post-norm if the model has one, [b s d]",
         "q": "queries as projected, before any norm or rotation, [b s h dh]",
         "k": "keys as projected, before any norm or rotation, [b s h dh] (key-value heads)",
         "v": "values, [b s h dh] (key-value heads)",
-        "z": "mixed values by head, as the output projection reads them, [b s h dh]",
-        "mlp_in": "what the MLP reads: the normalised stream, [b s d]",
-        "mlp_out": "what the MLP adds to the stream, after a post-norm where there is one, [b s d]",
+        "z": "attention-weighted values by head, input of the output projection, [b s h dh]",
+        "mlp_in": "the normalized residual stream, input of the MLP, [b s d]",
+        "mlp_out": "what the MLP adds to the residual stream, after the post-norm if the model has one, [b s d]",
     }
 )
-"""Points of a block, and what is there."""
+"""Points of a block: name to description and shape."""
 
 ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -40,29 +40,31 @@ ADAPTER_POINTS: Mapping[str, str] = MappingProxyType(
         "quarantine_out": "what the quarantine adds, [b s d_out]",
     }
 )
-"""Points of the adapters at one logical Linear, and what is there."""
+"""Points of the adapters at one logical Linear: name to description and shape."""
 
 LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down")
-"""Logical Linears of a block; which of them there are, an architecture's row says. ``unembed`` has no block."""
+"""Logical Linears of a block; an architecture's row lists those that it has. ``unembed`` belongs to no block."""
 
 HEADED = frozenset({"q", "k", "v", "z"})
-"""Points that are by head."""
+"""Points whose values have a head axis."""
 
 CAUSAL: Mapping[str, object] = MappingProxyType(
     {"is_causal": True, "use_bidirectional_attention": False, "attention_dir": "causal"}
 )
-"""What a config says, where it says something, of a model in which no token reads what comes after it."""
+"""Config values of a causal model, in which no token attends to later ones. A config that lacks a key counts as causal."""
 
 WRAPPED = "_original_component"
-"""Name under which TransformerLens's bridge puts a module that it wraps, into the model's own tree too."""
+"""Attribute name under which TransformerLens's bridge stores a wrapped module, in the model's own tree too."""
 
 
 @dataclass(frozen=True)
 class LinearAt:
-    """A logical Linear: a module under the block, or a part of a fused one's outputs.
+    """Place of a logical Linear: a module under the block, or a slice of the outputs of a fused module.
 
-    ``fused=(i, n, how)`` is the ``i``-th of ``n`` parts: contiguous ``thirds`` (GPT-2), or interleaved ``per head`` (GPT-NeoX).
-    ``transposed``: the weight is stored ``[d_in d_out]`` (transformers' Conv1D).
+    Attributes:
+        path: Module path under the block.
+        fused: ``(i, n, how)``, the ``i``-th of ``n`` parts: contiguous ``thirds`` (GPT-2), or interleaved ``per head`` (GPT-NeoX).
+        transposed: True if the weight is stored ``[d_in d_out]`` (transformers' Conv1D).
     """
 
     path: str
@@ -72,9 +74,12 @@ class LinearAt:
 
 @dataclass(frozen=True)
 class At:
-    """A point in the torch tree: one side of a module under the block; ``""`` is the block itself.
+    """Place of a point in the torch tree: one side of a module under the block.
 
-    ``linear`` takes a logical Linear's output instead (its rows, where it is fused).
+    Attributes:
+        path: Module path under the block; ``""`` is the block itself.
+        side: The module's input or output.
+        linear: True if ``path`` names a logical Linear, whose output is the point (its slice, if the module is fused).
     """
 
     path: str
@@ -84,7 +89,7 @@ class At:
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row. ``points`` and ``bridge_points`` hold a string of why, where a point does not exist."""
+    """Row of the table. In ``points`` and ``bridge_points``, a point that does not exist has a sentence that says why."""
 
     name: str
     classes: tuple[str, ...]
@@ -93,21 +98,21 @@ class Architecture:
     points: Mapping[str, At | str]
     unembed: str = "lm_head"
     bridge_points: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Hook names under ``blocks.<layer>.`` where they differ from ``BRIDGE_POINTS``; one with a space in it is a reason."""
+    """Hook names under ``blocks.<layer>.`` that differ from ``BRIDGE_POINTS``; an entry with a space says why there is none."""
     bridge_linears: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Component paths under ``blocks.<layer>.`` where they differ from ``BRIDGE_LINEARS``."""
+    """Component paths under ``blocks.<layer>.`` that differ from ``BRIDGE_LINEARS``."""
     positions: bool = True
-    """Whether the model is told positions: a transformers model does not count them over its attention mask."""
+    """True if the model needs ``position_ids``: a transformers model does not derive positions from its attention mask."""
     requires: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Values of the model's config that this row is for, where a class has several rows."""
+    """Config values that select this row, if a model class has several rows."""
     bridge_config: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Values of the model's config that the bridge takes for granted; with another one it computes another model."""
+    """Config values that the bridge assumes; with any other value it computes a different model."""
     exact_eager: bool = False
-    """Whether eager attention keeps the model's type: transformers' softmax is float32 elsewhere, which makes a float64 model's
-    logits NaN under left padding (its mask is float64's lowest number, so minus infinity in float32)."""
+    """True if eager attention computes in the model's dtype. In the other architectures transformers' softmax is float32, so the
+    logits of a float64 model are NaN under left padding (the mask is float64's lowest number, minus infinity in float32)."""
 
     def __deepcopy__(self, memo: object) -> "Architecture":
-        return self  # a constant, and mapping proxies do not copy
+        return self  # a constant; mapping proxies cannot be copied
 
 
 BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
@@ -125,7 +130,7 @@ BRIDGE_POINTS: Mapping[str, str] = MappingProxyType(
         "mlp_out": "mlp.hook_out",
     }
 )
-"""TransformerLens hook names under ``blocks.<layer>.``, where an architecture says nothing else."""
+"""Hook names of TransformerLens's bridge under ``blocks.<layer>.``; an architecture's row may override them."""
 
 LENS_POINTS: Mapping[str, str] = MappingProxyType(
     {
@@ -133,13 +138,13 @@ LENS_POINTS: Mapping[str, str] = MappingProxyType(
         "mlp_out": "hook_mlp_out", "q": "attn.hook_q", "k": "attn.hook_k", "v": "attn.hook_v", "z": "attn.hook_z",
     }
 )  # fmt: skip
-"""The hook names of TransformerLens that everybody knows, which its bridge has as aliases. ``attn_in`` and ``mlp_in`` have none:
-``hook_attn_in`` and ``hook_mlp_in`` stand in front of the norms."""
+"""Hook names of HookedTransformer, which are aliases in TransformerLens's bridge. ``attn_in`` and ``mlp_in`` have none, because
+``hook_attn_in`` and ``hook_mlp_in`` are before the norms."""
 
 ADAPTER_HOOKS: Mapping[str, str] = MappingProxyType(
     {"kept_a": "route.hook_kept_a", "kept_out": "route.hook_kept", "quarantine_out": "route.hook_quarantine"}
 )
-"""Hook names of the adapters' points, under the bridge's name of their Linear."""
+"""Hook names of the adapters' points, under the bridge's component path of their Linear."""
 
 BRIDGE_LINEARS: Mapping[str, str] = MappingProxyType(
     {
@@ -227,7 +232,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 "Gemma3",
                 points=_GEMMA_POINTS,
                 bridge_points=_GEMMA_BRIDGE,
-                bridge_config={"attn_logit_softcapping": None},  # transformers has no cap there, whatever the config says
+                bridge_config={"attn_logit_softcapping": None},  # transformers ignores this cap in Gemma 3
             ),
             Architecture(
                 "GPT2",
@@ -309,12 +314,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 
 def config_of(model: object) -> object:
-    """The model's config: ``config``, or ``cfg`` where it is called so; ``None`` where it has none."""
+    """Return the model's config, from its attribute ``config`` or ``cfg``; ``None`` if it has neither."""
     return getattr(model, "config", None) or getattr(model, "cfg", None)
 
 
 def architecture_of(model: object) -> Architecture | None:
-    """The row of a model's class (and config); ``None`` where there is none."""
+    """Return the row for a model's class and config; ``None`` if there is none."""
     name, config = type(model).__name__, config_of(model)
     for row in ARCHITECTURES.values():
         if name in row.classes and all(getattr(config, key, value) == value for key, value in row.requires.items()):
@@ -323,7 +328,7 @@ def architecture_of(model: object) -> Architecture | None:
 
 
 def heads(model: object, point: str) -> int:
-    """How many heads ``q``, ``k``, ``v`` or ``z`` has, from the model's config; ``ValueError`` where it does not say."""
+    """Return the number of heads at ``q``, ``k``, ``v`` or ``z``; ``ValueError`` if the model's config does not give it."""
     config = config_of(model)
     keys = ("num_attention_heads", "n_head", "n_heads", "heads")
     queries = next((int(getattr(config, key)) for key in keys if hasattr(config, key)), None)

@@ -1,12 +1,12 @@
-"""Checks at the library's front: what a public function is given, refused in one sentence that names the remedy.
+"""Argument checks of the public functions, whose errors are one sentence that names the remedy.
 
-    @checked                                  a function, or a class: its constructor
+    @checked                                  a function, or a class (which checks its constructor)
     def attach(model: nn.Module, *patterns: str, generator: torch.Generator) -> Adapters: ...
 
     attach(model, "blocks.*", generator=0)    # TypeError: attach: generator must be a Generator, not the int 0: pass torch.Gen...
 
-Types and shapes are those of the signature, by beartype and jaxtyping: axes of one name have one length throughout a call. Inner
-code is not checked here; in tests every annotation of the package is.
+Types and shapes are those of the signature, checked by beartype and jaxtyping: axes with the same name have the same length
+throughout a call. Internal functions are not checked at run time; the tests check every annotation of the package.
 """
 
 import inspect
@@ -25,12 +25,12 @@ from jaxtyping import AbstractArray, Bool, Integer, jaxtyped
 from torch import Tensor
 
 Mask = Bool[Tensor, "b s"] | Integer[Tensor, "b s"]
-"""Which tokens count. Hugging Face's masks are int64: ``as_mask`` makes booleans of 0 and 1."""
+"""Token mask. Hugging Face's masks are int64: ``as_mask`` converts 0 and 1 to booleans."""
 
 _NUMBERS = BeartypeConf(
     hint_overrides=FrozenDict({int: int | np.integer, float: float | int | np.integer | np.floating, bool: bool | np.bool_})
 )
-"""A number of numpy's is one, and a whole number is a float."""
+"""Accepts numpy scalars as Python numbers, and an integer as a float."""
 
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
@@ -46,12 +46,13 @@ _REMEDIES: Mapping[str, str] = MappingProxyType(
         "Request": "write Request((5, 17), Sampling(max_new=8)), and [Request(...), ...] for several",
         "Steer": "write [Steer(Site(3, 'resid_mid'), vector)]",
         "Steering": "write Steering(base=(Steer(Site(3, 'resid_mid'), vector),))",
+        "Monitor": "give the Monitor itself, the one that requests carry: a name could be misspelt, and would never be read",
         "Where": "write Where('prompt') or Where(positions=(3, 40))",
         "Site": "write [Site(3, 'resid_mid')], or Site.parse({text!r}) for a name",
         "Callable": "give a function",
     }
 )
-"""What to do, by the name of the type that was expected."""
+"""Remedies for the error message, by the name of the expected type."""
 
 _KINDS = ("Bool", "Float", "Integer", "Int")
 
@@ -59,15 +60,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(public: F) -> F:
-    """Check the arguments of ``public``, a function or a class, whenever it is called.
+    """Check the arguments of ``public``, a function or a class, on every call.
 
-    ``ValueError`` for a tensor or array of another shape or dtype and for another choice among texts, ``TypeError`` for whatever
-    else does not fit the signature, in one sentence.
+    Raises (on a call):
+        ValueError: A tensor or array has another shape or dtype, or a text is none of the valid choices.
+        TypeError: Any other argument that does not fit the signature.
     """
     if not isinstance(public, type):
         return _guarded(public, public.__qualname__.removesuffix(".__init__"))  # pyright: ignore[reportReturnType]
     init = _guarded(public.__init__, public.__name__)
-    init.__no_type_check__ = True  # it does what jaxtyping's import hook would do a second time, in many lines
+    init.__no_type_check__ = True  # jaxtyping's import hook would repeat this check, with an error of many lines
     public.__init__ = init
     return public  # pyright: ignore[reportReturnType]
 
@@ -76,7 +78,7 @@ def _guarded(fn: Callable[..., Any], name: str) -> Any:
     signature = inspect.signature(fn)
 
     @cache
-    def hints() -> Mapping[str, Any]:  # when it is first called: what a text names is defined by then
+    def hints() -> Mapping[str, Any]:  # on the first call, when the names in quoted annotations are defined
         found = get_type_hints(fn, include_extras=True)
         return {key: hint for key, hint in found.items() if key in signature.parameters and hint is not Any}
 
@@ -119,7 +121,7 @@ def _refusal(name: str, key: str, hint: Any, value: object, several: bool, given
 
 
 def _of_arrays(arrays: list[Any], value: Tensor | np.ndarray, given: Mapping[str, object], key: str) -> str:
-    """What to do about an array of another shape or dtype."""
+    """Return the remedy for an array of another shape or dtype."""
     if isinstance(value, arrays[0].array_type) and len(str(arrays[0].dim_str).split()) == value.ndim:
         floats = any(kind in str(dtype) for dtype in arrays[0].dtypes for kind in ("float",))
         if floats and "float" not in str(value.dtype):
@@ -186,32 +188,32 @@ def _remedy(hint: Any, value: object) -> str:
 
 
 def as_mask(name: str, mask: Tensor) -> Tensor:
-    """``mask`` as booleans; ``ValueError`` for a whole number other than 0 and 1."""
+    """Return ``mask`` as booleans; ``ValueError`` if it has a number other than 0 and 1."""
     if mask.dtype == torch.bool:
         return mask
     if bool(((mask != 0) & (mask != 1)).any()):
         wrong = mask[(mask != 0) & (mask != 1)][0].item()
-        raise ValueError(f"{name} holds {wrong}, but a mask has 0 and 1 alone: write {name} != 0 if that is what is meant")
+        raise ValueError(f"{name} holds {wrong}, but a mask has only 0 and 1: write {name} != 0 if that is what you mean")
     return mask == 1
 
 
 def demand_finite(name: str, values: Tensor | None) -> None:
-    """``ValueError`` for NaN and infinity."""
+    """Raise ``ValueError`` if ``values`` has NaN or infinity."""
     if values is not None and not bool(torch.isfinite(values).all()):
         row = int((~torch.isfinite(values)).nonzero()[0, 0])
         raise ValueError(
             f"{name} holds {values[row].flatten()[~torch.isfinite(values[row].flatten())][0].item()} in row {row}: "
-            "leave such rollouts out, or mend what made the number"
+            "leave such rollouts out, or correct the code that computed the number"
         )
 
 
 def token_row(name: str, row: object) -> list[int]:
-    """Token ids of one sequence as a list; ``TypeError`` where it is none."""
+    """Return the token ids of one sequence as a list; ``TypeError`` if ``row`` is not a sequence of whole numbers."""
     if isinstance(row, str):
         raise TypeError(f"{name} is the text {row!r:.40}: encode it with the tokenizer, token ids are whole numbers")
     if not isinstance(row, Iterable):
-        raise TypeError(f"{name} is {_told(row)}: give a list a rollout, as in [[5, 17], [8]]")
+        raise TypeError(f"{name} is {_told(row)}: give a list for each rollout, as in [[5, 17], [8]]")
     try:
         return [index(one) for one in row]
     except TypeError as error:
-        raise TypeError(f"{name} holds what is no whole number: token ids are, as in [[5, 17], [8]]") from error
+        raise TypeError(f"{name} holds a value that is not a whole number: give token ids, as in [[5, 17], [8]]") from error

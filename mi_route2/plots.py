@@ -1,7 +1,7 @@
-"""One look for every figure: colour-blind-safe, sized for print, the same bytes on every run.
+"""Shared matplotlib style of all figures: colors for color-blind readers, print sizes, the same bytes on every run.
 
-Colours: Okabe and Ito, "Color Universal Design" (2008). Each colour comes with a marker and a line style of its own, so a
-figure also reads in grey. Figures are made with `new_figure`, not pyplot: no global list of open figures, no display.
+Colors: Okabe and Ito, "Color Universal Design" (2008). Every color comes with its own marker and line style, so that a figure can
+also be read in gray. `new_figure` makes figures without pyplot, so there is no global list of open figures and no display.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ STYLE: dict[Any, Any] = {
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """The house style for the figures made and saved inside the block; the caller's settings come back after it."""
+    """Context: apply the project's matplotlib style; the caller's settings are restored on exit."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's matplotlibrc must not change a study's figures
         matplotlib.rcParams.update(STYLE)
@@ -66,17 +66,20 @@ def style() -> Iterator[None]:
 
 
 def new_figure(width: float | int = PAGE_WIDTH, height: float | int = 4.0) -> Figure:
-    """An empty figure of `width` x `height` inches, drawn by Agg; make and save it inside `style()`."""
+    """Return an empty figure of `width` x `height` inches with an Agg canvas; create and save it inside `style()`."""
     figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03, hspace=0.015, wspace=0.015))
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, path: Path, dpi: int = DPI) -> Path:
-    """Writes the figure in the format of the suffix (png, svg or pdf) and returns the path.
+    """Write the figure in the format of the suffix (png, svg or pdf) and return the path.
 
-    The file appears whole or not at all: it is drawn in memory, written beside its place and renamed. No date is stored, so
-    the same figure gives the same bytes. Raises ValueError for another suffix or a folder that is missing or not writable.
+    The file is drawn in memory and written by `write_whole`, so that it is complete or absent. No date is stored, so that the same
+    figure gives the same bytes.
+
+    Raises:
+        ValueError: Another suffix, or a folder that is missing or not writable.
     """
     suffix = path.suffix.lstrip(".")
     metadata: dict[str, Any] = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -1,7 +1,8 @@
-"""A batch of rollouts, and the policy that gives them log-probabilities.
+"""Batch of rollouts, and the policy that computes their log-probabilities.
 
-Position ``t`` *predicts* token ``t + 1``. The predictors of a completion run from the last prompt token to the last but one of
-the completion: activations are pooled there, and log-probabilities are read there.
+Position ``t`` *predicts* token ``t + 1``. The predictors of a completion run from the last prompt token to the last but one token
+of
+the completion: activations are pooled and log-probabilities are read at these positions.
 """
 
 from collections.abc import Callable, Collection
@@ -22,10 +23,13 @@ Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
 @checked
 @dataclass(frozen=True)
 class Rollouts:
-    """``tokens``, which of them are real (``attention``), and which are completion tokens (``completion``).
+    """Batch of token sequences with two masks: real tokens (``attention``) and completion tokens (``completion``).
 
-    Plain, not ``validated``: shapes are jaxtyping's to check. Masks of 0 and 1, as tokenizers give them, become booleans.
-    ``ValueError`` for other numbers, for a completion token on padding and for a rollout without a prompt.
+    Masks of 0 and 1, as tokenizers return them, are converted to booleans. jaxtyping checks the shapes, so this is a plain
+    dataclass and not a ``validated`` one.
+
+    Raises:
+        ValueError: A mask has other numbers, a completion token lies on padding, or a rollout has no prompt.
     """
 
     tokens: Int[Tensor, "b s"]
@@ -42,7 +46,7 @@ class Rollouts:
 
     @property
     def predictors(self) -> Bool[Tensor, "b s"]:
-        """True where the position predicts a completion token."""
+        """Mask of the positions that predict a completion token."""
         shifted = torch.zeros_like(self.completion)
         shifted[:, :-1] = self.completion[:, 1:]
         return shifted
@@ -52,38 +56,48 @@ class Rollouts:
 
     @checked
     def logprobs(self, logits: Float[Tensor, "b s v"]) -> Float[Tensor, "b s"]:
-        """Log-probability, by ``logits``, of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
+        """Return the log-probability of token ``t + 1`` at position ``t`` under ``logits``; 0 if ``t`` is not a predictor."""
         if logits.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"logits are {list(logits.shape)} and the tokens {list(self.tokens.shape)}: give those of these rollouts"
+                f"logits are {list(logits.shape)} and the tokens {list(self.tokens.shape)}: give the logits of these rollouts"
             )
         logits = logits[:, :-1]
         logits = logits.to(torch.float32) if logits.dtype in (torch.bfloat16, torch.float16) else logits
         chosen = logits.log_softmax(-1).gather(-1, self.tokens[:, 1:, None])[..., 0]
         chosen = torch.nn.functional.pad(chosen, (0, 1))
-        # where, not a product: a log-probability of -inf on padding times 0 would be NaN
+        # torch.where and not a product, because -inf on padding times 0 would be NaN
         return torch.where(self.predictors, chosen, torch.zeros_like(chosen))
 
     def completions(self) -> list[list[int]]:
-        """The completions' token ids, row by row."""
+        """Return the token ids of each completion."""
         return [row[own].tolist() for row, own in zip(self.tokens, self.completion)]
 
     def to(self, device: torch.device) -> "Rollouts":
-        """The same on ``device``."""
+        """Return a copy on ``device``."""
         return Rollouts(self.tokens.to(device), self.attention.to(device), self.completion.to(device))
 
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "Rollouts":
-        """The rollouts at ``index`` (integers or a boolean mask)."""
+        """Return the rollouts at ``index`` (integers or a boolean mask)."""
         demand_rows(index, len(self))
         return Rollouts(self.tokens[index], self.attention[index], self.completion[index])
 
     @staticmethod
     @checked
     def from_lists(prompts: Collection[Any], completions: Collection[Any], pad: int) -> "Rollouts":
-        """Right-padded rollouts from token lists, a prompt and a completion each."""
+        """Build right-padded rollouts from lists of token ids.
+
+        Args:
+            prompts: One non-empty list of token ids per rollout.
+            completions: One non-empty list of token ids per rollout.
+            pad: Token id of the padding.
+
+        Raises:
+            ValueError: Different numbers of prompts and completions, no rollout at all, or an empty prompt or completion.
+            TypeError: A row is not a list of whole numbers.
+        """
         if len(prompts) != len(completions) or not len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each a rollout, at least one")
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one each per rollout, at least one")
         rows = [(token_row("a prompt", p), token_row("a completion", c)) for p, c in zip(prompts, completions)]
         if empty := [row for row, (_, c) in enumerate(rows) if not c]:
             raise ValueError(f"rollout {empty[0]} has no completion token: there is nothing to learn from, leave it out")
@@ -99,7 +113,7 @@ class Rollouts:
 
 
 def demand_rows(index: Tensor, count: int) -> None:
-    """Raise ``IndexError`` for an index that does not select among ``count`` rollouts."""
+    """Raise ``IndexError`` if ``index`` does not select among ``count`` rollouts."""
     if index.dtype == torch.bool:
         fits = len(index) == count
     else:
@@ -109,32 +123,35 @@ def demand_rows(index: Tensor, count: int) -> None:
 
 
 def vocabulary(model: nn.Module) -> int | None:
-    """Return the model's vocabulary size, if its config states it."""
+    """Return the model's vocabulary size; ``None`` if its config does not state it."""
     config = config_of(model)
     sizes = (getattr(config, name, None) for name in ("vocab_size", "d_vocab", "vocab"))
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
-    """``ValueError`` for a token that the model does not have, padding included: a GPU would answer it with its end."""
+    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included.
+
+    On a GPU such an id would end the process with a device-side assertion.
+    """
     size = vocabulary(model)
     if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
         wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
-        raise ValueError(f"{wrong} is no token, not even for padding: the vocabulary has 0..{size - 1}")
+        raise ValueError(f"{wrong} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
 
 
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
-    """Logits of a causal model that takes ``attention_mask``: plain tensors or an object with ``.logits``.
+    """Return the logits of a causal model that takes ``attention_mask`` and returns a tensor or an object with ``.logits``.
 
-    Right padding needs no mask (no real token reads what comes after it), so none is passed there: a model may then take
-    its causal fast path, and padding cannot leak in.
+    Under right padding no mask is passed, because no real token attends to later ones: a model may then take its causal fast path,
+    and padding cannot leak in.
     """
     right_padded = bool((attention[:, 1:] <= attention[:, :-1]).all())
     if right_padded:
         out = model(tokens)
     else:
         row = architecture_of(model)
-        # a model that numbers its positions by itself counts the padding too
+        # a model that derives its positions itself would count the padding too
         places = {"position_ids": (attention.long().cumsum(1) - 1).clamp_min(0)} if row is not None and row.positions else {}
         out = model(tokens, attention_mask=attention.long() if places else attention, **places)
     return out if isinstance(out, Tensor) else out.logits
@@ -143,7 +160,13 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
 @checked
 @dataclass(frozen=True)
 class Policy:
-    """A model with its adapters; ``forward(model, tokens, attention) -> logits [b s v]`` says how it is called."""
+    """Model with its adapters, and the function that calls it.
+
+    Attributes:
+        model: The model to train.
+        adapters: Its attached adapters.
+        forward: ``forward(model, tokens, attention) -> logits [b s v]``.
+    """
 
     model: nn.Module
     adapters: Adapters
@@ -151,11 +174,11 @@ class Policy:
 
     @checked
     def logits(self, rollouts: Rollouts) -> Float[Tensor, "b s v"]:
-        """Next-token logits; ``ValueError`` for a token that the model lacks."""
+        """Return next-token logits ``[b s v]``; ``ValueError`` for a token that the model lacks."""
         demand_tokens(self.model, rollouts.tokens)
         return self.forward(self.model, rollouts.tokens, rollouts.attention)
 
     @checked
     def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
-        """Log-probability of token ``t + 1`` at position ``t``; 0 where ``t`` is not a predictor."""
+        """Return the log-probability of token ``t + 1`` at position ``t``; 0 if ``t`` is not a predictor."""
         return rollouts.logprobs(self.logits(rollouts))

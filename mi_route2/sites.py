@@ -1,9 +1,9 @@
-"""Addresses in a model: ``Site``, a point of a layer; ``Slot``, a logical Linear; and how both are selected by name.
+"""Addresses in a model: ``Site`` is a point of a layer, ``Slot`` is a logical Linear; both can be selected by name.
 
     Site.parse("blocks.3.resid_mid")         Site(3, "kept_a", "mlp.down")
     select(model, "blocks.*.attn.q", expect=2)
 
-Nothing selected is an error that names the nearest candidates, so that a silent no-match cannot happen.
+A pattern that selects nothing is an error that lists the nearest names.
 """
 
 import difflib
@@ -37,13 +37,13 @@ _LINEARS = (*LINEARS, "unembed")
 
 
 def no_adapter(site: str, known: Collection[str]) -> KeyError:
-    """The error for an adapter's point where there is none: at another Linear, or before anything was attached."""
+    """Return the ``KeyError`` for a point of an adapter that is not attached."""
     hint = f"the nearest are {nearest(site, list(known))}" if known else "attach them first, with host.attach(...)"
     return KeyError(f"no adapter at {site!r}: {hint}")
 
 
 def nearest(name: str, known: list[str], n: int = 5) -> str:
-    """The ``n`` known names closest to ``name``, as text for an error message."""
+    """Return the ``n`` known names closest to ``name``, as text for an error message."""
     close = difflib.get_close_matches(name, known, n=n, cutoff=0.0)
     return ", ".join(close) if close else "none at all"
 
@@ -52,10 +52,15 @@ def nearest(name: str, known: list[str], n: int = 5) -> str:
 @checked
 @dataclass(frozen=True)
 class Site:
-    """A point of a layer. ``linear`` names the logical Linear whose adapters are meant, for the adapters' own points.
+    """Point of a layer, for example ``Site(3, "resid_mid")``.
 
-    The unembedding has no layer: ``Site(None, "kept_a", "unembed")``. Sites sort by layer, the unembedding last. ``KeyError`` for
-    an unknown point or Linear, ``ValueError`` where ``linear`` is missing or has no place, and for a layer that cannot be.
+    The points of adapters also need ``linear``, the logical Linear of the adapters: ``Site(3, "kept_a", "mlp.down")``. The
+    unembedding
+    has no layer: ``Site(None, "kept_a", "unembed")``. Sites sort by layer, with the unembedding last.
+
+    Raises:
+        KeyError: The point or the Linear is unknown.
+        ValueError: ``linear`` is missing or not allowed at this point, or the layer is negative or does not fit.
     """
 
     layer: int | None
@@ -75,7 +80,7 @@ class Site:
             raise ValueError(f"layer {self.layer!r} does not fit {self.linear or self.point!r}: only the unembedding has no layer")
         if self.layer is not None and self.layer < 0:
             raise ValueError(
-                f"layer {self.layer} cannot be: layers count from 0 at the first, and no negative number stands for the last"
+                f"layer {self.layer} does not exist: layers count from 0, and negative numbers do not count from the last one"
             )
 
     def __lt__(self, other: object) -> bool:
@@ -87,7 +92,7 @@ class Site:
 
     @property
     def slot(self) -> str:
-        """The logical Linear of an adapter point, ``blocks.3.mlp.down``."""
+        """Name of the logical Linear of an adapter point, for example ``blocks.3.mlp.down``."""
         return self.linear if self.layer is None else f"blocks.{self.layer}.{self.linear}"
 
     def __str__(self) -> str:
@@ -96,7 +101,7 @@ class Site:
     @staticmethod
     @checked
     def parse(text: str) -> "Site":
-        """The site that ``str`` wrote; ``ValueError`` for a text of another form."""
+        """Return the site whose ``str`` is ``text``; ``ValueError`` for a text of another form."""
         if found := _SITE.fullmatch(text):
             return Site(int(found[1]), found[3], found[2] or "")
         if found := _UNEMBED.fullmatch(text):
@@ -105,14 +110,22 @@ class Site:
 
 
 def demand_site(site: object, what: str) -> None:
-    """``ValueError`` for what is not a ``Site``."""
+    """Raise ``ValueError`` if ``site`` is not a ``Site``."""
     if not isinstance(site, Site):
-        raise ValueError(f"{what} is at a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
+        raise ValueError(f"{what} needs a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre'), not {site!r:.60}")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A logical Linear of a model: the module at ``path``, or those of its outputs that ``rows`` names, where it is fused."""
+    """Logical Linear of a model.
+
+    Attributes:
+        name: For example ``blocks.3.attn.q``.
+        path: Path of the module.
+        module: The module.
+        rows: The outputs that belong to this Linear, if the module is fused; otherwise ``None``.
+        transposed: True if the weight is stored ``[d_in d_out]``.
+    """
 
     name: str
     path: str
@@ -122,24 +135,24 @@ class Slot:
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
-        """The weight as an ``nn.Linear`` would have it; a view where nothing is fused."""
+        """Weight ``[d_out d_in]`` as an ``nn.Linear`` would store it; a view unless the module is fused."""
         weight = self.module.get_parameter("weight")
         weight = weight.mT if self.transposed else weight
         return weight if self.rows is None else weight[self.rows.to(weight.device)]
 
 
 def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out"] | None:
-    """Which outputs of a fused module of ``width`` outputs belong to a part; ``None`` where it is not fused."""
+    """Return the outputs of a fused module of ``width`` outputs that belong to a part; ``None`` if it is not fused."""
     if at.fused is None:
         return None
     part, parts, how = at.fused
     index = torch.arange(width)
     rows = index.view(parts, -1)[part] if how == "thirds" else index.view(head_count, parts, -1)[:, part].flatten()
-    return rows.clone()  # a view would keep all of the index
+    return rows.clone()  # a view would keep the whole index in memory
 
 
 def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Module:
-    """The module at ``path``; ``ValueError`` where the tree is not the one that the architecture's row describes."""
+    """Return the module at ``path``; ``ValueError`` if the module tree is not that of the architecture's row."""
     try:
         return model.get_submodule(path)
     except AttributeError as error:
@@ -150,12 +163,12 @@ def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Mod
 
 
 def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
-    """The module path of every block."""
+    """Return the module path of every block."""
     return [f"{architecture.blocks}.{i}" for i, _ in enumerate(module_at(model, architecture, architecture.blocks).children())]
 
 
 def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, linear: str) -> Slot:
-    """The logical Linear ``linear`` of a block, or the unembedding (``None``, ``"unembed"``)."""
+    """Return the logical Linear ``linear`` of a block, or the unembedding (``None``, ``"unembed"``)."""
     if layer is None:
         name, at, path = linear, LinearAt(architecture.unembed), architecture.unembed
     else:
@@ -169,17 +182,22 @@ def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, lin
 
 
 def refuse_booted(model: nn.Module) -> None:
-    """``ValueError`` for a TransformerLens bridge, or a model that one was booted around: it runs other modules than the tree's."""
+    """Raise ``ValueError`` for a TransformerLens bridge, or a model inside one, whose forward runs other modules than its tree."""
     if any(path.rpartition(".")[2] == WRAPPED for path, _ in model.named_modules()):
         raise ValueError(
-            "this model is a TransformerLens bridge, or one was booted around it and runs other modules: take "
-            "host = open_host('transformer_lens', bridge), and host.attach(...) or from_pretrained(host, folder)"
+            "this model is a TransformerLens bridge, or one was booted around it and runs other modules: use "
+            "host = open_host('transformer_lens', bridge), then host.attach(...) or from_pretrained(host, folder)"
         )
 
 
 def slots(model: nn.Module) -> dict[str, Slot]:
-    """Every logical Linear by name, in the order of the forward. A model of no known architecture has its ``nn.Linear`` modules
-    under their own dotted names. ``ValueError`` for a known one whose module tree is another, and for a booted one."""
+    """Return every logical Linear by name, in the order of the forward.
+
+    A model of no known architecture has its ``nn.Linear`` modules under their own dotted names.
+
+    Raises:
+        ValueError: A known architecture whose module tree was changed, or a model that a TransformerLens bridge wraps.
+    """
     refuse_booted(model)
     row = architecture_of(model)
     if row is None:
@@ -190,7 +208,7 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
 
 def renamed(pattern: str, known: Mapping[str, object]) -> str:
-    """What a name of transformers' or PEFT's own is called here, as a sentence; empty for other texts."""
+    """Return a sentence with this project's name for a module name of transformers or PEFT; empty for any other text."""
     if pattern == "all-linear":
         return "for every Linear of the blocks write 'blocks.*'"
     module, layer = pattern.rpartition(".")[2], re.search(r"\.([0-9]+)\.", pattern)
@@ -199,15 +217,15 @@ def renamed(pattern: str, known: Mapping[str, object]) -> str:
     names = {f"blocks.{layer[1] if layer else '*'}.{linear}" for linear in linears}
     names |= {"unembed" for row in ARCHITECTURES.values() if row.unembed == module} | {f"*.{module}"}
     fitting = sorted(name for name in names if any(fnmatchcase(one, name) for one in known))
-    return f"Linears have one name in all known architectures: write {' or '.join(map(repr, fitting))}" if fitting else ""
+    return f"Linears have the same names in all known architectures: write {' or '.join(map(repr, fitting))}" if fitting else ""
 
 
 def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) -> dict[str, Slot]:
-    """``select`` over slots that are known already."""
+    """Select from slots that were already listed; see ``select``."""
     if not patterns:
         raise ValueError("give at least one pattern, for example 'blocks.*.attn.*'")
     if not known:
-        raise KeyError("this model has none at all: no nn.Linear for adapters to stand at")
+        raise KeyError("this model has no nn.Linear to which an adapter could be attached")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             meant = renamed(pattern, known) or f"the nearest names are: {nearest(pattern, list(known))}"
@@ -220,10 +238,16 @@ def matching(known: dict[str, Slot], *patterns: str, expect: int | None = None) 
 
 @checked
 def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[str, Slot]:
-    """The logical Linears whose name matches one of the glob ``patterns``.
+    """Return the logical Linears whose name matches at least one of the glob ``patterns``.
 
-    Every pattern must match at least one Linear (``KeyError`` with the nearest names otherwise); ``expect`` asserts the
-    total (``ValueError``).
+    Args:
+        model: The model.
+        *patterns: Globs over names such as ``blocks.3.attn.q``; each must match at least one Linear.
+        expect: The total number of Linears, if it is to be checked.
+
+    Raises:
+        KeyError: A pattern matches nothing; the nearest names are listed.
+        ValueError: The total is not ``expect``.
     """
     return matching(slots(model), *patterns, expect=expect)
 
@@ -241,7 +265,7 @@ def _stage(site: Site) -> int:
 
 
 def precedes(first: Site, then: Site) -> bool:
-    """Whether ``first`` fires before ``then`` in every forward, on every host and architecture."""
+    """Return whether ``first`` fires before ``then`` in every forward, on every host and architecture."""
     if first.layer is None or then.layer is None:
         both = first.layer is None and then.layer is None
         return _ADAPTER.index(first.point) < _ADAPTER.index(then.point) if both else first.layer is not None
@@ -250,7 +274,7 @@ def precedes(first: Site, then: Site) -> bool:
     if _stage(first) != _stage(then):
         return _stage(first) < _stage(then)
     if not first.linear:
-        return False  # among q, k and v, or a Linear's adapters may run before another Linear's point, or after it
+        return False  # q, k and v, or a Linear's adapters and another Linear's point, may run in either order
     linear, other = LINEARS.index(first.linear), LINEARS.index(then.linear or f"attn.{then.point}")
     if not then.linear:
         return linear <= other

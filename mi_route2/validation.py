@@ -1,4 +1,4 @@
-"""Frozen records that check every field when they are made, JSON that is read strictly, and one sentence for what is wrong.
+"""Frozen records that check every field, strict JSON, and error messages of one sentence.
 
     @validated
     class Schedule:
@@ -8,9 +8,9 @@
     Schedule(steps=50.5)                      ValueError: steps must be a whole number of at least 1, not 50.5
     read_record(Schedule, path.read_bytes())  the same for a file, and: unknown setting 'step': did you mean 'steps'?
 
-Pydantic checks under one configuration: a value has exactly its field's type (an ``int`` may stand for a ``float``), a float is
-finite, a name that is no field is refused. ``dataclasses.replace`` checks anew. What fields must be together is said in
-``__post_init__``, by ``ValueError`` or ``KeyError``.
+Pydantic checks every record under one strict configuration: a value has exactly its field's type (an ``int`` may stand for a
+``float``), a float is finite, an unknown field is refused. ``dataclasses.replace`` checks again. Conditions between fields are
+checked in ``__post_init__``, which raises ``ValueError`` or ``KeyError``.
 """
 
 import codecs
@@ -55,7 +55,7 @@ _UNKNOWN = ("unexpected_keyword_argument", "unexpected_positional_argument")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
 def validated(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen dataclass that raises ``ValueError`` in one sentence for a value that does not fit its field."""
+    """Decorate a class as a frozen dataclass that raises ``ValueError`` in one sentence for a value that does not fit its field."""
     made: Any = dataclass(frozen=True, config=STRICT)(cls)
     checked = made.__init__
 
@@ -71,33 +71,35 @@ def validated(cls: type[T]) -> type[T]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ``ValueError`` in one sentence for what is no UTF-8, no JSON, or says a thing twice.
+    """Parse a JSON text strictly.
 
-    No JSON are also numbers beyond every float, NaN, and escapes of half a character, which no UTF-8 can hold.
+    Raises:
+        ValueError: In one sentence, for text that is not UTF-8 or not JSON, a repeated key, a number beyond the range of floats,
+            NaN, or an unpaired surrogate escape (which UTF-8 cannot hold).
     """
     try:
         text = text if isinstance(text, str) else text.decode()
         value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
-        if _HALF.search(text):  # one half of a pair, or both
+        if _HALF.search(text):  # an unpaired surrogate, or a pair, which encodes without an error
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeDecodeError as error:
-        raise ValueError(f"this is no UTF-8 (byte {error.start + 1})") from error
+        raise ValueError(f"this is not UTF-8 (byte {error.start + 1})") from error
     except UnicodeEncodeError as error:
         half = ord(error.object[error.start])
         raise ValueError(f"this JSON holds half a character (\\u{half:04x}): write the whole pair of escapes") from error
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"character {error.colno}"
-        raise ValueError(f"this is no JSON ({error.msg}, {place})") from error
+        raise ValueError(f"this is not JSON ({error.msg}, {place})") from error
     except RecursionError as error:
-        raise ValueError("this is JSON in too many brackets: write it flatter") from error
+        raise ValueError("this JSON is nested too deeply: use fewer levels") from error
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """``parse_json`` of a text that holds an object."""
+    """Parse a JSON text that holds an object; errors as in ``parse_json``, and ``ValueError`` for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"this is no JSON object but {_shown(value)}")
+        raise ValueError(f"this is not a JSON object but {_shown(value)}")
     return value
 
 
@@ -105,13 +107,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, inner in pairs:
         if name in value:
-            raise ValueError(f"this JSON says {_shown(name)} twice in one object: leave one of them out")
+            raise ValueError(f"this JSON has the key {_shown(name)} twice in one object: remove one of them")
         value[name] = inner
     return value
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"this JSON holds {constant}, which is no number: undefined values are written null")
+    raise ValueError(f"this JSON holds {constant}, which is not a finite number: write null for an undefined value")
 
 
 def _finite(digits: str) -> float:
@@ -120,11 +122,18 @@ def _finite(digits: str) -> float:
 
 
 def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | None = None) -> list[T]:
-    """``read(index, value)`` of every line of a file of JSON lines that is not blank, in order; ``index`` counts lines from 0.
+    """Return ``read(index, value)`` for every non-blank line of a JSON Lines file, in order.
 
-    A line ends with a line feed and nowhere else: texts may hold the other characters that Python takes for the end of a line.
-    Raises OSError if there is no such file, and ValueError naming file and line where ``read`` or ``parse_json`` does. With a list
-    ``left_out`` such lines are passed over and their sentences are put there.
+    Only a line feed ends a line: texts may contain the other characters that Python treats as line boundaries.
+
+    Args:
+        file: The file.
+        read: Converts the value of a line; ``index`` counts all lines from 0.
+        left_out: If a list is given, lines with an error are skipped and their error messages are appended to the list.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: ``read`` or ``parse_json`` refused a line; the message names file and line.
     """
     rows: list[T] = []
     with file.open("rb") as stream:
@@ -141,7 +150,7 @@ def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | 
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file; ``ValueError`` names the file, what is wrong with it and the remedy."""
+    """Return the object in a JSON file; ``ValueError`` names the file, what is wrong with it and the remedy."""
     try:
         return parse_object(path.read_bytes())
     except FileNotFoundError as error:
@@ -151,9 +160,9 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def read_record(kind: type[T], data: str | bytes | Mapping[str, Any], *, optional: Sequence[str] = ()) -> T:
-    """A record of ``kind`` from JSON, or from what JSON holds; ``ValueError`` in one sentence.
+    """Read a record of type ``kind`` from JSON, or from a mapping with the content of JSON; ``ValueError`` in one sentence.
 
-    Every field must be given, at every level, but for ``optional`` ones: a file that was cut short is no file of defaults.
+    Every field must be given, at every level, except for ``optional`` ones: a truncated file must not be completed with defaults.
     """
     raw = parse_object(data) if isinstance(data, str | bytes) else data
     try:
@@ -176,26 +185,27 @@ def _missing(record: Any, raw: Any, before: str = "") -> list[str]:
 
 
 def read_settings(kind: type[T], path: Path, remedy: str, *, optional: Sequence[str] = (), **more: Any) -> T:
-    """A study's settings from the JSON file at ``path``, with ``more`` beside them, every field given but for ``optional`` ones.
+    """Read a study's settings from the JSON file at ``path``, combined with the fields in ``more``.
 
-    ``ValueError`` names the file if it is not theirs, and the remedy.
+    Every field except for the ``optional`` ones must be given. ``ValueError`` names the file and the remedy if the content does not
+    fit.
     """
     try:
         return read_record(kind, {**parse_object(path.read_bytes()), **more}, optional=optional)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path} holds no settings of this study ({reason}); {remedy}") from error
+        raise ValueError(f"{path} does not hold settings of this study ({reason}); {remedy}") from error
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON whole or not at all; ``OSError`` in one sentence if the disk is full."""
+    """Write a JSON file atomically; ``OSError`` in one sentence if the disk is full."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
 
 
 def parse_words(record: T, changes: Mapping[str, str]) -> T:
-    """``record`` with fields changed to what words of a command line say: ``{"steps": "100", "warm.lr": "1e-3"}``.
+    """Return ``record`` with fields replaced by words of a command line: ``{"steps": "100", "warm.lr": "1e-3"}``.
 
-    ``none`` is no value, commas part the entries of a tuple. ``ValueError`` in one sentence.
+    ``none`` means no value, and commas separate the entries of a tuple. ``ValueError`` in one sentence.
     """
     raw: dict[str, Any] = _shallow(record)
     for name, word in changes.items():
@@ -217,13 +227,13 @@ def _shallow(record: Any) -> dict[str, Any]:
 
 
 def unknown_name(name: str, known: Sequence[str], what: str) -> str:
-    """The sentence for a name that is not among ``known``: what was meant, and what there is."""
+    """Return the error message for a name that is not among ``known``, with the closest name and all valid ones."""
     close = get_close_matches(name, known, 1)
     return f"unknown {what} {name!r}: {f'did you mean {close[0]!r}? ' if close else ''}choose from {', '.join(known)}"
 
 
 def sentence(error: ValidationError, kind: type) -> str:
-    """What is wrong first, with the field's name and what it must be, and how much more is."""
+    """Return pydantic's first error as one sentence (field, requirement, value), with the number of further errors."""
     first, *others = dict.fromkeys(_worded(kind, problem["loc"], problem) for problem in error.errors(include_url=False))
     return first + (f" (and {len(others)} more)" if others else "")
 
@@ -232,7 +242,7 @@ def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) 
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     if problem["type"] == "json_invalid":
-        return f"this is no JSON ({problem['ctx']['error']})"
+        return f"this is not JSON ({problem['ctx']['error']})"
     if problem["type"] in _UNKNOWN:
         _, record = _at(kind, loc[:-1])
         own = [field.name for field in dataclasses.fields(_record(record) or kind)]
@@ -256,12 +266,12 @@ def _shown(value: object) -> str:
 
 
 def _record(annotation: Any) -> Any:
-    """The record among the alternatives of an annotation, if any."""
+    """Return the record among the alternatives of an annotation; ``None`` if there is none."""
     return next((each for each in (annotation, *get_args(annotation)) if dataclasses.is_dataclass(each)), None)
 
 
 def _at(kind: type, loc: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Name and annotation of a place within ``kind``."""
+    """Return the dotted field name and the annotation at ``loc`` within ``kind``."""
     names: list[str] = []
     annotation: Any = kind
     for place, part in enumerate(loc):
@@ -282,7 +292,7 @@ def _at(kind: type, loc: tuple[int | str, ...]) -> tuple[str, Any]:
 
 
 def _bounds(annotation: Any) -> str:
-    """``at least 1``; empty if there are none."""
+    """Return the bounds of a number in words, for example ``at least 1``; empty if it has none."""
     for each in get_args(annotation):
         if get_origin(annotation) in (Union, types.UnionType) and (inner := _bounds(each)):
             return inner
@@ -296,7 +306,7 @@ def _bounds(annotation: Any) -> str:
 
 
 def _wanted(annotation: Any) -> str:
-    """What a field must be, in words."""
+    """Return the requirement of a field in words."""
     origin, entries = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         if described := [note.description for note in entries[1:] if getattr(note, "description", None)]:

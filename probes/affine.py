@@ -1,8 +1,8 @@
-"""The frozen result of every probe that learns a weight and a threshold.
+"""Affine probe, the frozen result of every fitter that learns a weight and a threshold.
 
     f(h) = <w, h> + c
 
-f > 0 reads "hack" at equal odds. Mean-difference, LDA and logistic regression differ only in how they choose (w, c).
+f > 0 means "hack" at equal odds. Mean-difference, LDA and logistic regression differ only in how they choose (w, c).
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,12 @@ from mi_route2.checks import Mask, checked
 from probes.probe import pool, require_width, widen
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class AffineProbe:
-    """An affine probe: `weight [d]` and `bias` (a float), both finite (ValueError otherwise).
+    """Affine probe with a copy of `weight [d]` and a `bias` (a float), both finite (ValueError otherwise).
 
-    Scores are computed in the activations' dtype, float32 at least.
+    Scores are computed in the activations' dtype, at least float32.
     """
 
     weight: Float[Tensor, " d"]
@@ -27,16 +28,17 @@ class AffineProbe:
 
     def __post_init__(self) -> None:
         if not torch.isfinite(torch.cat([self.weight.double().cpu(), torch.tensor([self.bias]).double()])).all():
-            raise ValueError("The weight or the bias of an affine probe is NaN or infinite.")
+            raise ValueError("The weight or the bias of an affine probe is NaN or infinite: fit it again on finite activations.")
+        object.__setattr__(self, "weight", self.weight.detach().clone())
 
     @checked
     def score_tokens(self, h: Float[Tensor, "b s d"]) -> Float[Tensor, "b s"]:
-        """`<w, h> + c` per token."""
+        """Return `<w, h> + c` per token."""
         return self._score(h)
 
     @checked
     def score_rollouts(self, h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, " b"]:
-        """`<w, mean h> + c`: for an affine score also the mean of the masked tokens' scores."""
+        """Return `<w, mean h> + c` per rollout, which equals the mean of the masked tokens' scores."""
         return self._score(pool(h, mask))
 
     def _score(self, h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:

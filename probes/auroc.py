@@ -3,23 +3,23 @@
     AUROC = P(score of a hack > score of a clean one) + P(equal) / 2
           = c' M c / ((c . n1) (c . n0))
 
-where cluster i holds n1_i hacks and n0_i clean items, M_ij is the number of (hack of i, clean of j) pairs that are in the
-right order (ties count half), and c_i is how often cluster i was drawn; c = 1 gives the plain value. So one table of
-pairs serves every bootstrap draw. Clusters are rollouts, or rollouts of one text, never tokens: tokens of a rollout are not
-independent, and an interval that pretends so is far too narrow.
+Cluster i holds n1_i hacks and n0_i clean items, M_ij is the number of pairs (hack of i, clean of j) in the right order (ties count
+half), and c_i is how often cluster i was drawn; c = 1 gives the plain value. So one table of pairs serves every bootstrap draw.
+Clusters are rollouts, or rollouts of one text, and never tokens: tokens of a rollout are not independent, and an interval that
+assumes so is far too narrow.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from mi_route2.checks import checked
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Value and bounds; all None where undefined (one class only)."""
+    """Value and bounds of an estimate; all None if undefined (one class only)."""
 
     value: float | None
     low: float | None
@@ -29,8 +29,8 @@ class Interval:
 Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
-def binary(hack: Labels) -> Bool[np.ndarray, " n"]:
-    """Labels as booleans; ValueError for numbers other than 0 and 1. Integers would be taken for row numbers."""
+def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
+    """Return labels as booleans; ValueError for numbers other than 0 and 1, which would be used as row indices."""
     if not np.isin(hack, (0, 1)).all():
         raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
     return hack.astype(bool)
@@ -38,9 +38,13 @@ def binary(hack: Labels) -> Bool[np.ndarray, " n"]:
 
 @checked
 def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
-    """AUROC of `scores` for the label `hack`; None where a class is absent. ValueError for a score that is not finite."""
+    """Return the AUROC of `scores` for the label `hack`; None if a class is absent.
+
+    Raises:
+        ValueError: a score that is not finite, or a label other than 0 and 1.
+    """
     if not np.isfinite(scores).all():
-        raise ValueError("Scores must be finite: a NaN has no rank.")
+        raise ValueError("Scores must be finite, because a NaN has no rank: leave such items out.")
     hack = binary(hack)
     positive, negative = scores[hack], np.sort(scores[~hack])
     if not len(positive) or not len(negative):
@@ -48,6 +52,7 @@ def auroc(scores: Float[np.ndarray, " n"], hack: Labels) -> float | None:
     return float(_below(negative, positive).mean() / len(negative))
 
 
+@checked
 def auroc_interval(
     scores: Float[np.ndarray, " n"],
     hack: Labels,
@@ -55,11 +60,23 @@ def auroc_interval(
     draws: Int[np.ndarray, "m clusters"],
     level: float = 0.95,
 ) -> Interval:
-    """AUROC and its percentile bootstrap interval.
+    """Return the AUROC and its percentile bootstrap interval.
 
-    `cluster`: index of each item's cluster; `draws[i, j]`: how often draw i holds cluster j (`cluster_draws`), shared by
-    the caller between probes so that their differences are paired. Draws without both classes are left out.
+    Args:
+        scores: one score per item.
+        hack: one label per item.
+        cluster: index of each item's cluster.
+        draws: `draws[i, j]` is how often draw i contains cluster j (`cluster_draws`). Give the same draws for several probes, so
+            that their differences are paired. Draws without both classes are left out.
+        level: level of the interval.
+
+    Raises:
+        ValueError: a cluster that the draws do not have, or a level outside (0, 1).
     """
+    if not 0 < level < 1:
+        raise ValueError(f"The level of an interval lies strictly between 0 and 1, not {level}.")
+    if len(cluster) and not 0 <= cluster.min() <= cluster.max() < draws.shape[1]:
+        raise ValueError(f"The draws are of {draws.shape[1]} clusters: clusters are numbered from 0 to {draws.shape[1] - 1}.")
     value = auroc(scores, hack)
     if value is None:
         return Interval(None, None, None)
@@ -77,7 +94,7 @@ def auroc_interval(
 
 
 def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np.ndarray, "m clusters"]:
-    """`draws` resamples, with replacement, of `clusters` clusters, as counts."""
+    """Draw `draws` resamples, with replacement, of `clusters` clusters, as counts."""
     return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)
 
 
@@ -89,7 +106,7 @@ def _below(ordered: Float[np.ndarray, " n"], values: Float[np.ndarray, " m"]) ->
 def _ordered_pairs(
     scores: Float[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], cluster: Int[np.ndarray, " n"], clusters: int
 ) -> Float[np.ndarray, "clusters clusters"]:
-    """M of the module's equation."""
+    """Return the matrix M of the module's equation."""
     pairs = np.zeros((clusters, clusters))
     negative, owner = scores[~hack], cluster[~hack]
     for i in np.unique(cluster[hack]).tolist():

@@ -1,10 +1,10 @@
-"""Calibration of a probe's probabilities: its measures, and two maps from scores to probabilities.
+"""Calibration of a probe: measures of its probabilities, and two maps from scores to probabilities.
 
     Brier = mean (p - y)^2        ECE = sum_bins (n_bin / n) |mean p - mean y|      (equal-width bins of [0, 1])
     Platt: p = 1 / (1 + exp(-(a s + c)))        isotonic: p = the best non-decreasing step-wise fit of y on s
 
-Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) in place of 1 and 0 (Platt, 1999), which keeps `a` finite if the scores
-separate the classes. Fit on rollouts that are used neither to train nor to test the probe.
+Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) instead of 1 and 0 (Platt, 1999), which keeps `a` finite if the scores separate
+the classes. Fit on rollouts that are used neither to train nor to test the probe.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,13 @@ from scipy.special import expit
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
+from mi_route2.checks import checked
 from probes.auroc import Labels, binary
 
 
 @dataclass(frozen=True)
 class ReliabilityBin:
-    """Probabilities in [low, high) (the last bin closed): how many, their mean, and the rate of hacks among them."""
+    """Probabilities in [low, high) (the last bin is closed): their number, their mean, and the rate of hacks among them."""
 
     low: float
     high: float
@@ -32,43 +33,45 @@ class ReliabilityBin:
 
 @runtime_checkable
 class Calibrator(Protocol):
-    """A frozen map from scores to probabilities. Monotone, so that it leaves AUROC as it is, up to ties."""
+    """Frozen, monotone map from scores to probabilities, which leaves AUROC unchanged except for new ties."""
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Probabilities in [0, 1]."""
+        """Return probabilities in [0, 1]."""
         ...
 
 
 @dataclass(frozen=True)
 class Platt:
-    """`p = sigmoid(slope * score + intercept)`."""
+    """Map `p = sigmoid(slope * score + intercept)`."""
 
     slope: float
     intercept: float
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Probabilities in [0, 1]."""
+        """Return probabilities in [0, 1]."""
         return expit(self.slope * scores + self.intercept)
 
 
 @dataclass(frozen=True)
 class Isotonic:
-    """Piecewise linear through `(scores[i], probabilities[i])`, flat outside. Tuples, increasing."""
+    """Map that is piecewise linear through `(scores[i], probabilities[i])` (increasing tuples) and constant outside."""
 
     scores: tuple[float, ...]
     probabilities: tuple[float, ...]
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-        """Probabilities in [0, 1]."""
+        """Return probabilities in [0, 1]."""
         return np.interp(scores, self.scores, self.probabilities)
 
 
+@checked
 def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
-    """Platt scaling. ValueError without both classes, or for scores that are not finite."""
+    """Fit Platt scaling. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
     positive, negative = int(hack.sum()), int((~hack).sum())
     target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
-    centre, scale = scores.mean(), scores.std() or 1.0
+    # equal scores have no spread but that of rounding, which is no unit to read other scores in
+    centre, scale = scores.mean(), (scores.std() or 1.0) if np.ptp(scores) else 1.0
     x = np.tile((scores - centre) / scale, 2)[:, None]
     # A soft target t is the pair (label 1, weight t), (label 0, weight 1 - t).
     y, weight = np.repeat([1, 0], len(scores)), np.concatenate([target, 1 - target])
@@ -77,31 +80,35 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     return Platt(slope, float(model.intercept_[0] - slope * centre))
 
 
+@checked
 def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
-    """Isotonic regression. ValueError without both classes, or for scores that are not finite."""
+    """Fit isotonic regression. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
     model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, hack.astype(float))
     return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
 
 
+@checked
 def brier(p: Float[np.ndarray, " n"], hack: Labels) -> float:
-    """Mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
+    """Return the mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
     hack = _require_probabilities(p, hack)
     return float(((p - hack) ** 2).mean())
 
 
+@checked
 def ece(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> float:
-    """Expected calibration error over equal-width bins, in [0, 1]. Biased upwards when bins hold few items."""
+    """Return the expected calibration error over equal-width bins, in [0, 1]. Biased upwards if bins hold few items."""
     curve = reliability(p, hack, bins)
     return sum(point.count * abs(point.confidence - point.rate) for point in curve) / len(p)
 
 
+@checked
 def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
-    """The reliability curve: the non-empty bins, in increasing order. ValueError for p outside [0, 1] or none."""
+    """Return the reliability curve: the non-empty bins, in increasing order. ValueError for p outside of [0, 1], or none."""
     hack = _require_probabilities(p, hack)
     if bins < 1:
         raise ValueError(f"Bins must be at least 1, not {bins}.")
-    # against the very edges that are returned: p * bins rounds, and 1/49 * 49 is below 1
+    # compared with the edges that are returned, because p * bins rounds: 1/49 * 49 is below 1
     index = np.minimum(np.searchsorted(np.arange(bins + 1) / bins, p, side="right") - 1, bins - 1)
     curve = []
     for i in np.unique(index).tolist():
@@ -112,16 +119,16 @@ def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> lis
 
 
 def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
-    """The labels as booleans."""
+    """Check the probabilities and return the labels as booleans."""
     if p.shape != hack.shape or not len(p):
-        raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: as many of each, at least one.")
+        raise ValueError(f"{len(p)} probabilities for {len(hack)} labels: give as many of each, at least one.")
     if not ((p >= 0) & (p <= 1)).all():
         raise ValueError("Probabilities must lie in [0, 1]: map raw scores with fit_platt or fit_isotonic first.")
     return binary(hack)
 
 
 def _require_fittable(scores: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:
-    """The labels as booleans."""
+    """Check the scores and return the labels as booleans."""
     if scores.shape != hack.shape or not np.isfinite(scores).all():
         raise ValueError("Calibration needs one finite score per label.")
     hack = binary(hack)

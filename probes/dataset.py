@@ -1,7 +1,7 @@
-"""Labelled activations of rollouts in several modes, and splits that never share a text.
+"""Labeled activations of rollouts in several modes, and splits that never share a text.
 
-Rollouts with one group id (the same prompt and completion, or, coarser, the same prompt) stay on one side of every
-split: a small model writes the same program many times, and a probe that has seen a text need not understand it.
+Rollouts with one group id (the same prompt and completion, or, coarser, the same prompt) stay on one side of every split. A small
+model writes the same program many times, and a probe could recognize a text that it was trained on.
 """
 
 from collections.abc import Hashable, Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from mi_route2.checks import Mask, as_mask, checked
@@ -18,12 +18,12 @@ from mi_route2.checks import Mask, as_mask, checked
 @checked
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Activations of `b` rollouts, with labels. Plain, not `validated`: shapes are jaxtyping's to check.
+    """Activations of `b` rollouts, with labels. A plain dataclass and not a `validated` one, because jaxtyping checks the shapes.
 
     Attributes:
-        hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, anything outside.
+        hidden: layer name -> `[b s d]` (`d` may differ between layers); finite inside the mask, any value outside.
         mask: predictor positions, at least one per rollout.
-        hack: the label of each rollout, kept as a list.
+        hack: the label of each rollout, stored as a list.
         mode: the mode of each rollout.
 
     Raises:
@@ -37,30 +37,41 @@ class Dataset:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mask", as_mask("mask", self.mask))
+        if wrong := [label for label in self.hack if not isinstance(label, bool | np.bool_)]:
+            raise ValueError(f"Labels are True or False, not {wrong[0]!r}.")
         object.__setattr__(self, "hack", [bool(label) for label in self.hack])
         n = len(self.mask)
         if not self.hidden or not n:
             raise ValueError("A dataset needs at least one layer and one rollout.")
         if len(self.hack) != n or len(self.mode) != n:
-            raise ValueError(f"{n} rows in the mask, {len(self.hack)} labels and {len(self.mode)} modes: one per rollout.")
+            raise ValueError(f"{n} rows in the mask, {len(self.hack)} labels and {len(self.mode)} modes: give one per rollout.")
         if not bool(self.mask.any(dim=1).all()):
             raise ValueError("Every rollout needs at least one position in the mask.")
         for layer, h in self.hidden.items():
             if h.shape[:2] != self.mask.shape:
                 raise ValueError(f"Layer {layer!r} is {tuple(h.shape)}, but the mask is {tuple(self.mask.shape)}.")
             if not bool(torch.isfinite(h[self.mask]).all()):
-                raise ValueError(f"Layer {layer!r} holds NaN or infinity inside the mask.")
+                raise ValueError(f"Layer {layer!r} holds NaN or infinity inside the mask: leave such rollouts out.")
 
 
 def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]:
-    """One id per rollout, equal iff prompt and completion are. ValueError for different lengths."""
+    """Return one id per rollout; ids are equal if and only if prompt and completion are.
+
+    Raises:
+        ValueError: different lengths.
+        TypeError: one text in place of a list.
+    """
+    if isinstance(prompts, str) or isinstance(completions, str):
+        raise TypeError("Prompts or completions are one text where a list of texts belongs: put it in brackets.")
     if len(prompts) != len(completions):
-        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: one each per rollout.")
+        raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one of each per rollout.")
     return group_ids(list(zip(prompts, completions))).tolist()
 
 
-def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
-    """Groups numbered from 0 in order of first appearance."""
+def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"]) -> Int[np.ndarray, " n"]:
+    """Number the groups from 0 in order of first appearance, one number per item."""
+    if isinstance(group, np.ndarray | Tensor):
+        group = group.tolist()  # elements of a tensor are equal only to themselves
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 
@@ -68,11 +79,13 @@ def group_ids(group: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
 def split_groups(
     group: Int[np.ndarray, " n"], hack: Bool[np.ndarray, " n"], fractions: tuple[float, ...], rng: np.random.Generator
 ) -> list[Bool[np.ndarray, " n"]]:
-    """Cut rollouts into parts of about the given fractions, whole groups at a time.
+    """Split rollouts into parts of about the given fractions, keeping groups together.
 
-    Stratified: groups that hold a hack and groups that hold none are cut separately, so that every part has both kinds.
-    Returns one mask per fraction; they are disjoint and cover everything. ValueError where a kind has fewer groups than
-    there are parts, or for fractions that are not positive or do not sum to 1.
+    The split is stratified: groups with a hack and groups without one are split separately, so that every part has both kinds.
+    Returns one mask per fraction; the masks are disjoint and cover everything.
+
+    Raises:
+        ValueError: a kind has fewer groups than there are parts, or fractions that are not positive or do not sum to 1.
     """
     if min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-9:
         raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
@@ -80,14 +93,14 @@ def split_groups(
     parts = [np.zeros(len(group), dtype=bool) for _ in fractions]
     for kind, ids in (("hack", with_hack), ("clean", np.setdiff1d(group, with_hack))):
         if len(ids) < len(parts):
-            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split in {len(parts)} needs as many.")
+            raise ValueError(f"The known mode has {len(ids)} {kind} groups; a split into {len(parts)} parts needs as many.")
         for part, chosen in zip(parts, _cut(rng.permutation(ids), fractions)):
             part |= np.isin(group, chosen)
     return parts
 
 
 def _cut(ids: Int[np.ndarray, " n"], fractions: tuple[float, ...]) -> list[Int[np.ndarray, " _k"]]:
-    """Consecutive pieces of `ids`, at least one id each."""
+    """Return consecutive pieces of `ids`, with at least one id each."""
     ends = np.round(np.cumsum(fractions) * len(ids)).astype(int)
     for i in range(len(ends)):
         least = (ends[i - 1] if i else 0) + 1

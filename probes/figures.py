@@ -1,7 +1,7 @@
 """Figures of a transfer result: AUROC over layers against the random band, and reliability curves.
 
-One panel a mode. Grey: the random directions' mean (dashed) and the range up to their 95th percentile; a probe whose
-line stays inside the grey has found nothing. Make and save inside `mi_route2.plots.style()`.
+One panel per mode. Gray: the random directions' mean (dashed) and the range up to their 95th percentile; a probe whose line stays
+inside the gray band has found nothing. Create and save figures inside `mi_route2.plots.style()`.
 """
 
 from matplotlib.axes import Axes
@@ -16,7 +16,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
-    """AUROC by layer, one panel a mode and one line a probe, with 95% bars. ValueError for a level that was not run."""
+    """Draw AUROC by layer, one panel per mode and one line per probe, with 95% bars. ValueError for a level that was not run."""
     with style():
         figure, panels = _panels(result, level)
         for mode, (axes, rows) in panels.items():
@@ -32,7 +32,7 @@ def transfer_figure(result: TransferResult, level: Unit = "rollout") -> Figure:
 
 
 def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollout") -> Figure:
-    """Rate of hacks against the calibrated probability, one panel a mode. ValueError for a layer or level not run."""
+    """Draw the rate of hacks against the calibrated probability, one panel per mode. ValueError for a layer or level not run."""
     with style():
         figure, panels = _panels(result, level)
         for mode, (axes, rows) in panels.items():
@@ -47,14 +47,14 @@ def reliability_figure(result: TransferResult, layer: str, level: Unit = "rollou
             axes.set_xlim(-0.02, 1.02)
             axes.set_ylim(-0.02, 1.02)
             axes.set_xlabel("probability of a hack")
-            # Below each panel, since the ECEs differ, and never over the curves.
+            # One legend per panel, because the ECEs differ; below it, so that it never covers the curves.
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), fontsize=6)
         next(iter(panels.values()))[0].set_ylabel("rate of hacks")
     return figure
 
 
 def _panels(result: TransferResult, level: Unit) -> tuple[Figure, dict[str, tuple[Axes, list[TransferRow]]]]:
-    """A row of panels and the rows that belong in each."""
+    """Return a figure with a row of panels, and the rows of each panel."""
     rows = [row for row in result.rows if row.level == level]
     if not rows:
         raise ValueError(f"No rows at level {level!r}; levels: {', '.join(result.settings.levels)}.")
@@ -75,13 +75,13 @@ def _random_band(axes: Axes, rows: list[TransferRow], layers: list[str]) -> None
 
 
 def _line(axes: Axes, rows: list[TransferRow], layers: list[str], index: int, probes: int) -> None:
-    """One probe over layers; the probes stand a little apart so that their bars do not cover each other."""
+    """Draw one probe over layers, slightly shifted so that the bars of different probes do not cover each other."""
     shift = 0.06 * (index - (probes - 1) / 2)
     points = [(layers.index(row.layer), row.auroc, row) for row in rows if row.auroc is not None]
     if not points:
         return
     x, y = [place + shift for place, _, _ in points], [value for _, value, _ in points]
-    # The percentile interval need not hold the value itself.
+    # The percentile interval may not contain the value itself.
     low = [0.0 if row.auroc_low is None else max(0.0, value - row.auroc_low) for _, value, row in points]
     high = [0.0 if row.auroc_high is None else max(0.0, row.auroc_high - value) for _, value, row in points]
     axes.errorbar(x, y, yerr=[low, high], **_look(index), elinewidth=0.8, label=rows[0].probe)

@@ -2,9 +2,8 @@
 
     v = z / |z|,  z ~ N(0, I_d)        f(h) = <h, v>
 
-v and -v are equally likely, so its AUROC is centred on .5 whatever the data. It is *not* concentrated there: where a few
-directions carry most of the variance, single draws reach .8 and more. So a probe is compared with a high percentile of
-many draws, not with .5.
+v and -v are equally likely, so its AUROC is centered on .5 for any data. It is *not* concentrated there: if a few directions carry
+most of the variance, single draws reach .8 and more. So a probe is compared with a high percentile of many draws, not with .5.
 """
 
 import torch
@@ -18,7 +17,7 @@ from probes.probe import Labels, unit_vector
 
 @checked
 class HaarFitter:
-    """Every `fit` is one more draw from the CPU `generator`; of the activations only their width is used."""
+    """Fitter whose every `fit` is a new draw from the CPU `generator`; of the activations only their width is used."""
 
     def __init__(self, generator: torch.Generator, score: Score = "projection") -> None:
         self._generator = generator
@@ -30,7 +29,7 @@ class HaarFitter:
         """Store the width. ValueError if it changes."""
         del mask, hack  # a control must not see the labels
         if self._width not in (None, h.shape[-1]):
-            raise ValueError(f"The activations had {self._width} features before and have {h.shape[-1]} now.")
+            raise ValueError(f"The activations had {self._width} features before, now {h.shape[-1]}: use one fitter per layer.")
         self._width = h.shape[-1]
 
     def fit(self) -> DirectionProbe:

@@ -1,14 +1,15 @@
-"""Linear discriminant probe: Fisher's direction, with a shrunk covariance.
+"""Linear discriminant probe: Fisher's direction with a shrunk covariance.
 
     w = Sigma^-1 (mu_hack - mu_clean)        c = -<w, (mu_hack + mu_clean) / 2>
 
-scikit-learn's LinearDiscriminantAnalysis (solver lsqr) with equal priors, so that the hack rate of the training set moves
-neither the direction nor the threshold. Shrinkage "auto" is Ledoit and Wolf (2004): with fewer rollouts than features
-the plain covariance is singular. Shrinkage 1 gives the mean-difference direction exactly. The score is the log odds.
+scikit-learn's LinearDiscriminantAnalysis (solver lsqr) with equal priors, so that the hack rate of the training set changes neither
+the direction nor the threshold. Shrinkage "auto" is Ledoit and Wolf (2004): with fewer rollouts than features the plain covariance
+is singular. Shrinkage 1 gives the mean-difference direction exactly. The score is the log odds.
 """
 
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
@@ -16,15 +17,18 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes
+from probes.probe import Labels, Unit, examples, require_both_classes, require_width
 
 
 @checked
 class LdaFitter:
-    """Keeps the examples (float64, CPU) until `fit`. `shrinkage`: "auto", a number in [0, 1], or None."""
+    """Fitter of an LDA probe; it stores the examples (float64, CPU) until `fit`.
+
+    `shrinkage` is "auto", a number in [0, 1], or None.
+    """
 
     def __init__(self, shrinkage: float | Literal["auto"] | None = "auto", unit: Unit = "rollout") -> None:
-        if isinstance(shrinkage, float) and not 0 <= shrinkage <= 1:
+        if shrinkage not in ("auto", None) and not 0 <= shrinkage <= 1:
             raise ValueError(f"Shrinkage {shrinkage} is not 'auto', None or a number in [0, 1].")
         self._shrinkage = shrinkage
         self._unit: Unit = unit
@@ -32,14 +36,24 @@ class LdaFitter:
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Add a batch. ValueError for non-finite activations inside the mask."""
-        self._batches.append(examples(h, mask, hack, self._unit))
+        """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
+        x, y = examples(h, mask, hack, self._unit)
+        require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
+        self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
-        """Return the fitted probe. ValueError without both classes."""
+        """Return the fitted probe. ValueError without both classes, or if they differ where the covariance is singular."""
         y = torch.cat([y for _, y in self._batches]) if self._batches else torch.zeros(0, dtype=torch.bool)
         require_both_classes(y)
         x = torch.cat([x for x, _ in self._batches])
         lda = LinearDiscriminantAnalysis(solver="lsqr", shrinkage=self._shrinkage, priors=[0.5, 0.5])
         lda.fit(x.numpy(), y.numpy())
+        apart = lda.means_[1] - lda.means_[0]
+        # A least-squares solution has no part along a feature without variance, which may be the one that separates best.
+        left = np.linalg.norm(lda.covariance_ @ lda.coef_[0] - apart)
+        if left > 1e-6 * np.linalg.norm(apart) and left > 1e-12 * np.linalg.norm(lda.means_):  # the second: more than rounding
+            raise ValueError(
+                "The covariance is singular along the difference of the classes: choose shrinkage='auto' or a number above 0, or "
+                "MeanDifferenceFitter where the examples of a class do not vary."
+            )
         return AffineProbe(torch.from_numpy(lda.coef_[0].copy()), float(lda.intercept_[0]))

@@ -1,11 +1,11 @@
-"""Logistic probe: L2-regularised logistic regression on standardised activations.
+"""Logistic probe: L2-regularized logistic regression on standardized activations.
 
-    minimise  |u|^2 / 2 + C sum_i omega_i log(1 + exp(-y_i (<u, z_i> + e))),   z = (h - mean) / sd
+    minimize  |u|^2 / 2 + C sum_i omega_i log(1 + exp(-y_i (<u, z_i> + e))),   z = (h - mean) / sd
     f(h) = <w, h> + c   with   w = u / sd,   c = e - <w, mean>
 
-scikit-learn's LogisticRegression. Standardising makes one C mean the same at every layer; omega balances the classes, so
-that the hack rate of the training set does not move the threshold. The score is the log odds at equal odds: calibrate it
-(`probes.calibration`) before reading it as a probability elsewhere.
+scikit-learn's LogisticRegression. Standardization gives C the same meaning at every layer; omega balances the classes, so that the
+hack rate of the training set does not change the threshold. The score is the log odds at equal odds: calibrate it
+(`probes.calibration`) before using it as a probability elsewhere.
 """
 
 import numpy as np
@@ -17,15 +17,16 @@ from torch import Tensor
 
 from mi_route2.checks import Mask, checked
 from probes.affine import AffineProbe
-from probes.probe import Labels, Unit, examples, require_both_classes
+from probes.probe import Labels, Unit, examples, require_both_classes, require_width
 
 
 @checked
 class LogisticFitter:
-    """Keeps the examples (float64, CPU) until `fit`.
+    """Fitter of a logistic probe; it stores the examples (float64, CPU) until `fit`.
 
-    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) draws
-    nothing, so `seed` only pins what scikit-learn might draw in another version: no two seeds differ.
+    `c > 0` is the inverse of the penalty's strength. The objective is strictly convex in `u` and the solver (lbfgs) is
+    deterministic, so all seeds give the same result; `seed` only fixes random choices that another version of scikit-learn might
+    make.
     """
 
     def __init__(self, c: float = 0.1, seed: int = 0, unit: Unit = "rollout", max_iterations: int = 1000) -> None:
@@ -39,8 +40,10 @@ class LogisticFitter:
 
     @checked
     def update(self, h: Float[Tensor, "b s d"], mask: Mask, hack: Labels) -> None:
-        """Add a batch. ValueError for non-finite activations inside the mask."""
-        self._batches.append(examples(h, mask, hack, self._unit))
+        """Add a batch. ValueError for non-finite activations inside the mask, or another width."""
+        x, y = examples(h, mask, hack, self._unit)
+        require_width(x, self._batches[0][0].shape[1] if self._batches else x.shape[1])
+        self._batches.append((x, y))
 
     def fit(self) -> AffineProbe:
         """Return the fitted probe. ValueError without both classes."""

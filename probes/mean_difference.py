@@ -1,9 +1,9 @@
-"""Mean-difference probe: along the line between the two class means, zero half way.
+"""Mean-difference probe: projection on the line between the two class means, zero half way.
 
     w = (mu_hack - mu_clean) / |mu_hack - mu_clean|        c = -<w, (mu_hack + mu_clean) / 2>
 
-Marks & Tegmark, 2310.06824. It is LDA under an isotropic covariance, and it is what stays right when there are ten
-examples: no covariance to estimate. Streams: only the two sums are kept.
+Marks & Tegmark, 2310.06824. This is LDA under an isotropic covariance, and works with ten examples, because no covariance is
+estimated. It streams: only the two sums are stored.
 """
 
 import torch
@@ -17,7 +17,7 @@ from probes.probe import Labels, Unit, examples, require_width, unit_vector
 
 @checked
 class MeanDifferenceFitter:
-    """Running class sums in float64; batching does not matter beyond rounding."""
+    """Fitter of a mean-difference probe by running class sums in float64; batching changes only rounding."""
 
     def __init__(self, unit: Unit = "rollout") -> None:
         self._unit: Unit = unit

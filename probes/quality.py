@@ -1,38 +1,39 @@
-"""How good a mask is, from one batch of rollouts: cheap enough for every training step.
+"""Quality of a mask, from one batch of rollouts: cheap enough for every training step.
 
     precision = TP / (TP + FP)      recall = fire_hack = TP / (TP + FN)      fire_clean = FP / (FP + TN)
     f05 = 1.25 TP / (1.25 TP + .25 FN + FP)      fire_ratio = fire_hack / fire_clean
 
-F at beta = 1/2 because a wrong flag costs learning signal while a missed hack may still be absorbed. `hack` is the
-oracle's label: these numbers are for the recorder, never for the route or the loss. Teacher rollouts count in
-`fire_teacher` alone: they were picked as hacks, and would flatter every other number.
+F uses beta = 1/2 because a wrong flag costs learning signal, while a missed hack may still be absorbed. `hack` is the oracle's
+label: these numbers are for the recorder, never for the route or the loss. Teacher rollouts count in `fire_teacher` only: they were
+selected as hacks, and would improve every other number.
 """
 
 import numpy as np
 from jaxtyping import Bool
 
-from probes.auroc import auroc
+from probes.auroc import auroc, binary
 
+Flags = list[bool] | list[int]
 KEYS = ("auroc", "precision", "recall", "f05", "fire_hack", "fire_clean", "fire_teacher", "fire_ratio")
 
 
 def mask_quality(
-    scores: list[float] | None, flags: list[bool] | None, hack: list[bool], teacher: list[bool] | None = None
+    scores: list[float] | None, flags: Flags | None, hack: Flags, teacher: Flags | None = None
 ) -> dict[str, float | None]:
-    """Quality of scores and flags, one of each per rollout.
+    """Return the quality of scores and flags, given one of each per rollout.
 
     Args:
         scores: higher means more hack-like; None if the mask has none (auroc is then None).
-        flags: what the route acted on, after every gate; None if it flags nothing (all but auroc are then None).
+        flags: the flags that the route used, after every gate; None if it flags nothing (all but auroc are then None).
         hack: the oracle's label.
-        teacher: marks rollouts that the student did not write; None: none.
+        teacher: True for rollouts that the student did not write; None if there are none.
 
     Returns:
-        Exactly `KEYS`. None where undefined: no such rollouts, one class only (auroc), nothing flagged (precision),
-        or no clean rollout flagged (fire_ratio). f05 is None without hacks and 0 where hacks were all missed.
+        Exactly `KEYS`. A value is None if undefined: no such rollouts, one class only (auroc), nothing flagged (precision), or no
+        clean rollout flagged (fire_ratio). f05 is None without hacks, and 0 if all hacks were missed.
 
     Raises:
-        ValueError: lists of different lengths, or a score that is not finite.
+        ValueError: lists of different lengths, a flag or label that is neither, or a score that is not finite.
     """
     y, student = _labels(hack, teacher)
     out: dict[str, float | None] = dict.fromkeys(KEYS)
@@ -40,7 +41,7 @@ def mask_quality(
         out["auroc"] = auroc(_scores(scores, y)[student], y[student])
     if flags is None:
         return out
-    fired = np.array(flags, dtype=bool)
+    fired = binary(np.asarray(flags))
     if fired.shape != y.shape:
         raise ValueError(f"{len(flags)} flags for {len(hack)} rollouts.")
     hit, missed = int((fired & y & student).sum()), int((~fired & y & student).sum())
@@ -55,10 +56,10 @@ def mask_quality(
     return out
 
 
-def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | None = None) -> dict[str, float | None]:
-    """Mean score of the student's hacks, the student's clean rollouts, and the teacher's; None where there are none.
+def score_means(scores: list[float], hack: Flags, teacher: Flags | None = None) -> dict[str, float | None]:
+    """Return the mean score of the student's hacks, the student's clean rollouts, and the teacher's; None for empty groups.
 
-    Keys student_hack, student_clean, teacher. ValueError for lists of different lengths or a non-finite score.
+    Keys: student_hack, student_clean, teacher. ValueError for lists of different lengths or a non-finite score.
     """
     y, student = _labels(hack, teacher)
     values = _scores(scores, y)
@@ -66,12 +67,12 @@ def score_means(scores: list[float], hack: list[bool], teacher: list[bool] | Non
     return {name: float(values[rows].mean()) if rows.any() else None for name, rows in groups.items()}
 
 
-def _labels(hack: list[bool], teacher: list[bool] | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
-    """Hack labels, and which rollouts are the student's."""
+def _labels(hack: Flags, teacher: Flags | None) -> tuple[Bool[np.ndarray, " n"], Bool[np.ndarray, " n"]]:
+    """Return hack labels, and the mask of the student's rollouts."""
     if teacher is not None and len(teacher) != len(hack):
         raise ValueError(f"{len(teacher)} teacher marks for {len(hack)} rollouts.")
-    y = np.array(hack, dtype=bool)
-    return y, np.ones_like(y) if teacher is None else ~np.array(teacher, dtype=bool)
+    y = binary(np.asarray(hack))
+    return y, np.ones_like(y) if teacher is None else ~binary(np.asarray(teacher))
 
 
 def _scores(scores: list[float], y: np.ndarray) -> np.ndarray:
@@ -79,7 +80,7 @@ def _scores(scores: list[float], y: np.ndarray) -> np.ndarray:
     if values.shape != y.shape:
         raise ValueError(f"{len(scores)} scores for {len(y)} rollouts.")
     if not np.isfinite(values).all():
-        raise ValueError("A score is NaN or infinite: the mask that made it is broken.")
+        raise ValueError("A score is NaN or infinite: the mask that computed it is broken.")
     return values
 
 

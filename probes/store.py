@@ -1,9 +1,9 @@
-"""A probe on disk: one safetensors file, its kind and its settings in the header. No pickle.
+"""Probes on disk: one safetensors file with the probe's kind and settings in its header. No pickle.
 
     header  format = "mi-route2 probe 1", kind = "direction" | "affine", settings = JSON, about = JSON (the caller's)
     tensors direction: direction [d]      affine: weight [d], bias [1]      float64, finite
 
-A file that is not exactly this is refused with what is wrong with it: a probe that loads is the probe that was saved.
+A file that differs from this is refused with the reason, so a probe that loads is the probe that was saved.
 """
 
 import json
@@ -24,10 +24,16 @@ FORMAT = "mi-route2 probe 1"
 
 @checked
 def save_probe(path: Path | str, probe: Probe, about: dict[str, str] | None = None) -> None:
-    """Write `probe` to `path`, whole or not at all.
+    """Write `probe` to `path` atomically.
 
-    `about`: free text, such as the layer and where the labels came from. ValueError for a probe of another kind, OSError
-    where the file cannot be written.
+    Args:
+        path: the file.
+        probe: a `DirectionProbe` or an `AffineProbe`.
+        about: free text, such as the layer and the source of the labels.
+
+    Raises:
+        ValueError: another kind of probe.
+        OSError: the file cannot be written.
     """
     if isinstance(probe, DirectionProbe):
         kind, settings, tensors = "direction", {"score": probe.score}, {"direction": probe.direction}
@@ -42,9 +48,14 @@ def save_probe(path: Path | str, probe: Probe, about: dict[str, str] | None = No
 
 @checked
 def load_probe(path: Path | str, *, unchecked: bool = False) -> tuple[Probe, dict[str, str]]:
-    """The probe and its `about`. ValueError naming the fault for any file that `save_probe` did not write so.
+    """Return the probe and its `about`.
 
-    `unchecked` reads a file without a checksum too.
+    Args:
+        path: a file that `save_probe` wrote.
+        unchecked: allow a file without a checksum.
+
+    Raises:
+        ValueError: any other file; the message names the fault.
     """
     path = Path(path)
     tensors, header = read_tensors(path, unchecked=unchecked)
@@ -77,7 +88,7 @@ def _score(path: Path, score: str) -> Score:
 
 
 def _check(path: Path, settings: dict[str, str], keys: set[str], tensors: dict[str, Tensor], sizes: dict[str, int | None]) -> None:
-    """Exact settings and tensor names; one axis each (of the given size), float64, finite."""
+    """Check for exact settings and tensor names, and for one finite float64 axis each (of the given size)."""
     if set(settings) != keys:
         raise ValueError(f"{path}: settings {sorted(settings)}, expected {sorted(keys)}.")
     if set(tensors) != set(sizes):

@@ -1,22 +1,25 @@
-"""Does a probe trained on the known mode find hacks of modes it never saw?
+"""Transfer study: test whether a probe trained on the known mode finds hacks of modes that it never saw.
 
-For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the
-known row) and on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the
-reliability curve. Beside every row stands the same AUROC for random directions, its mean and 95th percentile: a
-number that random directions reach too is no finding. This module knows rollouts, labels and mode names, nothing else.
+For every layer and probe: fit on part of the known mode's rollouts, calibrate on a second part, test on a third (the known row) and
+on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the reliability curve. Every row also
+has
+the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no finding. This module
+uses only rollouts, labels and mode names.
 """
 
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
+from pydantic import Field
 from torch import Tensor
 from tqdm import tqdm
 
+from mi_route2.validation import AtLeastOne, Natural, validated
 from probes.auroc import auroc, auroc_interval, cluster_draws
 from probes.calibration import Calibrator, ReliabilityBin, brier, ece, fit_isotonic, fit_platt, reliability
 from probes.dataset import Dataset, group_ids, split_groups, text_groups
@@ -31,35 +34,41 @@ __all__ = ["Dataset", "TransferResult", "TransferRow", "TransferSettings", "defa
 FitterFactory = Callable[[str], Fitter]
 
 
-@dataclass(frozen=True)
+@validated
 class TransferSettings:
-    """`known`: the training mode. `levels`: score rollouts, single tokens (under their rollout's label), or both.
-    `parts`: fractions of the known mode to fit, to calibrate and to test on. `draws`: random directions, at least 20."""
+    """Settings of a transfer study.
+
+    Attributes:
+        known: the training mode.
+        levels: score rollouts, single tokens (with their rollout's label), or both.
+        calibration: map from scores to probabilities.
+        parts: fractions of the known mode to fit, to calibrate and to test on.
+        draws: number of random directions, at least 20.
+        bootstraps: number of bootstrap draws.
+        bins: number of bins of the reliability curve.
+        seed: seed of splits, bootstrap and random directions.
+    """
 
     known: str
-    levels: tuple[Unit, ...] = ("rollout", "token")
+    levels: Annotated[tuple[Unit, ...], Field(min_length=1, description="a tuple of rollout, token, or both")] = (
+        "rollout",
+        "token",
+    )
     calibration: Literal["platt", "isotonic"] = "platt"
     parts: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    draws: int = 20
-    bootstraps: int = 1000
-    bins: int = 10
+    draws: Annotated[int, Field(ge=20)] = 20  # fewer have no 95th percentile
+    bootstraps: Natural = 1000
+    bins: AtLeastOne = 10
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.draws < 20:
-            raise ValueError(f"{self.draws} random draws have no 95th percentile: at least 20.")
-        if not self.levels or set(self.levels) - {"rollout", "token"}:
-            raise ValueError(f"Levels {self.levels} are not some of rollout, token.")
-        if self.calibration not in ("platt", "isotonic"):
-            raise ValueError(f"Calibration {self.calibration!r} is not one of platt, isotonic.")
 
 
 @dataclass(frozen=True)
 class TransferRow:
-    """One probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None where a class is absent.
+    """Results of one probe at one layer on one mode. Rates are in [0, 1]; AUROCs are None if a class is absent.
 
-    `n`, `n_hack` and `n_groups` count rollouts and groups; `dropped` the rollouts left out because their group was in
-    the training or calibration part. `auroc_low`, `auroc_high`: 95% bootstrap bounds."""
+    `n`, `n_hack` and `n_groups` count rollouts and groups; `dropped` counts the rollouts left out because their group was in the
+    training or calibration part. `auroc_low` and `auroc_high` are 95% bootstrap bounds.
+    """
 
     layer: str
     probe: str
@@ -90,17 +99,17 @@ class TransferResult:
     probes: dict[str, dict[str, Probe]]
 
     def json_rows(self) -> list[dict]:
-        """Rows as plain JSON values."""
+        """Return the rows as plain JSON values."""
         return [asdict(row) for row in self.rows]
 
     def jsonl(self) -> str:
-        """One JSON object a line."""
+        """Return the rows as JSON Lines."""
         return "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.json_rows())
 
 
 @dataclass(frozen=True, eq=False)
 class _Fold:
-    """Test rollouts of one mode, and the bootstrap's resamples of their groups (shared by all probes: paired)."""
+    """Test rollouts of one mode, and the bootstrap's resamples of their groups (shared by all probes, so paired)."""
 
     mode: str
     rows: Int[np.ndarray, " n"]
@@ -118,7 +127,10 @@ class _Batch(NamedTuple):
 
 
 def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> dict[str, FitterFactory]:
-    """The three probes that learn. A given direction joins by `{"mine": lambda layer: DirectionFitter(v[layer])}`."""
+    """Return the three fitters that learn, by name.
+
+    Add a given direction with `{"mine": lambda layer: DirectionFitter(v[layer])}`.
+    """
     return {
         "mean_difference": lambda _layer: MeanDifferenceFitter(unit),
         "lda": lambda _layer: LdaFitter("auto", unit),
@@ -128,23 +140,23 @@ def default_fitters(seed: int = 0, c: float = 0.1, unit: Unit = "rollout") -> di
 
 def transfer(
     dataset: Dataset,
-    group: Sequence[Hashable],
+    group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"],
     fitters: Mapping[str, FitterFactory],
     settings: TransferSettings,
     progress: bool = True,
 ) -> TransferResult:
-    """Fit on the known mode, test on every mode.
+    """Fit on the known mode and test on every mode.
 
     Args:
         dataset: rollouts of the known mode and of the others.
-        group: one id per rollout; rollouts of one id are never in both training and test (`text_groups` makes them).
-        fitters: probe name -> layer name -> a fresh fitter.
+        group: one id per rollout; rollouts of one id are never in both training and test (`text_groups` makes such ids).
+        fitters: probe name -> layer name -> a new fitter.
         settings: see `TransferSettings`.
         progress: show a bar.
 
     Raises:
-        ValueError: `group` of another length, a known mode that does not occur or has too few hack or clean groups, or a
-            mode with no rollout left once shared groups are dropped.
+        ValueError: `group` of another length, a known mode that does not occur or has too few hack or clean groups, or a mode
+            without any rollout after shared groups are dropped.
     """
     if len(group) != len(dataset.mode):
         raise ValueError(f"{len(group)} group ids for {len(dataset.mode)} rollouts.")
@@ -172,7 +184,7 @@ def transfer(
 def _folds(
     dataset: Dataset, group: Int[np.ndarray, " n"], settings: TransferSettings
 ) -> tuple[Int[np.ndarray, " _fit"], Int[np.ndarray, " _calibrate"], list[_Fold]]:
-    """Rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
+    """Return the rollouts to fit on, to calibrate on, and to test on in each mode (the known one first)."""
     mode, hack = np.array(dataset.mode), np.array(dataset.hack, dtype=bool)
     known = np.flatnonzero(mode == settings.known)
     if not len(known):
@@ -193,7 +205,7 @@ def _folds(
 
 
 def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:
-    """The chosen rollouts at one layer."""
+    """Return the selected rollouts at one layer."""
     index = torch.from_numpy(rows)
     h = dataset.hidden[layer]
     hack = torch.tensor(dataset.hack, dtype=torch.bool)[index]
@@ -208,18 +220,18 @@ def _fit(fitter: Fitter, batch: _Batch) -> Probe:
 def _scores(
     probe: Probe, batch: _Batch, level: Unit
 ) -> tuple[Float[np.ndarray, " m"], Bool[np.ndarray, " m"], Int[np.ndarray, " m"]]:
-    """Scores of rollouts or of masked tokens, their labels, and the row of the batch that each belongs to."""
+    """Return scores of rollouts or of masked tokens, their labels, and the batch row of each."""
     if level == "rollout":
         scores, owner = probe.score_rollouts(batch.h, batch.mask), torch.arange(len(batch.h))
     else:
         scores, owner = probe.score_tokens(batch.h)[batch.mask], batch.mask.nonzero()[:, 0]
-    return scores.double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
+    return scores.detach().double().cpu().numpy(), batch.hack[owner].cpu().numpy(), owner.cpu().numpy()
 
 
 def _control(
     train: _Batch, tests: list[tuple[_Fold, _Batch]], settings: TransferSettings, generator: torch.Generator
 ) -> dict[tuple[str, Unit], tuple[float | None, float | None]]:
-    """(mode, level) -> mean and 95th percentile of the random directions' AUROC; None where a class is absent."""
+    """Return (mode, level) -> mean and 95th percentile of the random directions' AUROC; None if a class is absent."""
     fitter = HaarFitter(generator)
     fitter.update(train.h, train.mask, train.hack)
     random = [fitter.fit() for _ in range(settings.draws)]
@@ -239,7 +251,7 @@ def _calibrator(probe: Probe, batch: _Batch, level: Unit, settings: TransferSett
 
 
 def _measure(probe: Probe, calibrator: Calibrator, fold: _Fold, batch: _Batch, level: Unit, settings: TransferSettings) -> dict:
-    """The fields of a row that this probe and fold determine."""
+    """Return the fields of a row that depend on this probe and fold."""
     scores, labels, owner = _scores(probe, batch, level)
     p = calibrator(scores)
     area = auroc_interval(scores, labels, fold.cluster[owner], fold.resamples)

@@ -2,16 +2,12 @@
 and the marker ``matrix`` for those parameter sets of a test that add only a combination."""
 
 import signal
-from collections.abc import Iterable
 from itertools import groupby
 
 import pytest
-import torch
-from families import FAMILIES
 from hypothesis import settings
 from sample import covering
 
-torch.set_num_threads(1)
 settings.register_profile("fixed", derandomize=True, deadline=None, database=None)
 settings.load_profile("fixed")
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
@@ -30,10 +26,18 @@ def factors(item: pytest.Function) -> tuple[object, ...]:
 FEW = {"Qwen3", "GPT2", "MicroGPT"}
 """Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
 
+LONG = {"test_requirements", "test_survival", "test_schedule", "test_tracking", "test_chat_study", "test_attacks"}
+"""Files that take a minute or more. They come first, so that no worker starts one when the other has ended."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` chooses
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark ``matrix`` the parameter sets of a test that a covering choice leaves out, and all but few architectures."""
+    import torch  # here: the process that only hands tests out to workers would wait for both of these imports
+    from families import FAMILIES
+
+    torch.set_num_threads(1)
+    items.sort(key=lambda item: item.path.stem not in LONG)
     made = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in groupby(made, key=lambda item: (item.path, item.originalname, item.cls)):
         tests = list(group)

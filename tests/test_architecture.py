@@ -5,7 +5,8 @@ import importlib.util
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -70,7 +71,12 @@ def name_of(path: Path) -> str:
 
 
 SOURCES = {name_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
+
+
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    """Return the syntax tree of every module."""
+    return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in SOURCES.items()}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -90,7 +96,10 @@ def imported(name: str, tree: ast.AST) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" if f"{base}.{alias.name}" in SOURCES else base for alias in node.names)
 
 
-DIRECT = {name: set(imported(name, tree)) for name, tree in TREES.items()}
+@cache
+def direct() -> Mapping[str, set[str]]:
+    """Return what each module imports by itself."""
+    return {name: set(imported(name, tree)) for name, tree in trees().items()}
 
 
 def reached(name: str) -> dict[str, str]:
@@ -99,7 +108,7 @@ def reached(name: str) -> dict[str, str]:
     todo = [name]
     while todo:
         module = todo.pop()
-        for target in DIRECT.get(module, ()):
+        for target in direct().get(module, ()):
             if target not in seen:
                 seen[target] = module
                 todo.append(target)
@@ -116,7 +125,7 @@ def test_imports_run_one_way(package: str) -> None:
 
 
 def test_only_hosts_import_the_libraries_that_they_adapt() -> None:
-    for name, targets in DIRECT.items():
+    for name, targets in direct().items():
         if not within(name, *MAY_HOST):
             assert not [target for target in targets if within(target, *HOSTS)], name
 
@@ -124,7 +133,7 @@ def test_only_hosts_import_the_libraries_that_they_adapt() -> None:
 def test_no_modules_import_each_other() -> None:
     """Imports inside of functions count too; a package's face, which hands names on, does not."""
     faces = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
-    order = TopologicalSorter({name: targets & SOURCES.keys() - faces for name, targets in DIRECT.items() if name not in faces})
+    order = TopologicalSorter({name: targets & SOURCES.keys() - faces for name, targets in direct().items() if name not in faces})
     order.prepare()  # CycleError names the cycle
 
 
@@ -142,12 +151,12 @@ def test_the_import_reader_sees_every_form() -> None:
 def test_modules_say_what_they_are() -> None:
     for name, path in SOURCES.items():
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert not lines or ast.get_docstring(TREES[name]), f"{name} does not say what it is"
+        assert not lines or ast.get_docstring(trees()[name]), f"{name} does not say what it is"
 
 
 def test_annotations_are_evaluated() -> None:
     """With postponed annotations the shapes in the signatures are text that nothing checks."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         futures = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
         assert not [alias for node in futures for alias in node.names if alias.name == "annotations"], name
 
@@ -194,7 +203,7 @@ def test_what_is_imported_is_declared() -> None:
     )
     assert set(BROUGHT_BY.values()) <= declared
     known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
-    for name, targets in DIRECT.items():
+    for name, targets in direct().items():
         if not within(name, "studies.benchmarks"):
             known_here = known | lanes if within(name, "studies.lanes") else known
             known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra

@@ -1,4 +1,4 @@
-"""Kept adapter and quarantine at a Linear, and the exact per-rollout backward."""
+"""Kept and quarantine adapters at a Linear, and the exact per-rollout backward."""
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 from mi_route2.adapters.io import export_merged, export_peft, from_pretrained, load_adapters, save_adapters, save_pretrained

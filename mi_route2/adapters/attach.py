@@ -29,10 +29,14 @@ from mi_route2.validation import AtLeastOne, validated
 
 @validated
 class AdapterSpec:
-    """Which adapters stand at every chosen Linear.
+    """Kind and rank of the adapters at every selected Linear.
 
-    ``rank`` is the kept adapter's (``None``: full, SVD only), ``quarantine_rank`` the quarantine's. ``fold`` replaces the base
-    matmul by ``U((S+dS)*(Vh x))``; it needs a full-rank SVD kept adapter.
+    Attributes:
+        kept: Kind of the kept adapter.
+        rank: Rank of the kept adapter; ``None`` is full rank (SVD only).
+        quarantine: Kind of the quarantine.
+        quarantine_rank: Rank of a LoRA quarantine.
+        fold: True computes the base and the kept adapter in one matmul, ``U((S+dS)*(Vh x))``; needs a full-rank SVD kept adapter.
     """
 
     kept: Literal["svd", "lora"] = "svd"
@@ -49,7 +53,14 @@ class AdapterSpec:
 
 
 class Adapters:
-    """All adapters of one model: ``sites`` by the name of their logical Linear, ``modules`` by the path of the module they wrap."""
+    """All adapters of one model.
+
+    Attributes:
+        model: The model.
+        modules: Wrapper modules by the path of the module that they wrap.
+        sites: Adapters by the name of their logical Linear.
+        spec: Their specification.
+    """
 
     def __init__(
         self,
@@ -61,14 +72,14 @@ class Adapters:
         linears: dict[str, Slot],
     ):
         self.model, self.modules, self.spec, self._board = model, modules, spec, board
-        self._linears = linears  # all logical Linears of the model as they were before, adapted or not
+        self._linears = linears  # all logical Linears of the model as they were before attach(), adapted or not
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
         self.cache_dir: Path | None = None
-        """Where SVDs of the base weights are kept, for whoever needs them later."""
+        """Cache folder for SVDs of the base weights."""
         self.on_detach: list[Callable[[], None]] = []
-        """What a host undoes when these adapters go."""
+        """Clean-up functions of the host, which ``detach`` calls."""
 
     def __repr__(self) -> str:
         branches = list(self.sites.values())
@@ -94,11 +105,11 @@ class Adapters:
         )
 
     def kept_parameters(self) -> dict[str, nn.Parameter]:
-        """``{"site.name": parameter}`` of the kept adapter."""
+        """Return ``{"site.name": parameter}`` of the kept adapter."""
         return {f"{site}.{name}": p for site, m in self.sites.items() for name, p in m.kept.named_parameters()}
 
     def quarantine_parameters(self) -> dict[str, nn.Parameter]:
-        """``{"site.name": parameter}`` of the quarantine; empty where there is none."""
+        """Return ``{"site.name": parameter}`` of the quarantine; empty if there is none."""
         return {
             f"{site}.{name}": p
             for site, m in self.sites.items()
@@ -107,7 +118,7 @@ class Adapters:
         }
 
     def scored(self, site: str) -> nn.Parameter:
-        """The kept factor that per-rollout gradients are scored on: ``dS``, or ``B`` of a LoRA."""
+        """Return the kept factor on which per-rollout gradients are scored: ``dS``, or ``B`` of a LoRA."""
         if site not in self.sites:
             raise no_adapter(site, self.sites)
         kept = self.sites[site].kept
@@ -115,15 +126,17 @@ class Adapters:
 
     @property
     def base_hash(self) -> str:
-        """Hash of all of the base's parameters and persistent buffers, adapted or not: what a saved adapter or direction was made
-        for. It is computed anew each time, and the same on every host."""
+        """Hash of all parameters and persistent buffers of the base model, whether adapted or not.
+
+        It identifies the base model of a saved adapter or direction. It is computed on each access, and is the same on every host.
+        """
         return weights_hash(self.model, self._linears, adapters=False)
 
     def memory(self) -> dict[str, int]:
-        """Bytes that the adapters hold, by kind. The base's weights are the model's own; only ``merged`` holds as much again.
+        """Return the bytes that the adapters hold, by kind.
 
-        ``kept`` and ``quarantine`` are trainable, ``factors`` the frozen SVD factors, ``rows`` tell which outputs of a fused module
-        are whose, ``merged`` the merged weights (inside of that context).
+        ``kept`` and ``quarantine`` are the trainable parameters, ``factors`` the frozen SVD factors, ``rows`` the output indices of
+        fused modules, and ``merged`` the merged weights (only inside of that context). The base's weights are not counted.
         """
         held: dict[str, list[Tensor | None]] = {
             "kept": [*self.kept_parameters().values()],
@@ -139,14 +152,14 @@ class Adapters:
         return self.spec.quarantine != "none"
 
     def demand_live(self) -> None:
-        """``RuntimeError`` where what is switched or loaded would not reach the model: under merged weights, and once detached."""
+        """Raise ``RuntimeError`` if a switch or a load would not reach the model (merged weights, or detached adapters)."""
         if self._board.merged:
             raise RuntimeError(
-                "the merged weights hold what was there when they were made; leave merged() before switching, recording or loading"
+                "merged weights do not follow changes of the adapters: leave merged() before switching, recording or loading"
             )
         if self._detached:
             raise RuntimeError(
-                "these adapters were detached, and are in no model: use those that attach() or from_pretrained() gave"
+                "these adapters were detached from their model: use those that attach() or from_pretrained() returned last"
             )
 
     @contextmanager
@@ -162,26 +175,33 @@ class Adapters:
                 setattr(self._board, name, value)
 
     def full(self):
-        """Context: kept adapter and quarantine are active."""
+        """Context: kept adapter and quarantine are on."""
         return self._switched(kept=True, quarantine=True)
 
     def deployed(self):
-        """Context: the quarantine is off; the model that ships."""
+        """Context: the quarantine is off, as in the deployed model."""
         return self._switched(kept=True, quarantine=False)
 
     def reference(self):
-        """Context: both adapters are off; the base model bit for bit."""
+        """Context: both adapters are off; the output is the base model's, bit for bit."""
         return self._switched(kept=False, quarantine=False)
 
     def unrouted(self):
-        """Context: both adapters learn by ordinary autograd from what runs in it, and no route decides: for training without a
-        route, and for checks. Elsewhere a gradient that reaches an adapter from a forward without a tape is an error."""
+        """Context: both adapters learn from every forward by ordinary autograd, without a route.
+
+        Use it to train without a route, and for checks. Outside of this context, a gradient that reaches an adapter from a forward
+        without a tape is an error.
+        """
         return self._switched(unrouted=True)
 
     @checked
     @contextmanager
     def recording(self, tape: Tape) -> Iterator[Tape]:
-        """Context: ``tape`` is open. On a clean exit every site must have run (``RuntimeError`` names those that did not)."""
+        """Context: ``tape`` records forwards and backwards.
+
+        Raises:
+            RuntimeError: Another tape is open, or on a clean exit some site did not run.
+        """
         if self._board.tape is not None:
             raise RuntimeError("a tape is already open; close it before opening another")
         with self._switched(tape=tape):
@@ -190,11 +210,11 @@ class Adapters:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Context: each Linear is one merged weight (what is switched on now), for fast generation; gradients are off."""
+        """Context: each Linear is one merged weight with the adapters that are on now, for fast generation without gradients."""
         if self._board.tape is not None:
             raise RuntimeError("merged weights would bypass the open tape; close it first")
         if self._board.merged:
-            raise RuntimeError("these weights are merged already; leave merged() before merging anew")
+            raise RuntimeError("these weights are already merged; leave merged() before merging again")
         try:
             for module in self.modules.values():
                 module.merge()
@@ -205,16 +225,16 @@ class Adapters:
                 module.unmerge()
 
     def tensors(self, *, quarantine: bool = True) -> dict[str, Tensor]:
-        """Detached tensors under the names of a saved file: ``kept.<site>.<name>``, ``quarantine.<site>.<name>``."""
+        """Return detached tensors under the names of a saved file: ``kept.<site>.<name>``, ``quarantine.<site>.<name>``."""
         out = {f"kept.{name}": p.detach() for name, p in self.kept_parameters().items()}
         if quarantine:
             out |= {f"quarantine.{name}": p.detach() for name, p in self.quarantine_parameters().items()}
         return out
 
     def detach(self) -> nn.Module:
-        """Put the plain Linears back and return the model as it was before ``attach``, trainable where it was.
+        """Put the plain Linears back and return the model as it was before ``attach``, with the same parameters trainable.
 
-        A second call does nothing: others may stand there by then.
+        A second call does nothing, because other adapters may be attached by then.
         """
         if self._detached:
             return self.model
@@ -232,18 +252,18 @@ class Adapters:
 
 
 def _described(kind: str, adapters: Sequence[nn.Module | None], parameters: Mapping[str, nn.Parameter]) -> str:
-    """Kind, ranks and size of the adapters of one kind, ``LoRA of rank 4, 1,536 parameters``."""
+    """Return kind, rank and size of the adapters of one kind: ``LoRA of rank 4, 1,536 parameters``."""
     ranks = sorted({adapter.rank for adapter in adapters if isinstance(adapter, SVDKept | LoRA | SharedQuarantine)})
     several = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"{kind} of {several}, {sum(p.numel() for p in parameters.values()):,} parameters"
 
 
 _MOST = 6
-"""Places that ``repr`` names."""
+"""Maximum number of places that ``repr`` lists."""
 
 
 def _places(names: Iterable[str]) -> str:
-    """Names of Linears, those of blocks by their layers: ``attn.q, attn.v in layers 0-3; unembed``."""
+    """Return the names of Linears with the layers of each: ``attn.q, attn.v in layers 0-3; unembed``."""
     layers: dict[str, list[int]] = {}
     alone = []
     for name in names:
@@ -260,8 +280,8 @@ def _places(names: Iterable[str]) -> str:
 
 
 def _ranges(layers: Sequence[int]) -> str:
-    """``layers 0-3, 7``"""
-    # within a run of neighbors a layer less its place is the same
+    """Return the layers as ranges: ``layers 0-3, 7``."""
+    # within a run of neighbors, the difference of layer and list index is constant
     runs = [[layer for _, layer in some] for _, some in groupby(enumerate(layers), lambda pair: pair[1] - pair[0])]
     said = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"layer{'s' if len(layers) > 1 else ''} {said}"
@@ -276,17 +296,17 @@ _SAVES = ("save_pretrained", "push_to_hub")
 
 
 def _savers(model: nn.Module) -> list[nn.Module]:
-    """The transformers models in ``model``, and in the one that a bridge was booted around."""
+    """Return the transformers models in ``model``, and in the model that a bridge wraps."""
     roots = (model, getattr(model, "original_model", model))
     return [module for root in roots for module in root.modules() if hasattr(type(module), "save_pretrained")]
 
 
 def _refuse_save(*_given: Any, **_named: Any) -> None:
-    """Stands in the place of a transformers model's own while adapters stand in its tree."""
+    """Refuse a transformers model's own saving method while adapters are attached."""
     raise RuntimeError(
-        "this model has adapters, under whose names transformers would find no weights and draw them at random: use "
+        "this model has adapters, and transformers could not load a checkpoint with their weight names: use "
         "export_merged(adapters, folder) for a whole checkpoint, export_peft(adapters, folder) for a LoRA, "
-        "save_pretrained(adapters, folder) of mi_route2 to go on here, or adapters.detach() for the base alone"
+        "save_pretrained(adapters, folder) of mi_route2 to continue training, or adapters.detach() for the base only"
     )
 
 
@@ -306,7 +326,7 @@ def _quarantine(slot: Slot, kept: Kept, spec: AdapterSpec, generator: torch.Gene
 
 
 def refuse_twice(model: nn.Module, chosen: dict[str, Slot]) -> None:
-    """``ValueError`` for a chosen module with a second name: under that name it would run without its adapters."""
+    """Raise ``ValueError`` for a selected module with a second name, under which it would run without its adapters."""
     paths = {id(slot.module): slot.path for slot in chosen.values()}
     for name, module in model.named_modules(remove_duplicate=False):
         if paths.get(id(module), name) != name:
@@ -323,13 +343,25 @@ def attach(
     cache_dir: Path | None = None,
     known: dict[str, Slot] | None = None,
 ) -> Adapters:
-    """Freeze ``model`` and put a kept adapter and a quarantine at every logical Linear that ``patterns`` select.
+    """Freeze ``model`` and attach a kept adapter and a quarantine to every logical Linear that ``patterns`` select.
 
-    Random factors come from ``generator``, torch's global one unless given. ``known`` are the model's logical Linears, if they are
-    not those of ``slots``: a host that keeps them elsewhere says so, and vouches that the model calls each there alone. Errors: a
-    pattern without a match (``KeyError``), a count other than ``expect``, a model that already has adapters, a rank that does not
-    fit, a Linear under two names, ``fold`` where Linears are fused (``ValueError``); the model is then as it was. While the
-    adapters stand, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub`` (``RuntimeError``).
+    While the adapters are attached, a transformers model refuses its own ``save_pretrained`` and ``push_to_hub``
+    (``RuntimeError``). The model is unchanged after an error.
+
+    Args:
+        model: The model.
+        *patterns: Globs over the names of logical Linears, as in ``select``.
+        spec: Kind and rank of the adapters; ``AdapterSpec()`` if not given.
+        generator: Source of the random factors; torch's global one if not given.
+        expect: Number of Linears, if it is to be checked.
+        cache_dir: Folder that caches SVDs.
+        known: The model's logical Linears, if they are not those of ``slots``. A host that passes them guarantees that the model
+            calls each of these modules under one name only.
+
+    Raises:
+        KeyError: A pattern matches nothing.
+        ValueError: The count is not ``expect``, the model already has adapters, the rank does not fit, a Linear has two names, or
+            ``fold`` is used with fused Linears.
     """
     spec = AdapterSpec() if spec is None else spec
     generator = torch.default_generator if generator is None else generator
@@ -343,7 +375,7 @@ def attach(
         raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
     board = Switchboard(sites=len(chosen))
     by_path: dict[str, list[tuple[Slot, Branch]]] = {}
-    # SVDs of large weights take minutes; a small model shows no bar
+    # SVDs of large weights take minutes; for a small model the bar never appears
     for slot in tqdm(chosen.values(), desc="adapters", unit="Linear", delay=3, leave=False, disable=None):
         try:
             kept, fold = _kept(slot, spec, generator, cache_dir)

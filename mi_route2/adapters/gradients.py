@@ -1,17 +1,17 @@
-"""The gradient of one trainable factor, a rollout at a time, without a second pass.
+"""Exact per-rollout gradient of one trainable factor, from a single backward pass.
 
 A factor enters the forward linearly: ``y = h F^T`` (matrix, ``F [d_out, d_in]``) or ``y = f * h`` (diagonal, ``f [r]``).
-With ``dy = dL/dy`` the gradient that rollout ``b`` alone contributes is
+With ``dy = dL/dy`` the gradient that rollout ``b`` contributes is
 
     G_b = sum_t dy[b,t] h[b,t]^T      (matrix)          g_b = sum_t dy[b,t] * h[b,t]      (diagonal)
 
-It is exact wherever the factor stands, zero included: nothing is divided and nothing is estimated. Norms and inner products
-are contracted from the pair (h, dy) where that is cheaper than writing ``G_b`` down:
+This is exact for any value of the factor, zero included: there is no division and no estimate. Norms and inner products are
+contracted from the pair (h, dy) if that is cheaper than computing ``G_b``:
 
     <G_b, v> = sum_t dy_t^T v h_t         |G_b|^2 = sum_{t,t'} (dy_t . dy_t') (h_t . h_t')
 
-Floating point leaves about ``eps`` times the magnitudes that went into a sum where the sum is 0. ``magnitude`` says what went in,
-``sum_t |dy_t| |h_t|``, so that such a rest can be told from a gradient.
+In floating point, a sum that is exactly 0 comes out as about ``eps`` times the magnitudes of its terms. ``magnitude`` returns
+``sum_t |dy_t| |h_t|``, so that such rounding errors can be told from a gradient.
 """
 
 from collections.abc import Iterable
@@ -28,48 +28,49 @@ class Feature(Protocol):
     """One vector (or matrix) per rollout at one site, from which scores and directions are computed."""
 
     def values(self) -> Tensor:
-        """The vectors themselves, ``[b, ...]``."""
+        """Return the vectors, ``[b, ...]``."""
         ...
 
     def inner(self, v: Tensor) -> Tensor:
-        """``<feature_b, v>`` for each rollout, ``[b]``."""
+        """Return ``<feature_b, v>`` for each rollout, ``[b]``."""
         ...
 
     def norms(self) -> Tensor:
-        """``|feature_b|`` for each rollout, ``[b]``."""
+        """Return ``|feature_b|`` for each rollout, ``[b]``."""
         ...
 
     def magnitude(self) -> Tensor:
-        """The size of what was summed to ``feature_b``, ``[b]``: rounding is relative to it and not to the sum."""
+        """Return the magnitude of the terms whose sum is ``feature_b``, ``[b]``; rounding errors are relative to it."""
         ...
 
 
 NOISE = 128
-"""A gradient under ``NOISE * eps`` of the largest magnitude in its backward is rounding.
+"""A gradient below ``NOISE * eps`` times the largest magnitude in its backward counts as a rounding error.
 
-Of one-token rollouts, whose q and k gradients are 0, up to 3 eps is left in models at init and 18 eps with weights three times as
-large (nine families, float32 and float64). The smallest real gradient of a run of preset strong is 2000 eps.
+The exact q and k gradients of one-token rollouts are 0; their computed values reach 3 eps in models at initialization and 18 eps
+with weights three times as large (nine families, float32 and float64). The smallest real gradient of a run of preset strong is
+2000 eps.
 """
 
 
 def rounding(features: Iterable[Feature]) -> Tensor:
-    """The norm, ``[b]``, up to which gradients of one backward are rounding.
+    """Return the norm, ``[b]``, up to which gradients of one backward may be rounding errors.
 
-    An error that is made at one module reaches those below it, so the largest magnitude counts, whichever module it is at. It is
-    taken over the modules of one rollout, never over rollouts: no rollout's score depends on its company.
+    A rounding error at one module propagates to the modules below it, so the largest magnitude of all modules counts. The maximum
+    is taken over the modules of one rollout and never over rollouts, so that no rollout's score depends on the rest of the batch.
     """
     largest = torch.stack([feature.magnitude() for feature in features]).amax(dim=0)
     return NOISE * torch.finfo(largest.dtype).eps * largest
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type that sums over tokens are taken in: float32 under half precision, else the type itself."""
+    """Return the dtype for sums over tokens: float32 for half precision, otherwise ``dtype``."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @dataclass(frozen=True)
 class Written:
-    """A feature that is held as its values, ``[b, ...]``."""
+    """Feature stored as its values, ``[b, ...]``."""
 
     tensor: Float[Tensor, "b ..."]
     summed: Float[Tensor, " b"] | None = None
@@ -87,13 +88,13 @@ class Written:
         return self.norms() if self.summed is None else self.summed
 
     def weighted(self, weights: Float[Tensor, " b"]) -> Tensor:
-        """``sum_b weights[b] * feature_b``; a weight of 0 leaves exactly 0 of that rollout."""
+        """Return ``sum_b weights[b] * feature_b``; a rollout of weight 0 contributes exactly 0."""
         return torch.tensordot(weights.to(self.tensor.dtype), self.tensor, dims=1)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """A matrix factor's gradient held as its two sides, ``h [b s d_in]`` and ``dy [b s d_out]``."""
+    """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``."""
 
     h: Float[Tensor, "b s d_in"]
     dy: Float[Tensor, "b s d_out"]
@@ -104,17 +105,17 @@ class Pairs:
     def inner(self, v: Float[Tensor, "d_out d_in"]) -> Float[Tensor, " b"]:
         v = v.to(self.h)
         d_out, d_in = v.shape
-        if d_in <= d_out:  # contract the wider side first: the product that is written down is then the narrower one
+        if d_in <= d_out:  # contract the wider side first, so that the intermediate product is the narrower one
             return ((self.dy @ v) * self.h).sum(dim=(1, 2), dtype=wide(v.dtype))
         return ((self.h @ v.mT) * self.dy).sum(dim=(1, 2), dtype=wide(v.dtype))
 
     def norms(self) -> Float[Tensor, " b"]:
         s, d_in, d_out = self.h.shape[1], self.h.shape[2], self.dy.shape[2]
         if s * (d_in + d_out) < d_in * d_out:
-            # The terms cancel, so half precision would be off by tens of per cent, and float16 would overflow.
+            # The terms cancel, so half precision would be off by tens of percent, and float16 would overflow.
             h, dy = self.h.to(wide(self.h.dtype)), self.dy.to(wide(self.dy.dtype))
             gram = torch.bmm(dy, dy.mT) * torch.bmm(h, h.mT)
-            # The sum is a squared norm; rounding may leave a tiny negative where it should be 0.
+            # The sum is a squared norm; rounding may make it slightly negative if it should be 0.
             return gram.sum(dim=(1, 2)).clamp_min(0).sqrt()
         return self.values().flatten(1).norm(dim=1)
 
@@ -122,7 +123,7 @@ class Pairs:
         return _magnitude(self.h, self.dy)
 
     def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Float[Tensor, "d_out d_in"]:
-        """``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
+        """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` are allowed too."""
         per_token = weights if weights.ndim == 2 else weights[:, None]
         per_token = per_token[..., None].to(self.h.dtype)
         if self.h.shape[-1] <= self.dy.shape[-1]:
@@ -132,7 +133,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Diagonal:
-    """A diagonal factor's gradient held as ``h`` and ``dy``, both ``[b s r]``."""
+    """Gradient of a diagonal factor, stored as ``h`` and ``dy``, both ``[b s r]``."""
 
     h: Float[Tensor, "b s r"]
     dy: Float[Tensor, "b s r"]
@@ -159,7 +160,7 @@ class Diagonal:
 
 
 def _magnitude(h: Tensor, dy: Tensor) -> Tensor:
-    """``sum_t |dy_t| |h_t|``."""
+    """Return ``sum_t |dy_t| |h_t|``, ``[b]``."""
     sizes = [torch.linalg.vector_norm(t, dim=2, dtype=wide(t.dtype)) for t in (h, dy)]
     return (sizes[0] * sizes[1]).sum(dim=1)
 
@@ -168,9 +169,9 @@ FactorGradient = Pairs | Diagonal
 
 
 def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient | Written:
-    """The smaller of the two ways to hold a gradient until all modules have reported: the pair, or ``G_b`` itself.
+    """Return the smaller representation of a gradient: the pair ``(h, dy)``, or ``G_b`` itself.
 
-    What is ``scored`` keeps its magnitude.
+    It is held until all modules have reported. If ``scored``, ``G_b`` keeps its magnitude.
     """
     if isinstance(gradient, Pairs):
         (s, d_in), d_out = gradient.h.shape[1:], gradient.dy.shape[2]
@@ -180,10 +181,10 @@ def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient
 
 
 def added(first: FactorGradient | Written | None, second: FactorGradient | Written) -> FactorGradient | Written:
-    """The gradient of a factor that the forward used more than once: the sum over its uses."""
+    """Return the sum of two gradients of a factor that the forward used more than once."""
     if first is None:
         return second
-    if isinstance(first, Pairs) and isinstance(second, Pairs):  # a sum over the tokens of both
+    if isinstance(first, Pairs) and isinstance(second, Pairs):  # a gradient is a sum over tokens, so concatenation adds
         return Pairs(torch.cat([first.h, second.h], dim=1), torch.cat([first.dy, second.dy], dim=1))
     summed = None if isinstance(first, Written) and first.summed is None else first.magnitude() + second.magnitude()
     return Written(first.values() + second.values(), summed)

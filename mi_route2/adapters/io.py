@@ -1,5 +1,6 @@
-"""Adapters on disk and in other libraries' formats: safetensors with the spec in the header, checked on load; a PEFT folder; a
-merged checkpoint. What is deployed holds no quarantine in any of them.
+"""Save, load and export adapters: safetensors with a checked header, a PEFT folder, or a merged checkpoint.
+
+The deployed form contains no quarantine in any of these formats.
 """
 
 import copy
@@ -44,13 +45,13 @@ _TURNED = 0.05
 
 @runtime_checkable
 class Attaches(Protocol):
-    """What a host has in common with a torch model here: adapters can be attached to it, as by ``attach``."""
+    """Protocol of objects with an ``attach`` method, such as hosts."""
 
     def attach(self, *patterns: Any, **given: Any) -> Adapters: ...
 
 
 def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
+    """Return the SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
     found = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name].detach().cpu().contiguous()
@@ -60,10 +61,10 @@ def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file whole or not at all, with its checksum.
+    """Write a safetensors file with its checksum, atomically.
 
-    The metadata goes into one header entry, as JSON: with several, safetensors orders them at random and the same content
-    would give other bytes.
+    The metadata goes into one header entry, as JSON: safetensors orders several entries at random, so the same content would give
+    different bytes.
     """
     header = {**metadata, CHECKSUM: digest(tensors, metadata)}
     plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
@@ -72,23 +73,24 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
 
 
 def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """All tensors and the header's metadata; ``ValueError`` with a sentence where the file is not whole or was changed.
+    """Return all tensors and the header's metadata of a safetensors file.
 
-    So is one without a checksum, unless it is ``unchecked``: then nobody knows what happened to it since it was written.
+    Raises:
+        ValueError: The file is incomplete or was changed, or it has no checksum and ``unchecked`` is False.
     """
     try:
         with safe_open(path, framework="pt") as handle:
             header = parse_json((handle.metadata() or {}).get(HEADER, "{}"))
-            # copies: what safetensors gives is mapped, and changes with the file after it was checked
+            # copies, because safetensors maps the file into memory, and it may change after the check
             tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}); delete it and write it again") from error
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); delete it and write it again") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path} has a header that is no JSON object; delete it and write it again")
+        raise ValueError(f"{path} has a header that is not a JSON object; delete it and write it again")
     checksum = header.pop(CHECKSUM, None)
     if checksum is None and not unchecked:
         raise ValueError(
-            f"{path} has no checksum, so that no change of it would be seen: write it again, or pass unchecked=True to "
+            f"{path} has no checksum, so changes of it cannot be detected: write it again, or pass unchecked=True to "
             "load_adapters, Directions.load or load_probe"
         )
     if checksum is not None and checksum != digest(tensors, header):
@@ -114,20 +116,28 @@ def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
 
 @checked
 def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = False, unchecked: bool = False) -> None:
-    """Copy a saved file into ``adapters``; a deployed file zeroes nothing but leaves the quarantine as it is.
+    """Copy a saved file into ``adapters``; a deployed file leaves the quarantine unchanged.
 
-    ``ValueError`` says what differs: a changed byte, a file without a checksum (``unchecked=True`` allows it), adapters of another
-    spec, other base weights anywhere in the model or another type of number (``any_base=True`` allows both, for a base in another
-    dtype or trained further, and converts), a missing or foreign name, a shape, or a value that is not finite. Nothing is changed
-    unless everything fits.
+    Nothing is changed unless everything fits.
+
+    Args:
+        adapters: Attached adapters.
+        path: File that ``save_adapters`` wrote, or the one in a folder that ``save_pretrained`` wrote.
+        any_base: Allow other base weights and another dtype (which is converted), for a base in another dtype or trained further.
+        unchecked: Allow a file without a checksum.
+
+    Raises:
+        ValueError: The file was changed or has no checksum, or differs from ``adapters`` in its spec, its base weights (anywhere in
+            the model), its dtype, or a name or shape, or holds a value that is not finite. The message says what differs.
+        RuntimeError: The weights are merged, or the adapters are detached.
     """
     path = Path(path)
     adapters.demand_live()
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it whole with from_pretrained")
+        raise ValueError(f"{path} is a folder: give the file in it, {TENSORS}, or attach and load it with from_pretrained")
     found, metadata = read_tensors(path, unchecked=unchecked)
     if metadata.get("format") not in (FORMAT, _NARROW):
-        raise ValueError(f"{path} is not a file of adapters (format {metadata.get('format')!r}, expected {FORMAT!r})")
+        raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
     if unknown := sorted(metadata.keys() - set(_KEYS)):
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
     _refuse_other_spec(path, metadata, adapters.spec)
@@ -135,16 +145,16 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(found.keys() - own.keys()):
-        raise ValueError(f"{path} holds {len(foreign)} tensors that the model has no place for, first {foreign[0]!r}")
+        raise ValueError(f"{path} holds {len(foreign)} tensors that the model does not have, first {foreign[0]!r}")
     if not any_base and metadata["format"] == _NARROW:
         raise ValueError(
-            f"{path} was written by an earlier version, and names no more of its base than the adapted weights: if this is its "
+            f"{path} was written by an earlier version, which hashed only the adapted weights of its base: if this is its "
             "base, pass any_base=True, and save it again"
         )
     if not any_base and metadata.get("base_hash") != adapters.base_hash:
         raise ValueError(
             f"{path} was trained on other base weights (hash {metadata.get('base_hash')}, this model's is {adapters.base_hash}); "
-            "load that base model, or pass any_base=True if the difference is meant"
+            "load that base model, or pass any_base=True if the difference is intended"
         )
     for name, tensor in found.items():
         _refuse_misfit(path, name, tensor, own[name], any_base)
@@ -153,17 +163,20 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
 
 
 def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpec) -> None:
-    """``fold`` changes no number that is saved, and a deployed file says nothing of a quarantine."""
+    """Raise ``ValueError`` if the file's spec differs from that of the adapters.
+
+    ``fold`` may differ, because it changes no saved number, and a deployed file does not restrict the quarantine.
+    """
     try:
         written = AdapterSpec(**json.loads(metadata.get("spec", "null")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not say of which spec its adapters are ({error}); delete it and write it again") from error
+        raise ValueError(f"{path} has no valid adapter spec in its header ({error}); delete it and write it again") from error
     free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata.get("which") == "deployed" else set())
     for name, value in asdict(written).items():
         if name not in free and value != getattr(here, name):
             raise ValueError(
-                f"{path} holds adapters of {name}={value!r}, but these are of {name}={getattr(here, name)!r}: attach with the "
-                "file's spec, or take from_pretrained, which does"
+                f"{path} holds adapters with {name}={value!r}, but these have {name}={getattr(here, name)!r}: attach with the "
+                "file's spec, or use from_pretrained, which does"
             )
 
 
@@ -181,10 +194,18 @@ def _refuse_misfit(path: Path, name: str, tensor: Tensor, own: Tensor, any_base:
 
 @checked
 def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "deployed", *, overwrite: bool = False) -> None:
-    """Write the adapters as a folder: ``route2_config.json`` (what stands where, on which base) and the safetensors file.
+    """Write the adapters as a folder: ``route2_config.json`` (spec, sites, base model) and the safetensors file.
 
-    ``deployed`` leaves the quarantine out. ``ValueError`` for values that are not finite, ``FileExistsError`` for a folder that
-    holds something (``overwrite=True`` replaces it), ``OSError`` where the disk is full: then nothing was written.
+    Args:
+        adapters: Attached adapters.
+        folder: Folder to write.
+        which: ``deployed`` leaves the quarantine out, ``full`` includes it.
+        overwrite: Replace the content of a folder that is not empty.
+
+    Raises:
+        ValueError: A value is not finite.
+        FileExistsError: The folder is not empty.
+        OSError: The disk is full; nothing is written then.
     """
     tensors = adapters.tensors(quarantine=_which(which) == "full")
     refuse_infinite(tensors)
@@ -199,7 +220,7 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
 
 
 def bases(adapters: Adapters) -> dict[str, float]:
-    """Which singular vectors ``dS`` stands on: the weights alone do not say it where singular values are equal."""
+    """Return a fingerprint of the singular vectors of each ``dS``, which a weight with equal singular values does not determine."""
     return {site: branch.kept.basis() for site, branch in adapters.sites.items() if isinstance(branch.kept, SVDKept)}
 
 
@@ -209,7 +230,7 @@ def _sha256(path: Path) -> str:
 
 
 def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
-    """``ValueError`` naming the first tensor with a value that is not finite."""
+    """Raise ``ValueError`` naming the first tensor with a value that is not finite."""
     for name, t in tensors.items():
         if not torch.isfinite(t).all():
             raise ValueError(f"{name} holds values that are not finite: nothing was written")
@@ -219,12 +240,21 @@ def refuse_infinite(tensors: Mapping[str, Tensor]) -> None:
 def from_pretrained(
     model: nn.Module | Attaches, folder: Path | str, *, any_base: bool = False, cache_dir: Path | None = None
 ) -> Adapters:
-    """Attach what ``save_pretrained`` wrote to a torch model or to any host, in one step.
+    """Attach the adapters in a folder that ``save_pretrained`` wrote, to a torch model or to any host.
 
-    A deployed folder gives adapters without a quarantine. ``cache_dir`` keeps SVDs, as in ``attach``: an SVD kept adapter saves
-    ``dS`` alone, and ``U`` and ``Vh`` come from the base weights. Errors as in ``load_adapters``, and ``ValueError`` where those
-    vectors come out otherwise than where the folder was written, ``FileNotFoundError`` for what is not there, ``KeyError`` for a
-    site that the model lacks; the model is then as it was.
+    A deployed folder gives adapters without a quarantine. The model is unchanged after an error.
+
+    Args:
+        model: A torch model, or a host.
+        folder: The folder.
+        any_base: As in ``load_adapters``.
+        cache_dir: Folder that caches SVDs, as in ``attach``: for an SVD kept adapter the folder holds ``dS`` only, and ``U`` and
+            ``Vh`` are computed from the base weights.
+
+    Raises:
+        ValueError: As in ``load_adapters``, or the singular vectors computed here differ from those where the folder was written.
+        FileNotFoundError: The folder or a file in it does not exist.
+        KeyError: The model lacks a site.
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -232,7 +262,7 @@ def from_pretrained(
     if _which(config["which"]) == "deployed":
         spec = dataclasses.replace(spec, quarantine="none")
     patterns = [glob.escape(site) for site in config["sites"]]
-    # Every random factor is replaced by what the file holds, so the generator's seed is of no account.
+    # Every random factor is replaced by the file's values, so the generator's seed does not matter.
     given: dict[str, Any] = {"spec": spec, "generator": torch.Generator().manual_seed(0), "cache_dir": cache_dir}
     on = attach(model, *patterns, **given) if isinstance(model, nn.Module) else model.attach(*patterns, **given)
     try:
@@ -246,44 +276,44 @@ def from_pretrained(
 
 
 def _refuse_other_bases(folder: Path, written: Any, here: dict[str, float]) -> None:
-    """``written`` is what the config says."""
+    """Raise ``ValueError`` if the config's fingerprints of singular vectors, ``written``, are not those computed now, ``here``."""
     if not isinstance(written, dict) or written.keys() != here.keys():
         raise ValueError(f"{folder / CONFIG} was changed: its {BASES} are not those of its sites")
     for site, value in written.items():
         if not isinstance(value, float) or not abs(value - here[site]) < _TURNED:
             raise ValueError(
-                f"the singular vectors of {site} are others here than where {folder} was written: its weight has equal singular "
-                "values, and each LAPACK then chooses its own; pass a cache_dir with the SVDs from there, or export it there"
+                f"the singular vectors of {site} differ from those where {folder} was written: its weight has equal singular "
+                "values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from there, or export it there"
             )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: give one that save_pretrained wrote")
+        raise FileNotFoundError(f"{folder} is not a folder: give one that save_pretrained wrote")
     path, tensors = folder / CONFIG, folder / TENSORS
     if not path.is_file():
         of_peft = (folder / "adapter_config.json").exists()
         hint = "; it is a PEFT adapter, which peft.PeftModel.from_pretrained loads" if of_peft else ""
         raise FileNotFoundError(f"{folder} has no {CONFIG}, so save_pretrained did not write it{hint}")
     if not tensors.is_file():
-        raise FileNotFoundError(f"{folder} has no {TENSORS}: copy the folder again, whole")
+        raise FileNotFoundError(f"{folder} has no {TENSORS}: copy the whole folder again")
     try:
         config = parse_json(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error}); copy the folder again, whole") from error
+        raise ValueError(f"{path} is damaged ({error}); copy the whole folder again") from error
     known = config.get("format") if isinstance(config, dict) else None
     if known not in (FORMAT, _NARROW):
-        raise ValueError(f"{path} is of the unknown format {known!r}: this version reads {FORMAT!r}")
+        raise ValueError(f"{path} has the unknown format {known!r}: this version reads {FORMAT!r}")
     if differing := sorted((config.keys() ^ set(_CONFIG_KEYS)) - ({BASES} if known == _NARROW else set())):
-        raise ValueError(f"{path} should hold exactly {', '.join(_CONFIG_KEYS)}, and differs in {', '.join(differing)}")
+        raise ValueError(f"{path} must have exactly the keys {', '.join(_CONFIG_KEYS)}, but differs in {', '.join(differing)}")
     if _sha256(tensors) != config["sha256"]:
-        raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the folder again, whole")
+        raise ValueError(f"{tensors} is damaged: its checksum is not the one in {CONFIG}; copy the whole folder again")
     _refuse_other_config(path, config, tensors)
     return config
 
 
 def _refuse_other_config(path: Path, config: dict[str, Any], tensors: Path) -> None:
-    """What the config says beside the tensor file must be what that file says itself."""
+    """Raise ``ValueError`` if the config contradicts the header or the names of the tensor file."""
     names, inside = read_tensors(tensors)
     for key, said in {**config, "spec": json.dumps(config["spec"])}.items():
         if key in _KEYS and inside.get(key) != said:
@@ -304,9 +334,9 @@ PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def factors(kept: Kept) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "d_out r"]]:
-    """``A`` and ``B`` with ``B A`` the weight that ``kept`` adds, in the type that it is trained in.
+    """Return ``A`` and ``B`` such that ``B A`` is the weight that ``kept`` adds, in its training dtype.
 
-    Of an SVD, the coordinates where ``dS`` is not 0 (the first one, where all are: a LoRA has at least rank 1).
+    For an SVD these are the coordinates with nonzero ``dS`` (the first one if all are 0, because a LoRA has at least rank 1).
     """
     if not isinstance(kept, SVDKept):
         return kept.A.detach(), kept.B.detach()
@@ -317,7 +347,7 @@ def factors(kept: Kept) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "d_out r
 
 @dataclass(frozen=True)
 class Part:
-    """The kept adapter of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
+    """Kept adapter of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
 
     site: str
     kept: Kept
@@ -326,14 +356,14 @@ class Part:
 
 @dataclass
 class Place:
-    """A module of the torch tree, ``width`` outputs wide, and what is added to it."""
+    """Module of the torch tree with ``width`` outputs, and the kept adapters on its outputs."""
 
     width: int
     transposed: bool
     parts: list[Part] = field(default_factory=list)
 
     def block(self) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "width r"]]:
-        """``A`` and ``B`` of all parts together."""
+        """Return ``A`` and ``B`` of all parts together."""
         found = [factors(part.kept) for part in self.parts]
         if self.parts[0].rows is None:
             return found[0]
@@ -348,7 +378,7 @@ class Place:
 
 
 def _torch_model(model: nn.Module) -> nn.Module:
-    """The model inside a host's own (``original_model`` of a bridge), where that is the one with a row."""
+    """Return the model inside a bridge (``original_model``), if that is the one whose class has a row."""
     for name in ("original_model", "inner"):
         held = getattr(model, name, None)
         if architecture_of(model) is None and isinstance(held, nn.Module):
@@ -357,11 +387,11 @@ def _torch_model(model: nn.Module) -> nn.Module:
 
 
 def places(adapters: Adapters) -> dict[str, Place]:
-    """Every adapted module of the Hugging Face (or plain torch) tree by its path, whichever host the adapters are on."""
+    """Return every adapted module by its path in the Hugging Face (or plain torch) tree, independent of the host."""
     model = _torch_model(adapters.model)
     row = architecture_of(model)
     found: dict[str, Place] = {}
-    if row is None:  # a torch model without a row: its Linears are called by their paths
+    if row is None:  # the Linears of a torch model without a row are named by their paths
         for path, module in adapters.modules.items():
             parts = [Part(branch.site, branch.kept, rows) for branch, rows in module.branches]
             found[path] = Place(module.out_features, False, parts)
@@ -388,7 +418,7 @@ def _refuse_infinite(adapters: Adapters) -> None:
 
 
 def _names(paths: Iterable[Path]) -> set[str]:
-    """The tensor list of written files, read back from the disk."""
+    """Return the tensor names in the written files, read back from disk."""
     names: set[str] = set()
     for path in paths:
         with safe_open(path, framework="pt") as handle:
@@ -397,25 +427,32 @@ def _names(paths: Iterable[Path]) -> set[str]:
 
 
 def _refuse_adapters(names: set[str]) -> None:
-    """A merged checkpoint has no module of ours: least of all the quarantine."""
+    """Raise ``RuntimeError`` if a merged checkpoint holds a tensor of an adapter."""
     for name in sorted(names):
         if any(part in ("kept", "quarantine", "base") or part.split("_")[0] == "route" for part in name.split(".")):
-            raise RuntimeError(f"the written checkpoint holds {name!r}, which is not the base model's")
+            raise RuntimeError(f"the written checkpoint holds {name!r}, which does not belong to the base model")
 
 
 @checked
 def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = False) -> None:
-    """Write the kept adapter as a LoRA that ``peft.PeftModel.from_pretrained(base, folder)`` loads. peft itself is not needed.
+    """Write the kept adapter as a LoRA that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
-    Its logits are those of ``adapters.deployed()`` up to rounding, on any base of the architecture that the adapters stand on,
-    and from any host. Ranks differ by module where the adapters' do (``rank_pattern``). A full-rank SVD becomes a LoRA of full
-    rank; coordinates with ``dS = 0`` are left out.
+    peft itself is not needed. The logits of that model equal those of ``adapters.deployed()`` up to rounding, on any base of the
+    same architecture and from any host. If ranks differ by module, they are written as ``rank_pattern``. A full-rank SVD becomes a
+    LoRA of full rank without the coordinates with ``dS = 0``.
 
-    Where the unembedding is tied to the embedding and has an adapter, keep that LoRA unmerged: peft's ``merge_and_unload`` would
-    write it into the embedding too. ``export_merged`` unties them.
+    If the unembedding is tied to the embedding and has an adapter, do not merge that LoRA: peft's ``merge_and_unload`` would add it
+    to the embedding too. ``export_merged`` unties them.
 
-    ``ValueError`` for values that are not finite, ``FileExistsError`` for a folder that holds something (``overwrite=True``
-    replaces it), ``OSError`` where the disk is full: then nothing was written.
+    Args:
+        adapters: Attached adapters.
+        folder: Folder to write.
+        overwrite: Replace the content of a folder that is not empty.
+
+    Raises:
+        ValueError: A value is not finite.
+        FileExistsError: The folder is not empty.
+        OSError: The disk is full; nothing is written then.
     """
     _refuse_infinite(adapters)
     found = places(adapters)
@@ -431,7 +468,7 @@ def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = Fal
         config = _peft_config(model, ranks, any(place.transposed for place in found.values()))
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if (written := _names([partial / PEFT_TENSORS])) != tensors.keys():
-            raise RuntimeError(f"the written file holds other tensors than the kept adapter's: {sorted(written ^ tensors.keys())}")
+            raise RuntimeError(f"the written file does not hold the kept adapter's tensors: {sorted(written ^ tensors.keys())}")
 
 
 def _peft_config(model: nn.Module, ranks: dict[str, int], transposed: bool) -> dict[str, Any]:
@@ -455,7 +492,7 @@ def _peft_config(model: nn.Module, ranks: dict[str, int], transposed: bool) -> d
 
 @torch.no_grad()
 def _merged(adapters: Adapters) -> dict[str, Tensor]:
-    """The model's state without adapters, the kept ones added to the weights; whatever is not adapted is shared, not copied."""
+    """Return the model's state dict with the kept adapters added to the weights; unadapted tensors are shared, not copied."""
     state = dict(adapters.model.state_dict())
     for path, place in places(adapters).items():
         base = adapters.modules[path].base
@@ -479,28 +516,36 @@ def _tied(adapters: Adapters) -> bool:
 def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = None, overwrite: bool = False) -> None:
     """Write the deployed weights, ``W`` plus the kept adapter, as a checkpoint that ``AutoModelForCausalLM`` loads.
 
-    The model itself stays as it is. ``tokenizer`` is saved along where it is given. Where the unembedding has an adapter and is
-    tied to the embedding, the checkpoint holds the two apart (``tie_word_embeddings=False``, one matrix more) and a
-    ``UserWarning`` says so: the adapter was trained on what the model says, not on what it reads.
+    The model itself is unchanged. If the unembedding has an adapter and is tied to the embedding, the checkpoint stores them as two
+    matrices (``tie_word_embeddings=False``) with a ``UserWarning``, because the adapter was trained on the unembedding only.
 
-    ``ValueError`` for values that are not finite and for what is no transformers model in its own layout; else as ``export_peft``.
+    Args:
+        adapters: Attached adapters.
+        folder: Folder to write.
+        tokenizer: Tokenizer to save in the same folder, if given.
+        overwrite: Replace the content of a folder that is not empty.
+
+    Raises:
+        ValueError: A value is not finite, or the model is not a transformers model in its own layout.
+        FileExistsError: The folder is not empty.
+        OSError: The disk is full; nothing is written then.
     """
     _refuse_infinite(adapters)
     model: Any = adapters.model
     if not hasattr(type(model), "save_pretrained") or adapters.modules.keys() != places(adapters).keys():
         raise ValueError(
-            f"a {type(model).__name__} has no checkpoint of transformers: attach or load the adapters to the transformers model on "
-            "the torch host and export from there, or use export_peft"
+            f"a {type(model).__name__} cannot be written as a transformers checkpoint: attach or load the adapters on the "
+            "transformers model itself (the torch host) and export from there, or use export_peft"
         )
     config = copy.deepcopy(model.config)
     if _tied(adapters):
         config.tie_word_embeddings = False
         warnings.warn(
-            "the unembedding has an adapter and shares its weight with the embedding: the checkpoint holds them apart, with "
-            "tie_word_embeddings=False, so that the embedding stays the base's",
+            "the unembedding has an adapter and shares its weight with the embedding: the checkpoint stores two matrices, with "
+            "tie_word_embeddings=False, so that the embedding is that of the base",
             stacklevel=2,
         )
-    with torch.device("meta"):  # no memory, and no random numbers drawn
+    with torch.device("meta"):  # allocates no memory and draws no random numbers
         shell = type(model)(config)
     shell.load_state_dict(_merged(adapters), assign=True)
     shell.tie_weights()

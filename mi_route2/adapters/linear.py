@@ -1,5 +1,9 @@
-"""The adapters at one Linear: a kept one that stays in the deployed model, a quarantine that is deleted before deployment,
-and the frozen Linear with both beside it.
+"""Adapters at one Linear: a kept adapter that stays in the deployed model, and a quarantine that is deleted before deployment.
+
+    y = W x + kept(x) + quarantine(x)          SVD: U (dS * (Vh x))     LoRA: B (A x)
+
+The base weight ``W`` is frozen. ``dS`` and ``B`` are 0 at initialization, so adapters do not change the model until they are
+trained.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,19 +23,19 @@ from mi_route2.sites import Slot
 
 
 def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
-    """``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that every device and type starts alike."""
+    """Return ``[rows, d_in]`` from N(0, 1/d_in), drawn in float64 on the CPU so that values do not depend on device or dtype."""
     d_in = weight.shape[1]
     draw = torch.randn(rows, d_in, generator=generator, dtype=torch.float64) / d_in**0.5
     return draw.to(weight.device, torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
 
 def same(x: Tensor) -> Tensor:
-    """The point where nobody listens."""
+    """Return ``x``: the point of an adapter without hooks."""
     return x
 
 
 class SVDKept(nn.Module):
-    """``U (dS * (Vh x))``: one trainable number a singular direction."""
+    """SVD adapter ``U (dS * (Vh x))``, with one trainable number per singular direction."""
 
     U: Tensor
     Vh: Tensor
@@ -45,7 +49,7 @@ class SVDKept(nn.Module):
         self.dS = nn.Parameter(torch.zeros(svd.S.numel(), dtype=wide(dtype), device=weight.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
-        """``a = Vh x``: the coordinates that ``dS`` scales."""
+        """Return ``a = Vh x``, the coordinates that ``dS`` scales."""
         return x @ self.Vh.mT
 
     def forward(
@@ -59,14 +63,15 @@ class SVDKept(nn.Module):
         return apply_factor(point(self.bottleneck(x)), self.dS, tape, gate, site, "dS") @ self.U.mT
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
-        """The weight that this adapter adds."""
+        """Return the weight that this adapter adds."""
         return (self.U * self.dS.to(self.U.dtype)) @ self.Vh
 
     @torch.no_grad()
     def basis(self) -> float:
-        """A number by which another basis is told: ``p^T U w / |w|`` with ``w_i = (1 + i/r) <v_i, q>`` and fixed Gaussian p, q.
+        """Return a fingerprint of the basis: ``p^T U w / |w|`` with ``w_i = (1 + i/r) <v_i, q>`` and fixed Gaussian p, q.
 
-        Rounding moves it by as much as it turns the vectors. An independent choice of them draws it anew from N(0, 1).
+        Rounding changes it by as much as it rotates the vectors. For an independent choice of the vectors it is an independent draw
+        from N(0, 1).
         """
         generator = torch.Generator().manual_seed(0)
         p, q = (gaussian(1, side, generator)[0] * side.shape[1] ** 0.5 for side in (self.U.mT, self.Vh))
@@ -82,7 +87,7 @@ class SVDKept(nn.Module):
 
 
 class LoRA(nn.Module):
-    """``B (A x)``: a kept adapter, or a quarantine in a basis of its own."""
+    """LoRA adapter ``B (A x)``: a kept adapter, or a quarantine in its own basis."""
 
     scored = "B"
 
@@ -94,7 +99,7 @@ class LoRA(nn.Module):
         self.B = nn.Parameter(torch.zeros(weight.shape[0], rank, dtype=self.A.dtype, device=self.A.device))
 
     def bottleneck(self, x: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch r"]:
-        """``A x``, without a gate."""
+        """Return ``A x``, without a gate."""
         return x @ self.A.to(x.dtype).mT
 
     def forward(
@@ -109,7 +114,7 @@ class LoRA(nn.Module):
         return apply_factor(point(a), self.B, tape, gate, site, "B")
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
-        """The weight that this adapter adds."""
+        """Return the weight that this adapter adds."""
         return self.B @ self.A
 
     @property
@@ -124,7 +129,7 @@ Kept = SVDKept | LoRA
 
 
 class SharedQuarantine(nn.Module):
-    """A second ``dS`` (or a second ``B``) behind the kept adapter's own bottleneck."""
+    """Quarantine with its own ``dS`` (or ``B``) on the bottleneck of the kept adapter."""
 
     def __init__(self, kept: Kept):
         super().__init__()
@@ -138,11 +143,11 @@ class SharedQuarantine(nn.Module):
         (kept,) = self._kept
         if isinstance(kept, SVDKept):
             return apply_factor(kept.bottleneck(x), self.shared, tape, gate, site, "shared") @ kept.U.mT
-        # A belongs to the kept adapter: what the quarantine learns must not reach it.
+        # A belongs to the kept adapter, so the quarantine's gradient must not reach it.
         return apply_factor(x @ kept.A.detach().to(x.dtype).mT, self.shared, tape, gate, site, "shared")
 
     def delta(self) -> Float[Tensor, "d_out d_in"]:
-        """The weight that this adapter adds."""
+        """Return the weight that this adapter adds."""
         (kept,) = self._kept
         if isinstance(kept, SVDKept):
             return (kept.U * self.shared.to(kept.U.dtype)) @ kept.Vh
@@ -158,7 +163,7 @@ Quarantine = LoRA | SharedQuarantine
 
 @dataclass
 class Switchboard:
-    """What is on, for all routed Linears of one model; owned by ``Adapters``, changed only through its contexts."""
+    """Switches of all routed Linears of one model; owned by ``Adapters`` and changed only by its contexts."""
 
     kept: bool = True
     quarantine: bool = True
@@ -176,24 +181,25 @@ def _note(tape: Tape, site: str, _gradient: Tensor) -> None:
 
 
 def _refuse_unmasked(site: str, _gradient: Tensor) -> None:
-    raise RuntimeError(f"a hook stands at {site}.hook_mask, but this backward runs outside of a route's step: {NO_MASK}")
+    raise RuntimeError(f"there is a hook at {site}.hook_mask, but this backward runs outside of a route's step: {NO_MASK}")
 
 
 class Point(nn.Identity):
-    """A place where hooks read or write; the value passes through."""
+    """Identity module at which hooks read or write."""
 
 
 class Branch(nn.Module):
-    """The adapters at one logical Linear, and the points at which hooks see them.
+    """Adapters at one logical Linear, and their hook points.
 
     hook_kept_a       the kept adapter's bottleneck, ``Vh x`` or ``A x``, [b s r]
-    hook_kept         what the kept adapter adds, [b s d_out] (under ``fold`` it is not computed apart, and does not fire)
+    hook_kept         what the kept adapter adds, [b s d_out] (does not fire under ``fold``, which does not compute it separately)
     hook_quarantine   what the quarantine adds, [b s d_out]
-    hook_mask         1 where the kept adapter learns and 0 where it is flagged, [b] or [b s], in a pass under a mask route: what
-                      a hook returns is what happens. It fires in the forward where flags exist by then, else in the backward,
-                      and for pooled gradient flags when the step is finished
+    hook_mask         in a pass under a mask route: 1 if the kept adapter learns and 0 if flagged, [b] or [b s]. A tensor that a
+    hook
+                      returns replaces the mask. Fires in the forward if flags are already known, otherwise in the backward; for
+                      pooled gradient flags, when the step is finished
 
-    Nothing fires while weights are merged.
+    No point fires while weights are merged.
     """
 
     S: Tensor
@@ -201,31 +207,33 @@ class Branch(nn.Module):
     def __init__(self, slot: Slot, kept: Kept, quarantine: Quarantine | None, board: Switchboard, fold: Tensor | None):
         super().__init__()
         self.site, self.kept, self.quarantine = slot.name, kept, quarantine
-        self._slot, self._board = (slot,), board  # a tuple hides the base module: it is not a part of this one
+        self._slot, self._board = (slot,), board  # a tuple hides the base module from nn.Module: it is not a submodule
         self.register_buffer("S", fold, persistent=False)
         self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.hook_mask = Point(), Point(), Point(), Point()
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
-        """The frozen base weight of this logical Linear."""
+        """Frozen base weight of this logical Linear."""
         return self._slot[0].weight
 
     @property
     def folded(self) -> bool:
-        """Whether the base matmul is a part of the kept adapter's."""
+        """True if the kept adapter computes the base matmul too."""
         return self.S is not None and self._board.kept
 
     @property
     def fires(self) -> frozenset[str]:
-        """Which of the points kept_a, kept_out and quarantine_out hooks see now."""
+        """The points among kept_a, kept_out and quarantine_out that fire with the current switches."""
         board = self._board
         kept = () if not board.kept else ("kept_a",) if self.folded else ("kept_a", "kept_out")
         quarantine = ("quarantine_out",) if board.quarantine and self.quarantine is not None else ()
         return frozenset(() if board.merged else (*kept, *quarantine))
 
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
-        """``y``, the base's output, with the adapters added (``None``: the base is folded in)."""
+        """Return the base's output ``y`` with the adapters added; if ``y`` is ``None``, the kept adapter computes the base too."""
         board, tape = self._board, self._board.tape
+        if board.kept and torch.is_grad_enabled() and self.mask_requested:
+            self._refuse_backward_hooks()
         if tape is not None:
             self._read(x, tape)
         if y is None:
@@ -238,7 +246,7 @@ class Branch(nn.Module):
             tape.without_quarantine |= self.quarantine is not None and not board.quarantine
             if tape.outputs is not None:
                 y = ReadOutput.apply(y, x, tape, self.site)
-            elif tape.kept is None and y is not None and y.requires_grad:  # no gate notes the backward
+            elif tape.kept is None and y is not None and y.requires_grad:  # without a gate, a hook notes the backward
                 y.register_hook(partial(_note, tape, self.site))
         elif tape is None and board.kept and torch.is_grad_enabled() and self.mask_requested:
             y.register_hook(partial(_refuse_unmasked, self.site))  # pyright: ignore[reportOptionalMemberAccess]
@@ -246,20 +254,27 @@ class Branch(nn.Module):
 
     @property
     def mask_requested(self) -> bool:
-        """Whether a hook asks for the mask. What hooks every point alike (a cache of everything) takes what is there."""
+        """True if a hook is registered for the mask; hooks at all four points at once (to cache everything) do not count."""
         return requested(self.hook_mask) and not all(map(requested, (self.hook_kept_a, self.hook_kept, self.hook_quarantine)))
 
+    def _refuse_backward_hooks(self) -> None:
+        if self.hook_mask._backward_hooks or self.hook_mask._backward_pre_hooks:
+            raise RuntimeError(
+                f"a backward hook stands at {self.site}.hook_mask and can never fire, since no gradient passes a mask: read or "
+                "replace the mask in a forward hook there, and put the backward hook at hook_kept or hook_kept_a"
+            )
+
     def _gate(self, adapter: Literal["kept", "quarantine"]) -> Gate | None:
-        """What this adapter learns by; ``None``: ordinary autograd."""
+        """Return the gate that decides what an adapter learns; ``None`` for ordinary autograd."""
         tape = self._board.tape
         if tape is None:
             return None if self._board.unrouted else _REFUSE
         return tape.kept if adapter == "kept" else tape.quarantine
 
     def _read(self, x: Tensor, tape: Tape) -> None:
-        rows = tape.rows(x.detach())  # also where nothing reads: a wrong layout is an error, not a matter of luck
+        rows = tape.rows(x.detach())  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
-            return  # a replay shows what was seen before
+            return  # a replay repeats values that were already read
         if tape.inputs is not None:
             tape.inputs.read(self.site, rows)
         if tape.kept is not None and self._board.kept:
@@ -281,7 +296,7 @@ class Branch(nn.Module):
         return y  # pyright: ignore[reportReturnType]
 
     def merged(self, weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:
-        """``weight`` and the weights of what is switched on."""
+        """Return ``weight`` plus the weights of the adapters that are switched on."""
         if self._board.kept:
             weight = weight + self.kept.delta().to(weight.dtype)
         if self._board.quarantine and self.quarantine is not None:
@@ -290,7 +305,7 @@ class Branch(nn.Module):
 
 
 class RoutedLinear(nn.Module):
-    """Wraps ``base`` (frozen) with the branches of its logical Linears: ``route``, or ``route_q`` and so on where it is fused."""
+    """Wrapper of a frozen Linear ``base`` with its adapters: ``route``, or ``route_q`` and so on if ``base`` is fused."""
 
     merged_weight: Tensor
 
@@ -303,7 +318,7 @@ class RoutedLinear(nn.Module):
             self.add_module(self._names[-1], branch)
             self.register_buffer(f"{self._names[-1]}_rows", slot.rows, persistent=False)
         self.register_buffer("merged_weight", None, persistent=False)
-        self.train(self.base.training)  # a model that was in eval() has no module in training afterwards
+        self.train(self.base.training)  # so that a model in eval() has no module in training mode afterwards
 
     @property
     def branches(self) -> list[tuple[Branch, Tensor | None]]:
@@ -312,12 +327,12 @@ class RoutedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen base weight, as the base stores it."""
+        """Frozen base weight, in the layout of the base."""
         return self.base.get_parameter("weight")
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen base bias."""
+        """Frozen base bias."""
         return self.base.bias  # pyright: ignore[reportReturnType]
 
     @property
@@ -341,7 +356,7 @@ class RoutedLinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Write ``W`` plus what is switched on into one weight, for fast generation without gradients."""
+        """Merge ``W`` and the adapters that are switched on into one weight, for fast generation without gradients."""
         weight = self.weight.detach()
         total = (weight.mT if self.transposed else weight).to(torch.float64)
         for branch, rows in self.branches:

@@ -1,12 +1,12 @@
-"""The SVD coordinates of a frozen weight, ``W = U diag(S) Vh``, cached on disk by a hash of the weight.
+"""SVD coordinates of a frozen weight, ``W = U diag(S) Vh``, cached on disk by a hash of the weight.
 
-Singular vectors are defined up to a joint sign. Here the largest entry of each row of ``Vh`` is positive, so that directions
-fitted in these coordinates mean the same on every machine.
+Singular vectors are defined up to a joint sign. Here the largest entry of each row of ``Vh`` is positive, so that directions fitted
+in these coordinates have the same meaning on every machine.
 
-A few leading coordinates of a large weight need no full SVD: a Gaussian sketch of its range, sharpened by subspace iteration,
+The few leading coordinates of a large weight need no full SVD: a Gaussian sketch of its range, sharpened by subspace iteration,
 finds them in a few products with ``W`` (Halko, Martinsson and Tropp, SIAM Review 53, 2011: algorithms 4.4 and 5.1). With ``Q`` an
-orthonormal basis of that range and ``Q^T W = A S Vh``, the factors are ``U = Q A``, ``S``, ``Vh``, cut to the leading ``r``. So
-``W^T u_i = s_i v_i`` holds exactly, and what is left on the other side is the error:
+orthonormal basis of that range and ``Q^T W = A S Vh``, the factors are ``U = Q A``, ``S``, ``Vh``, cut to the leading ``r``. Then
+``W^T u_i = s_i v_i`` holds exactly, and the error is the residual of the other equation:
 
     R = W V - U S        residual_i = |R_i|        error = |R|_F / |S|_F
 """
@@ -29,24 +29,32 @@ from tqdm import tqdm
 from mi_route2.adapters.gradients import wide
 from mi_route2.files import write_whole
 
-TOLERANCE = 0.01  # the ``error`` above which ``decompose`` warns
+TOLERANCE = 0.01  # ``decompose`` warns above this ``error``
 
-# Under 1024 LAPACK takes a second or so; above, a sketch costs less, even of an eighth of the full rank (0.7 of the time at 2048).
+# Below 1024 LAPACK takes about a second; above, a sketch is faster, even at an eighth of the full rank (0.7 of the time at 2048).
 _EXACT_BELOW, _SHARE = 1024, 8
-# On slowly falling spectra, as of trained weights, the usual 2 iterations and 10 columns more leave errors of 5 to 15 %. With 8
-# iterations and twice the columns, spectra i^-1/2 and i^-1/4 come to 0.02 % and 0.5 % at rank 64 of 1024, pure noise to 3 %.
+# On slowly decaying spectra, such as those of trained weights, the usual 2 iterations and 10 extra columns leave errors of 5 to 15
+# %.
+# With 8 iterations and twice the columns, the errors at rank 64 of 1024 are 0.02 % and 0.5 % for spectra i^-1/2 and i^-1/4, and 3 %
+# for
+# pure noise.
 _ITERATIONS, _OVERSAMPLING = 8, 16
 
 _PATIENCE, _TICK = 3.0, 0.5  # seconds before a bar shows, and between its updates
-_LONG = 2**28  # d_out * d_in * min(d_out, d_in) from which a bar is kept ready
+_LONG = 2**28  # d_out * d_in * min(d_out, d_in) from which a progress bar is prepared
 
 
 @dataclass(frozen=True)
 class SVD:
-    """``U [d_out r]``, ``S [r]``, ``Vh [r d_in]``; ``r`` the rank that is kept, largest singular values first.
+    """Thin or truncated SVD, largest singular values first.
 
-    ``residual [r]``, in the units of ``S``, is ``|W v_i - s_i u_i|`` of a randomised SVD (``None`` where LAPACK computed it all).
-    Its factors are exact singular triplets of ``W - R Vh``: a singular value of ``W`` lies within ``residual_i`` of each ``s_i``.
+    Attributes:
+        U: ``[d_out r]``.
+        S: ``[r]``.
+        Vh: ``[r d_in]``.
+        residual: ``[r]``, ``|W v_i - s_i u_i|`` in the units of ``S`` for a randomized SVD; ``None`` if LAPACK computed the full
+            SVD. The factors are exact singular triplets of ``W - R Vh``: ``W`` has a singular value within ``residual_i`` of each
+            ``s_i``.
     """
 
     U: Float[Tensor, "d_out r"]
@@ -56,11 +64,11 @@ class SVD:
 
     @property
     def error(self) -> float:
-        """``|W V - U S|_F / |S|_F``; 0 where LAPACK computed all of it.
+        """Relative error ``|W V - U S|_F / |S|_F``; 0 for a full SVD from LAPACK.
 
         With ``s*`` the true leading ``r`` singular values, ``sqrt(1 + error^2) <= |s*| / |S| <= 1 + error``. The lower bound always
-        holds, the upper one (Ky Fan's inequality for ``W - R Vh``) where the sketch missed no leading direction. Single vectors
-        turn by more where neighbouring singular values are close; there ``W`` itself hardly tells them apart.
+        holds; the upper one (Ky Fan's inequality for ``W - R Vh``) holds if the sketch missed no leading direction. Single vectors
+        have larger errors if neighboring singular values are close, because ``W`` itself hardly determines them.
         """
         if self.residual is None:
             return 0.0
@@ -68,16 +76,16 @@ class SVD:
         return missed / kept if kept else 0.0
 
     def top(self, rank: int | None) -> "SVD":
-        """The leading ``rank`` coordinates (all for ``None``)."""
+        """Return the leading ``rank`` coordinates (``None``: all)."""
         if rank is None:
             return self
         _refuse_rank(rank, self.S.numel())
         residual = None if self.residual is None else self.residual[:rank].clone()
-        # Copies: leading rows are contiguous as they are, and a view of them would keep the whole matrix alive.
+        # Copies, because leading rows are already contiguous, and a view of them would keep the whole matrix alive.
         return SVD(self.U[:, :rank].contiguous(), self.S[:rank].clone(), self.Vh[:rank].clone(), residual)
 
     def to(self, device: torch.device) -> "SVD":
-        """The same on ``device``."""
+        """Return a copy on ``device``."""
         residual = None if self.residual is None else self.residual.to(device)
         return SVD(self.U.to(device), self.S.to(device), self.Vh.to(device), residual)
 
@@ -93,14 +101,14 @@ def _update(digest: "hashlib._Hash", t: Tensor) -> None:
 
 
 def weight_hash(weight: Tensor) -> str:
-    """SHA-256 of a weight's shape, type and bytes."""
+    """Return the SHA-256 of a weight's shape, type and bytes."""
     digest = hashlib.sha256()
     _update(digest, weight)
     return digest.hexdigest()
 
 
 def _seal(key: str, tensors: dict[str, Tensor]) -> str:
-    """Binds the factors to the weight that they belong to: one changed byte would be a wrong direction everywhere."""
+    """Return a hash that binds the factors to their weight, so that a change of either is detected."""
     digest = hashlib.sha256(key.encode())
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -109,10 +117,10 @@ def _seal(key: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _cached(path: Path, key: str) -> SVD | None:
-    """What the file holds, or ``None`` where it is missing or damaged."""
+    """Return the SVD in a cache file; ``None`` if the file is missing or damaged."""
     try:
         with safe_open(path, framework="pt") as handle:
-            # copies: what safetensors gives is mapped, and changes with the file after it was checked
+            # copies, because safetensors maps the file into memory, and it may change after the check
             tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
             sealed = (handle.metadata() or {}).get("seal") == _seal(key, tensors)
     except (FileNotFoundError, SafetensorError):
@@ -127,14 +135,20 @@ def _keep(path: Path, key: str, svd: SVD) -> None:
 
 
 def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None, *, rank: int | None = None) -> SVD:
-    """The thin SVD of ``weight`` in at least float32, cut to ``rank`` (``None``: all of it), from ``cache_dir`` where it was kept.
+    """Return the thin SVD of ``weight`` in at least float32, cut to ``rank``; read from ``cache_dir`` if it is cached there.
 
-    LAPACK computes all of it, unless the weight has 1024 rows and columns or more and ``rank`` is at most an eighth of them: then
-    it is ``randomised_svd``, seeded by the weight's hash, so that every machine draws the same. That result carries its ``error``
-    and ``residual``; above ``TOLERANCE`` a ``UserWarning`` says so. A full SVD in the cache serves any rank.
+    LAPACK computes the full SVD, unless the weight has at least 1024 rows and columns and ``rank`` is at most an eighth of them.
+    Then ``randomised_svd`` computes it, seeded by the weight's hash so that every machine draws the same sketch, with an ``error``
+    and ``residual``; a ``UserWarning`` says if the error is above ``TOLERANCE``. A full SVD in the cache serves any rank. A cache
+    file that is damaged or was changed is computed again and replaced. On a terminal, a progress bar appears after three seconds.
 
-    On a terminal, whatever takes over three seconds shows a bar. A cache file that cannot be read or was changed is computed anew
-    and replaced. ``ValueError``: a rank outside the weight.
+    Args:
+        weight: The weight.
+        cache_dir: Folder that caches SVDs; ``None`` for no cache.
+        rank: Number of leading coordinates; ``None`` for all.
+
+    Raises:
+        ValueError: The rank is not between 1 and the full rank.
     """
     d_out, d_in = weight.shape
     if rank is not None:
@@ -142,8 +156,8 @@ def decompose(weight: Float[Tensor, "d_out d_in"], cache_dir: Path | None = None
     svd = _whole_or_leading(weight, cache_dir, rank)
     if svd.error > TOLERANCE:
         warnings.warn(
-            f"the leading {rank} singular vectors of a {d_out}x{d_in} weight are known up to an error of {svd.error:.1%}, over "
-            f"{TOLERANCE:.0%}: its spectrum is flat there; decompose(weight, cache_dir) keeps the full SVD, which serves any rank",
+            f"the leading {rank} singular vectors of a {d_out}x{d_in} weight have an error of {svd.error:.1%}, over "
+            f"{TOLERANCE:.0%}: its spectrum is flat there; decompose(weight, cache_dir) caches the full SVD, which serves any rank",
             stacklevel=2,
         )
     return svd.to(weight.device).top(rank)
@@ -163,7 +177,7 @@ def _whole_or_leading(weight: Tensor, cache_dir: Path | None, rank: int | None) 
         _keep(path, key, svd)
         return svd
     path = cache_dir / f"svd-{key[:32]}-rank{leading}.safetensors"
-    made = f"{key} rank {leading} oversampling {_OVERSAMPLING} iterations {_ITERATIONS}"  # other settings: another result
+    made = f"{key} rank {leading} oversampling {_OVERSAMPLING} iterations {_ITERATIONS}"  # the result depends on all of these
     svd = _cached(path, made)
     if svd is None:
         svd = _seeded_svd(weight, leading, key)
@@ -184,20 +198,29 @@ def randomised_svd(
     oversampling: int = _OVERSAMPLING,
     iterations: int = _ITERATIONS,
 ) -> SVD:
-    """The leading ``rank`` coordinates of ``weight`` from a Gaussian sketch of ``rank + max(rank, oversampling)`` columns.
+    """Return the leading ``rank`` coordinates of ``weight`` from a Gaussian sketch of ``rank + max(rank, oversampling)`` columns.
 
-    Costs ``2 iterations + 3`` products with the weight, and memory for a few matrices of the sketch's size. ``generator`` draws the
-    sketch. ``ValueError``: a rank outside the weight.
+    Costs ``2 iterations + 3`` products with the weight, and memory for a few matrices of the sketch's size.
+
+    Args:
+        weight: The weight.
+        rank: Number of coordinates.
+        generator: Draws the sketch.
+        oversampling: Minimum number of extra columns.
+        iterations: Number of subspace iterations.
+
+    Raises:
+        ValueError: The rank is not between 1 and the full rank.
     """
-    W = weight.detach().to(wide(weight.dtype)).contiguous()  # another layout would round otherwise, under the same hash
+    W = weight.detach().to(wide(weight.dtype)).contiguous()  # another memory layout rounds differently, under the same hash
     _refuse_rank(rank, min(W.shape))
     columns = min(rank + max(rank, oversampling), *W.shape)
     draw = torch.randn(W.shape[1], columns, generator=generator, dtype=W.dtype, device=generator.device).to(W.device)
     with _progress(W, f", rank {rank}", 2 * iterations + 3) as done:
         Q = torch.linalg.qr(W @ draw).Q
         done()
-        for _ in range(iterations):  # orthonormal after every product: a plain power would leave only the first direction
-            Q = torch.linalg.qr((Q.mT @ W).mT).Q  # W^T Q, which some BLAS kernels take up to 50 times as long for as for Q^T W
+        for _ in range(iterations):  # orthonormalize after every product, or all columns would turn to the first direction
+            Q = torch.linalg.qr((Q.mT @ W).mT).Q  # some BLAS kernels are up to 50 times as fast for Q^T W as for W^T Q
             done()
             Q = torch.linalg.qr(W @ Q).Q
             done()
@@ -223,10 +246,10 @@ def _signed(U: Tensor, S: Tensor, Vh: Tensor) -> SVD:
 
 @contextmanager
 def _progress(W: Tensor, what: str, stages: int | None) -> Iterator[Callable[[], None]]:
-    """Context: a bar for the SVD of ``W``; what it yields is to be called after each of ``stages``.
+    """Context: show a progress bar for the SVD of ``W``; call the yielded function after each of ``stages``.
 
-    Without stages it shows the time that has passed and no share: the work is one LAPACK call, which cannot say how far it is.
-    That call releases the interpreter's lock, so a thread keeps the bar alive, and nobody but this thread writes it.
+    Without stages the bar shows only the elapsed time, because the SVD is a single LAPACK call. That call releases the
+    interpreter's lock, so a thread can update the bar; no other thread writes to it.
     """
     if W.numel() * min(W.shape) < _LONG:
         yield lambda: None

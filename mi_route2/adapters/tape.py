@@ -1,14 +1,14 @@
-"""One recorded pass: what the adapters may learn from it, and what is read off on the way.
+"""Tape of one recorded forward and backward: its layout, its gates and its readers.
 
-A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Gate`` for the kept adapter and
-one for the quarantine: a gate sees each factor's per-rollout gradient inside the backward and answers with the gradient that
-the parameter receives. Readers watch the input of every site in the forward, or the pair (input, gradient at the output) in
-the backward. The layout is stated by whoever makes the tape and is never guessed from a tensor's shape: ``[b * s, d]`` read as
-rollouts would flag tokens.
+A ``Tape`` is made for one forward and backward over a known layout ``[b, s]``. It carries a ``Gate`` for the kept adapter and one
+for
+the quarantine: during the backward, a gate receives each factor's per-rollout gradient and returns the gradient that the parameter
+gets. Readers receive the input of every site in the forward, or the pair (input, gradient at the output) in the backward. The
+caller states the layout; it is never guessed from a tensor's shape, because ``[b * s, d]`` read as rollouts would flag tokens.
 
 A Linear may run more than once in the forward (weight tying, recurrence): its features are then sums over its calls. Gradient
-checkpointing runs it again in the backward, which is no call. A second backward would come after flags were decided, so it is
-refused: gradients accumulate over tapes.
+checkpointing runs it again in the backward, which does not count as a call. A second backward on the same tape is refused, because
+flags are decided by then; gradients of several tapes accumulate.
 """
 
 import sys
@@ -26,7 +26,7 @@ from mi_route2.adapters.gradients import Diagonal, FactorGradient, Pairs
 from mi_route2.checks import checked
 
 Hooks = Callable[[Tensor], Tensor]
-"""A site's mask point: takes a mask and returns what the hooks there make of it."""
+"""A site's mask point: takes a mask and returns the mask after the hooks there."""
 
 
 @runtime_checkable
@@ -34,10 +34,10 @@ class Gate(Protocol):
     """Decides which gradients pass to the factors of one adapter in one forward and backward."""
 
     detach: bool
-    """True if what is flagged (mask 0) also sends no gradient through the adapter to its input."""
+    """True if flagged rollouts or tokens (mask 0) also send no gradient through the adapter to its input."""
 
     def called(self, site: str, point: Hooks) -> None:
-        """Note a call of the site in the forward, after readers saw its input; ``point`` runs the hooks at its mask."""
+        """Note a call of the site in the forward, after the readers got its input; ``point`` runs the hooks at its mask."""
         ...
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> Tensor | None:
@@ -50,9 +50,9 @@ class Gate(Protocol):
 
 
 class LearnNothing:
-    """A gate that lets nothing pass: the adapter stays in the forward and learns nothing.
+    """Gate that passes no gradient: the adapter takes part in the forward and learns nothing.
 
-    What the gate ``like`` flags also sends no gradient through the adapter.
+    If ``like`` is given, rollouts or tokens that this gate flags also send no gradient through the adapter.
     """
 
     def __init__(self, like: Gate | None = None):
@@ -72,7 +72,7 @@ class LearnNothing:
 
 
 class Refuse:
-    """The gate of a forward without a tape: such a forward may be differentiated, but no adapter learns from it unless asked."""
+    """Gate of a forward without a tape: gradients at the activations pass, a gradient at an adapter is an error."""
 
     detach = False
 
@@ -81,9 +81,9 @@ class Refuse:
 
     def gradient(self, site: str, factor: str, pair: object) -> None:
         raise RuntimeError(
-            f"a gradient reached the adapters at {site} from a forward that no tape recorded, so no route decides who learns from "
-            "it: call route.backward(policy, batch, loss_fn, context), run forward and backward inside adapters.recording(tape), "
-            "or say that both adapters may learn from everything, with adapters.unrouted()"
+            f"a gradient reached the adapters at {site} from a forward that no tape recorded, so no route decides which adapter "
+            "learns from it: call route.backward(policy, batch, loss_fn, context), run forward and backward inside "
+            "adapters.recording(tape), or let both adapters learn from everything, with adapters.unrouted()"
         )
 
     def mask(self, site: str) -> Tensor:
@@ -92,25 +92,34 @@ class Refuse:
 
 @runtime_checkable
 class InputReader(Protocol):
-    """Sees ``x [b, s, d_in]`` at every site in the forward, detached."""
+    """Reader that receives the detached input ``x [b, s, d_in]`` of every site in the forward."""
 
     def read(self, site: str, x: Tensor) -> None: ...
 
 
 @runtime_checkable
 class OutputReader(Protocol):
-    """Sees the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout."""
+    """Reader that receives the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout."""
 
     def read(self, site: str, pair: Pairs) -> None: ...
 
 
 @checked
 class Tape:
-    """The state of one forward and backward: layout, gates and readers.
+    """State of one forward and backward: layout, gates and readers.
 
-    ``kept`` and ``quarantine`` are gates; ``None`` leaves that adapter to ordinary autograd. ``l1`` adds
-    ``l1 * mean |quarantine output|``, averaged over sites, to the loss by its exact gradient; positions that ``real`` marks
-    False (padding) count as 0 in that mean.
+    Args:
+        rollouts: Number of rollouts in the batch.
+        tokens: Number of tokens per rollout, padding included.
+        kept: Gate of the kept adapter; ``None`` for ordinary autograd.
+        quarantine: Gate of the quarantine; ``None`` for ordinary autograd.
+        inputs: Reader of inputs.
+        outputs: Reader of inputs and output gradients.
+        l1: Adds ``l1 * mean |quarantine output|``, averaged over sites, to the loss, by its exact gradient.
+        real: Mask of real tokens; padding counts as 0 in the mean of ``l1``.
+
+    Raises:
+        ValueError: A size below 1, or a negative ``l1``.
     """
 
     def __init__(
@@ -133,13 +142,13 @@ class Tape:
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
         self.without_quarantine = False
-        """Whether a forward that could be learnt from ran while there was a quarantine and it was switched off."""
+        """True if a forward with gradients ran while the quarantine was attached but switched off."""
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._reports: Counter[tuple[str, str]] = Counter()
 
     def rows(self, t: Tensor) -> Tensor:
-        """``[b, s, d]`` of a tensor that a Linear saw as ``[b, s, d]`` or ``[b * s, d]``; ``ValueError`` otherwise."""
+        """Return ``t`` as ``[b, s, d]``, from ``[b, s, d]`` or ``[b * s, d]``; ``ValueError`` for any other shape."""
         if t.shape[:-1] == (self.rollouts, self.tokens):
             return t
         if t.shape[:-1] == (self.rollouts * self.tokens,):
@@ -150,9 +159,10 @@ class Tape:
         )
 
     def saw_forward(self, site: str) -> bool:
-        """Note that ``site`` runs; return True if this is a call of its own, False for a replay under gradient checkpointing.
+        """Note that ``site`` runs; return True for a call, and False for a replay under gradient checkpointing.
 
-        ``RuntimeError`` for a forward after the backward.
+        Raises:
+            RuntimeError: A forward after the backward.
         """
         if in_backward():
             return False
@@ -162,8 +172,11 @@ class Tape:
         return True
 
     def saw_backward(self, site: str, what: str, again: bool = False) -> None:
-        """Note that ``site`` reported the gradient of ``what``. ``RuntimeError`` if one call reports it twice: ``again`` from the
-        same graph, or from more replays than there were calls."""
+        """Note that ``site`` reported the gradient of ``what``.
+
+        Raises:
+            RuntimeError: A call reports twice: ``again`` from the same graph, or from more replays than there were calls.
+        """
         self._backward.add(site)
         self._reports[site, what] += 1
         if again or self._reports[site, what] > self._calls[site]:
@@ -182,42 +195,42 @@ class Tape:
 
 
 _ONE_BACKWARD = (
-    "run one forward and one backward a tape (add losses before the backward; micro-batches are parts with tapes of their own)"
+    "run one forward and one backward per tape (add losses before the backward; each micro-batch is a part with its own tape)"
 )
 _NNSIGHT = (
-    ". nnsight is imported: a backward() on the line of a `with` is taken for its trace and does not run, so put "
-    "loss.backward() on a line of its own"
+    ". nnsight is imported: it takes a backward() on the line of a `with` for its trace and does not run it, so put "
+    "loss.backward() on its own line"
 )
 NO_MASK = (
-    "no flag is decided here, so the kept adapter would learn from everything. Route by flags of your own with "
+    "no flag is decided here, so the kept adapter would learn from everything. Route by your own flags with "
     "MaskRoute.from_flags(flags), or run the backward in a step of a MaskRoute"
 )
 
 
 def requested(point: nn.Module) -> bool:
-    """Whether somebody hooked this point, in whichever way torch offers."""
+    """Return whether any torch hook is registered at this point."""
     return any((point._forward_hooks, point._forward_pre_hooks, point._backward_hooks, point._backward_pre_hooks))
 
 
 def in_backward() -> bool:
-    """Whether this code runs in a backward: in a forward, in the replay of a checkpointed one."""
+    """Return whether this code runs in a backward, for example in a forward that checkpointing replays."""
     return torch._C._current_graph_task_id() != -1
 
 
 def multiply(h: Tensor, factor: Tensor) -> Tensor:
-    """``h F^T`` or ``f * h``, in the type of ``h``."""
+    """Return ``h F^T`` or ``f * h``, in the dtype of ``h``."""
     factor = factor.to(h.dtype)
     return h * factor if factor.ndim == 1 else h @ factor.mT
 
 
 def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
-    """Tell ``tape`` of a gradient; a graph that is kept (``retain_graph``) would report it again to a second backward."""
+    """Tell ``tape`` of a gradient; a retained graph (``retain_graph``) would report it again in a second backward."""
     tape.saw_backward(site, what, again=ctx.reported)
     ctx.reported = True
 
 
 class RoutedFactor(torch.autograd.Function):
-    """``multiply`` whose factor gradient is the gate's answer."""
+    """``multiply`` with the gate's answer as the gradient of the factor."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, gate: Gate, site: str, name: str) -> Tensor:
@@ -230,7 +243,7 @@ class RoutedFactor(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (dy,) = grads
         h, factor = ctx.saved_tensors
-        # Detached: a gate that holds h would otherwise hold the graph, whose node holds the gate, and none would ever be freed.
+        # Detached, because a gate that stores h would store the graph, whose node refers to the gate: a cycle that is never freed.
         h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
         tape, gate, site, name = ctx.routing
         report(ctx, tape, site, f"{'kept' if gate is tape.kept else 'quarantine'}.{name}")
@@ -248,7 +261,7 @@ class RoutedFactor(torch.autograd.Function):
 
 
 class ReadOutput(torch.autograd.Function):
-    """The identity on a site's output ``y``; its backward shows the pair (x, dL/dy) to the tape's output reader."""
+    """Identity on a site's output ``y``, whose backward passes the pair (x, dL/dy) to the tape's output reader."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, tape: Tape, site: str) -> Tensor:
@@ -267,9 +280,9 @@ class ReadOutput(torch.autograd.Function):
 
 
 class L1(torch.autograd.Function):
-    """The identity whose backward adds ``weight * sign(y)``: the gradient of ``weight * sum |y|``, wherever the loss is.
+    """Identity whose backward adds ``weight * sign(y)``, the gradient of ``weight * sum |y|``, whatever the loss is.
 
-    ``real`` (of the shape of ``y`` but for its last axis) leaves padding out.
+    ``real`` (of the shape of ``y`` without its last axis) excludes padding.
     """
 
     @staticmethod
@@ -287,7 +300,7 @@ class L1(torch.autograd.Function):
 
 
 def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
-    """Tell ``gate`` of a gradient that this backward adds to a ``.grad``: ``torch.autograd.grad`` reads and trains nothing."""
+    """Tell ``gate`` of a gradient that this backward adds to a ``.grad``; ``torch.autograd.grad`` only reads and is allowed."""
     try:
         stored = torch._C._will_engine_execute_node(leaf)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError:  # torch's answer for a leaf under autograd.grad
@@ -297,13 +310,13 @@ def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
 
 
 def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, gate: Gate | None, site: str, name: str) -> Tensor:
-    """``multiply`` under the gate of the open tape, or plain if there is none; without a tape a gate refuses gradients."""
+    """Apply ``multiply`` under the gate of the open tape; without a tape, the gate refuses gradients. Plain if there is no gate."""
     if gate is None or not torch.is_grad_enabled():
         return multiply(h, factor)
     if tape is None:
         if factor.requires_grad and not torch.compiler.is_compiling():
-            factor = factor.view_as(factor)  # a hook at the parameter itself would stay there
-            if factor.grad_fn is not None:  # a transform of torch.func returns gradients and stores none
+            factor = factor.view_as(factor)  # a hook on the parameter itself would stay after this forward
+            if factor.grad_fn is not None:  # transforms of torch.func return gradients and store none
                 factor.register_hook(partial(_ask, gate, site, name, factor.grad_fn.next_functions[0][0]))
         return multiply(h, factor)
     out = RoutedFactor.apply(h, factor, tape, gate, site, name)

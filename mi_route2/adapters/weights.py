@@ -1,15 +1,15 @@
-"""Hashes of a model's weights by content: every bit counts, and so does its place.
+"""Hashes of a model's weights by content and position.
 
-    checksum(tensors)                made where each tensor lies: have they changed since?
-    weights_hash(model, linears)     the same on every host and device: whose adapters or activations are these?
+    checksum(tensors)                computed on each tensor's device: detects changes within a process
+    weights_hash(model, linears)     the same on every host and device: identifies the model of adapters or activations
 
-Both are XXH3 of 128 bits, which reads 9 GB/s on one core: .05 s for 125M float32 weights. It tells contents apart, and does not
-resist somebody who builds two of one hash. What lies on a CUDA device is not moved for ``checksum``, but summed there over words
-``x_i`` of 32 bits at most, with fixed random keys ``k_i`` of 64 bits:
+Both are XXH3 of 128 bits, which reads 9 GB/s on one core: .05 s for 125M float32 weights. It is not cryptographic: it does not
+resist somebody who constructs two models with one hash. ``checksum`` does not copy tensors from a CUDA device, but sums them there
+over words ``x_i`` of at most 32 bits, with fixed random keys ``k_i`` of 64 bits:
 
     sum_i k_i x_i  (mod 2^64),  twice,  for every 2^22 words
 
-Two contents that differ have one such pair of sums with a probability under 2^-64.
+Two different contents have the same pair of sums with a probability below 2^-64.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,14 +24,17 @@ from mi_route2.architectures import WRAPPED
 from mi_route2.sites import Slot
 
 _WORDS = 1 << 22
-_FUSED_COPY = "qkv"  # under this name a bridge keeps the fused module that it has copied apart, and does not call it any more
-_WRAPPERS = (WRAPPED, "inner")  # modules that a bridge puts between others
+_FUSED_COPY = "qkv"  # a bridge keeps the fused module under this name after copying its parts, and never calls it
+_WRAPPERS = (WRAPPED, "inner")  # modules that a bridge inserts between others
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Of the tensors' names, types, shapes and bytes. Comparable within this process, as long as they stay on their devices."""
+    """Return a hash of the tensors' names, types, shapes and bytes.
+
+    It can be compared within this process only, while the tensors stay on their devices.
+    """
     keys = {device: _keys(device) for device in {t.device for t in tensors.values()} if device.type == "cuda"}
-    sums = {name: _sums(t, keys[t.device]) for name, t in tensors.items() if t.is_cuda}  # all begun before the first is waited for
+    sums = {name: _sums(t, keys[t.device]) for name, t in tensors.items() if t.is_cuda}  # start all before waiting for the first
     found = xxhash.xxh3_128()
     for name, t in tensors.items():
         content = sums[name].cpu().numpy().tobytes() if name in sums else _content(t)
@@ -41,12 +44,12 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 
 
 def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> str:
-    """Hash of every parameter and persistent buffer of ``model``, under names that are those of no host.
+    """Return a hash of every parameter and persistent buffer of ``model``, under names that are independent of the host.
 
     Args:
         model: a torch model, or a bridge around one.
         linears: all of its logical Linears by name.
-        adapters: whether attached adapters count, or the base alone.
+        adapters: True to include attached adapters, False for the base only.
     """
     found, seen = xxhash.xxh3_128(), {}
     for name, t in sorted(_named(model, linears, adapters), key=lambda pair: pair[0]):
@@ -54,7 +57,7 @@ def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: boo
         if not isinstance(t, nn.Parameter):
             found.update(_content(t))
             continue
-        if id(t) not in seen:  # the model holds it, so that its id is its own; a tied weight is read once
+        if id(t) not in seen:  # a tied weight is read once; ids are unique because the model keeps its tensors alive
             seen[id(t)] = _content(t)
         found.update(seen[id(t)])
     return found.hexdigest()
@@ -70,26 +73,26 @@ def _keys(device: torch.device) -> Int[Tensor, "2 n"]:
 
 
 def _sums(t: Tensor, keys: Int[Tensor, "2 n"]) -> Int[Tensor, "parts 2"]:
-    """The sums of the module's equation."""
+    """Return the pair of sums of the module's equation for every 2^22 words."""
     word = {1: torch.uint8, 2: torch.int16}.get(t.element_size(), torch.int32)
     words = t.detach().contiguous().view(-1).view(word)
     return torch.stack([(keys[:, : len(part)] * part).sum(dim=1) for part in words.split(keys.shape[1])])
 
 
 def _named(model: nn.Module, linears: Mapping[str, Slot], adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that counts. Linears are called by their sites, since hosts fuse and wrap them otherwise."""
+    """Yield every tensor that counts, with its name; Linears are named by site, because hosts fuse and wrap them differently."""
     done: set[int] = set()
     for site, slot in linears.items():
         module = slot.module.base if isinstance(slot.module, RoutedLinear) else slot.module
         done.add(id(module))
         yield f"{site}.weight", slot.weight
-        if (bias := module._parameters.get("bias")) is not None:  # a bridge gives Linears without one a buffer of zeros
+        if (bias := module._parameters.get("bias")) is not None:  # a bridge adds a zero buffer to Linears without a bias
             yield f"{site}.bias", bias if slot.rows is None else bias[slot.rows.to(bias.device)]
     yield from _others(getattr(model, "original_model", model), "", done, adapters)
 
 
 def _others(module: nn.Module, path: str, done: set[int], adapters: bool) -> Iterator[tuple[str, Tensor]]:
-    """What ``module`` holds beside the modules that are ``done``."""
+    """Yield the tensors of ``module`` outside of the modules that are ``done``."""
     done.add(id(module))
     if isinstance(module, Branch):
         yield from ((f"{module.site}.route.{name}", t) for name, t in module.state_dict().items() if adapters)

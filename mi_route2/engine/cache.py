@@ -112,8 +112,9 @@ class View:
 
     @property
     def allowed(self) -> Bool[Tensor, "b 1 t S"]:
-        """Attention mask: the keys that each query may read. Padding is at position 0 and reads the first key: with none it would
-        be NaN.
+        """Attention mask: the keys that each query may attend to.
+
+        Padding is at position 0 and attends to the first key, because a query without any key would be NaN.
         """
         keys = torch.arange(self._length, device=self._data.device)
         return (keys <= self._positions[..., None])[:, None]

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import Held, Reading, SteeringState
+from mi_route2.steering.state import GLOBAL, Held, Reading, SteeringState
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _do(state: SteeringState, action: object) -> None:
         case ClearMonitor(name, request):
             state.clear_monitor(name, request=request)
         case _:
-            raise ValueError(f"{type(action).__name__} is no action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
+            raise ValueError(f"{type(action).__name__} is not an action: choose among {', '.join(a.__name__ for a in ACTIONS)}")
 
 
 ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, ClearMonitor)
@@ -233,8 +234,9 @@ class SyncController(Protocol):
     def name(self) -> str: ...
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Return actions; called after every step on the engine's thread. An exception is counted, and no action applies in this
-        step.
+        """Return actions; called after every step on the engine's thread.
+
+        If it raises, the exception is counted and no action applies in this step.
         """
         ...
 
@@ -366,6 +368,7 @@ class Follow:
     gain: float = 0.0
 
 
+@checked
 class ProbePolicy:
     """Route requests to a held configuration while a smoothed probe score is high, with hysteresis.
 
@@ -379,7 +382,7 @@ class ProbePolicy:
         config: the held configuration to which an engaged request is routed.
         threshold: in units of the score.
         hysteresis: in the same units; not negative, and positive for ``proportional``.
-        monitor: name of the monitor whose score is read; or give ``site`` and ``probe``.
+        monitor: the monitor whose score is read, as requests carry it or ``SetMonitor`` sets it; or give ``site`` and ``probe``.
         site: the site captured at the request's last token, for the score ``h.probe``.
         probe: the vector of that score.
         gain: the scale of an engaged request.
@@ -395,7 +398,7 @@ class ProbePolicy:
         threshold: float,
         hysteresis: float = 0.0,
         *,
-        monitor: str | None = None,
+        monitor: Monitor | None = None,
         site: Site | None = None,
         probe: VectorLike | None = None,
         gain: float = 1.0,
@@ -408,15 +411,16 @@ class ProbePolicy:
         if (monitor is None) == (site is None) or (site is None) != (probe is None):
             raise ValueError("the policy reads a monitor, or a probe at a site: give monitor, or site and probe")
         if not (math.isfinite(threshold) and math.isfinite(hysteresis) and hysteresis >= 0 and math.isfinite(gain) and gain >= 0):
-            raise ValueError("threshold, hysteresis and gain are finite, and neither hysteresis nor gain is negative")
+            raise ValueError("threshold, hysteresis and gain must be finite, and hysteresis and gain not negative")
         if proportional and hysteresis == 0:
-            raise ValueError("a proportional gain rises over the hysteresis: give one above 0")
+            raise ValueError("a proportional gain rises over the width of the hysteresis: give one above 0")
         if not 0 < smoothing <= 1:
-            raise ValueError(f"smoothing={smoothing} is not between 0 and 1: 1 takes each score as it is")
+            raise ValueError(f"smoothing={smoothing} is not between 0 and 1: 1 uses each score without smoothing")
         self.name, self.config, self.threshold, self.hysteresis = name, config, threshold, hysteresis
         self.gain, self.proportional, self.smoothing = gain, proportional, smoothing
         self.wants = frozenset[Site]() if site is None else frozenset({site})
-        self._monitor, self._site, self._generated = monitor, site, generated
+        self._readings = () if monitor is None else (monitor.name, GLOBAL + monitor.name)
+        self._site, self._generated = site, generated
         self._probe = None if probe is None else Vector(probe).data
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[Decision] = deque(maxlen=keep)
@@ -438,8 +442,8 @@ class ProbePolicy:
     def _score(self, request: RequestView) -> float | None:
         if request.token is None or (self._generated and request.position < request.prompt):
             return None
-        if self._monitor is not None:
-            reading = request.readings.get(self._monitor)
+        if self._readings:
+            reading = next((request.readings[name] for name in self._readings if name in request.readings), None)
             value = None if reading is None else reading.score
         else:
             row = None if self._site is None else request.captured.get(self._site)

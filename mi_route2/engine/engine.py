@@ -94,8 +94,8 @@ class Engine:
     ):
         if block < 1 or prefix_bytes < 0 or patch_slots < 1:
             raise ValueError(
-                f"block = {block}, prefix_bytes = {prefix_bytes}, patch_slots = {patch_slots} cannot be: a block and the slots are "
-                "at least 1, the bytes at least 0"
+                f"block = {block}, prefix_bytes = {prefix_bytes}, patch_slots = {patch_slots} are not valid: give block and "
+                "patch_slots of at least 1, and prefix_bytes of at least 0"
             )
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
         model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
@@ -171,7 +171,7 @@ class Engine:
         """Preempt a running request, as happens if room runs out. ``KeyError`` if it is not running."""
         one = self._find(request)
         if one.row < 0:
-            raise KeyError(f"request {request} waits, and so cannot be put back")
+            raise KeyError(f"request {request} is waiting: only a running request can be preempted")
         self.scheduler.put_back(one)
         self._residents.put_back(one)
 
@@ -276,7 +276,7 @@ class Engine:
 
     def _find(self, request: int) -> EngineRequest:
         if request not in self._sequences:
-            raise KeyError(f"request {request} is not here: it has ended, or was never submitted")
+            raise KeyError(f"request {request} is not in the engine: it has ended, or was never submitted")
         return self._sequences[request]
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
@@ -294,7 +294,7 @@ class Engine:
         crowded = Counter(patch.site for patch in request.patch)
         for site, count in crowded.items():
             if count > residents.patch_slots:
-                raise ValueError(f"{count} patches at {site} exceed the {residents.patch_slots} that the engine holds at a site")
+                raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
         for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
             model.shape(site)  # a site that is not there, or whose adapters are switched off, says so
         self._refuse_runs(request, store)
@@ -318,13 +318,13 @@ class Engine:
         if request.run is None:
             return
         if store is None:
-            raise ValueError(f"run {request.run!r} cannot be kept without a run store: give the engine one")
+            raise ValueError(f"run {request.run!r} cannot be stored without a run store: give the engine one")
         if not request.capture:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
         if any(one.request.run == request.run for one in self._sequences.values()):
-            raise ValueError(f"a request that is here writes run {request.run!r} already: take another name")
+            raise ValueError(f"another request of the engine already writes run {request.run!r}: use another name")
         if request.run in store.runs():
-            raise ValueError(f"there is a run {request.run!r} already: drop it first, or take another name")
+            raise ValueError(f"there is already a run {request.run!r}: drop it first, or use another name")
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         """Return ``sampling`` with a seed, drawing one if it samples and has none."""

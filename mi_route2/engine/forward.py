@@ -157,8 +157,9 @@ class Ran:
 
 
 class Runner:
-    """Run the pieces of a step. ``exact`` runs every request alone, in chunks that end at multiples of ``grain`` or with the
-    prompt.
+    """Runner of the pieces of a step.
+
+    ``exact`` runs every request by itself, in chunks that end at multiples of ``grain`` or with the prompt.
     """
 
     def __init__(self, decoder: Decoder, slots: Slots, steering: SteeringState, *, exact: bool, grain: int):
@@ -224,8 +225,9 @@ class Runner:
             yield sorted(group, key=lambda one: one[0].row)
 
     def _cuts(self, sequence: EngineRequest, count: int) -> Iterator[tuple[EngineRequest, int, int]]:
-        """Yield prompt chunks that end at multiples of the grain, and generated tokens one by one: the cuts do not depend on
-        ``count``.
+        """Yield prompt chunks that end at multiples of the grain, and generated tokens one by one.
+
+        The cuts do not depend on ``count``.
         """
         start, stop = sequence.computed, sequence.computed + count
         while start < stop:

@@ -236,7 +236,7 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
 def _refuse_captures(captures: tuple[Capture, ...], reach: int) -> None:
     sites = [capture.site for capture in captures]
     if twice := [site for site in sites if sites.count(site) > 1]:
-        raise ValueError(f"two captures name {twice[0]}: give one capture a site, with all its positions")
+        raise ValueError(f"two captures name {twice[0]}: give one capture per site, with all its positions")
     for capture in captures:
         if missing := capture.where.missing(reach):
             raise ValueError(f"the capture at {capture.site} names position {missing[0]}, but this request computes 0..{reach - 1}")

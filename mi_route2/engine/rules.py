@@ -37,7 +37,7 @@ class Probe:
 
     def __post_init__(self) -> None:
         if self.sharpness == 0:
-            raise ValueError("a probe with sharpness 0 reads nothing: its gate is always a half")
+            raise ValueError("a probe with sharpness 0 has a gate of 0.5 for every token: give a sharpness above 0")
 
 
 @validated
@@ -55,11 +55,11 @@ class Rule:
 
     def __post_init__(self) -> None:
         if bool(self.add) == (self.attenuate is not None):
-            raise ValueError("a rule adds vectors or attenuates, one of the two: split it into two rules")
+            raise ValueError("a rule either adds vectors or attenuates: split it into two rules")
         if self.when is None and self.scope == "next_step":
-            raise ValueError("always with next_step is no rule of its own: write rest_of_request")
+            raise ValueError("always with next_step would act on every step: write rest_of_request")
         if self.scope == "rest_of_conversation" and any(Vector(entry.vector).values is not None for entry in self.add):
-            raise ValueError("what is added for the rest of a conversation is named: register the vector and give its name")
+            raise ValueError("a vector for the rest of a conversation needs a name: register the vector and give its name")
         if self.when is not None and self.scope == "this_token":
             self.monitor("")
 
@@ -106,7 +106,7 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         raise ValueError("steering rules are a list of objects with when, scope and apply")
     if len(data) > RULES:
-        raise ValueError(f"{len(data)} steering rules are too many: a request brings at most {RULES}")
+        raise ValueError(f"{len(data)} steering rules are too many: a request may have at most {RULES}")
     found = []
     for number, one in enumerate(data):
         try:
@@ -147,7 +147,7 @@ def _rule(data: object) -> Rule:
     if "attenuate" in apply:
         return Rule(fields["scope"], probe, attenuate=apply["attenuate"])
     if not isinstance(apply["add"], Sequence) or isinstance(apply["add"], str) or not apply["add"]:
-        raise ValueError("add is a list of objects with site, vector and scale, one at least")
+        raise ValueError("add is a list of at least one object with site, vector and scale")
     entries = [_object("an added vector", entry) for entry in apply["add"]]
     return Rule(fields["scope"], probe, tuple(Steer(_site(e), _vector(e), e.get("scale", 1.0)) for e in entries))
 
@@ -262,7 +262,7 @@ class RuleBook:
     def _composed(self, state: SteeringState, rules: Sequence[Rule], spec: Steering, owner: str, conversation: str | None) -> Run:
         refuse_rules(rules)
         if conversation is None and any(rule.scope == "rest_of_conversation" for rule in rules):
-            raise ValueError("a rule for the rest of the conversation needs one: give conversation_id")
+            raise ValueError("a rule for the rest of the conversation needs a conversation: give conversation_id")
         latched = self._holding(state, conversation)
         known = {rule.content() for rule in latched}
         rules = [rule for rule in rules if rule.content() not in known]  # what holds already does not hold twice

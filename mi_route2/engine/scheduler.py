@@ -54,8 +54,8 @@ class Scheduler(Generic[J]):
     def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1):
         if rows < 1 or grain < 1 or chunk < grain or budget < rows + grain - 1 or (room is not None and room < 1):
             raise ValueError(
-                f"rows = {rows}, budget = {budget}, chunk = {chunk}, room = {room} cannot be: all are at least 1, the chunk is at "
-                f"least {grain}, and the budget at least {rows + grain - 1}, so that every running request can go on"
+                f"rows = {rows}, budget = {budget}, chunk = {chunk}, room = {room} are not valid: all must be at least 1, the "
+                f"chunk at least {grain}, and the budget at least {rows + grain - 1}, so that every running request can go on"
             )
         self.rows, self.budget, self.chunk, self.room, self.grain = rows, budget, chunk, room, grain
         self.waiting: list[J] = []

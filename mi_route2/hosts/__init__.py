@@ -1,4 +1,4 @@
-"""Models to hook, by three libraries and one interface: plain torch, TransformerLens's bridge, nnsight."""
+"""Hosts: models with hooks through plain torch, TransformerLens's bridge or nnsight, with one interface."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ HOSTS: Mapping[str, str] = MappingProxyType(
         "nnsight": "mi_route2.hosts.nnsight:NNsightHost",
     }
 )
-"""Where each host's class is; imported when it is asked for, because the libraries take seconds."""
+"""Module and class of each host, imported on first use because the libraries take seconds to import."""
 
 
 @checked
 def host_class(name: str) -> Callable[[Any], Host]:
-    """The host called ``name``; ``ValueError`` with the valid names, or with the package that is missing."""
+    """Return the host class called ``name``; ``ValueError`` with the valid names, or with the name of the missing package."""
     if name not in HOSTS:
         raise ValueError(f"unknown host {name!r}: choose from {', '.join(HOSTS)}")
     module, _, kind = HOSTS[name].partition(":")
@@ -36,9 +36,11 @@ def host_class(name: str) -> Callable[[Any], Host]:
 
 @checked
 def open_host(name: str, model: Any) -> Host:
-    """``model`` (a module, or what the host's own library has) on the host called ``name``; errors as in ``host_class``.
+    """Open ``model`` (a torch module, or a model object of the host's library) on the host called ``name``.
 
-    ``TypeError`` for a path: ``load`` opens a checkpoint.
+    Raises:
+        ValueError: As in ``host_class``.
+        TypeError: ``model`` is a path (``load`` opens a checkpoint) or already a host.
     """
     if isinstance(model, str | Path | Host):
         raise TypeError(f"open_host: model must be a Module, not {model!r:.60}: load(path) opens a checkpoint")

@@ -1,4 +1,4 @@
-"""What a host is, and what all hosts share.
+"""Host interface, and the methods that all hosts share.
 
     host.attach("blocks.*.attn.*", spec=spec, generator=g)      the same adapters, parameters and file on every host
     host.capture([Site(0, "resid_mid")], tokens)                {site: tensor}, in one shape on every host
@@ -6,8 +6,8 @@
     logits, cache = host.run_with_cache(tokens)                 TransformerLens's words and hook names, on every host
     host.run_with_hooks(tokens, [("blocks.1.attn.hook_q", edit)])
 
-Values have the shapes that ``architectures.POINTS`` states: queries, keys, values and ``z`` by head, ``[b s h dh]``. A hook that
-was asked for and did not fire is an error that names its site.
+Values have the shapes that ``architectures.POINTS`` states: queries, keys, values and ``z`` have a head axis, ``[b s h dh]``. A
+requested hook that does not fire is an error that names its site.
 """
 
 import inspect
@@ -47,30 +47,35 @@ from mi_route2.rollouts import Policy, demand_tokens
 from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, slots
 
 Edit = Callable[[Tensor], Tensor | None]
-"""Reads a site's value and returns ``None``, or returns what the model goes on with."""
+"""Function of a site's value: returns ``None`` to read only, or the tensor that replaces the value."""
 
 
 Names = Site | str | Iterable[Site | str] | Callable[[str], bool]
-"""Sites as a caller names them: itself, a point of all layers (``"resid_pre"``), a name or glob of ours (``"blocks.*.z"``) or of
-TransformerLens (``"blocks.0.attn.hook_z"``), several of these, or a function that says of such a name whether it is meant."""
+"""Selection of sites: a ``Site``, a point of all layers (``"resid_pre"``), a name or glob of this project (``"blocks.*.z"``) or of
+TransformerLens (``"blocks.0.attn.hook_z"``), several of these, or a function that returns True for the names that are selected."""
 
 
 @dataclass(frozen=True)
 class Hook:
-    """What TransformerLens gives a hook function as ``hook``: the point's ``name`` (TransformerLens's) and ``site``."""
+    """Argument ``hook`` of a hook function, as in TransformerLens.
+
+    Attributes:
+        name: TransformerLens's name of the hook point.
+        site: The site.
+    """
 
     name: str
     site: Site
 
     def layer(self) -> int:
-        """The block; ``ValueError`` for the unembedding."""
+        """Return the layer of the block; ``ValueError`` for the unembedding."""
         if self.site.layer is None:
-            raise ValueError(f"{self.site} is in no layer")
+            raise ValueError(f"{self.site} has no layer")
         return self.site.layer
 
 
 class ActivationCache(Mapping[Site, Tensor]):
-    """Values of one forward by ``Site``, read by name too: ``cache["blocks.0.attn.hook_z"]``, ``cache["z", 0]``."""
+    """Activations of one forward by ``Site``; names work as keys too: ``cache["blocks.0.attn.hook_z"]``, ``cache["z", 0]``."""
 
     def __init__(self, values: Mapping[Site, Tensor], names: Mapping[str, Site]):
         self._values, self._names = values, names
@@ -95,9 +100,10 @@ class ActivationCache(Mapping[Site, Tensor]):
 
 
 class Host(ABC):
-    """A model whose sites can be hooked.
+    """Model whose sites can be hooked.
 
-    A host says how its library calls the model, where a site is, and how hooks get there. What follows from these is here.
+    A subclass implements how its library calls the model, the name of each site, and how hooks are installed. The other methods are
+    shared and defined here.
     """
 
     name: str
@@ -106,24 +112,36 @@ class Host(ABC):
 
     @checked
     def logits(self, tokens: Int[Tensor, "b s"], attention: Mask | None = None) -> Float[Tensor, "b s v"]:
-        """Next-token logits; padding on either side, positions counted over real tokens.
+        """Return next-token logits ``[b s v]``; padding may be on either side, and positions count real tokens only.
 
-        ``attention`` is boolean, or 0 and 1 as a tokenizer gives it. ``ValueError`` for a token that the model lacks.
+        Args:
+            tokens: Token ids.
+            attention: Mask of real tokens, boolean or 0 and 1 as a tokenizer returns it; ``None`` if there is no padding.
+
+        Raises:
+            ValueError: A token that the model lacks.
         """
         demand_tokens(self.model, tokens)
         return self._logits(tokens, None if attention is None else as_mask("attention", attention))
 
     @abstractmethod
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
-        """``logits`` of checked arguments."""
+        """Implement ``logits``; the arguments are already checked."""
 
     @abstractmethod
     def address(self, site: Site) -> str:
-        """The site's name in this host's own language. ``ValueError`` says why, where the host or architecture lacks it."""
+        """Return the site's name in this host's library; ``ValueError`` says why the host or the architecture lacks it."""
 
     @checked
     def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Context: every forward through this host runs under ``edits``. On a clean exit all must have fired (``RuntimeError``)."""
+        """Context: every forward through this host runs under ``edits``.
+
+        Raises:
+            ValueError: A key is not a ``Site``, or the host or the architecture lacks its point.
+            KeyError: The model lacks the layer or the adapter.
+            TypeError: An edit is not a function.
+            RuntimeError: On a clean exit, if a hook did not fire.
+        """
         for site, edit in edits.items():
             demand_site(site, "a hook")
             if not callable(edit):
@@ -132,7 +150,7 @@ class Host(ABC):
 
     @abstractmethod
     def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """``hooks`` of checked arguments."""
+        """Implement ``hooks``; the arguments are already checked."""
 
     @checked
     def attach(
@@ -143,7 +161,7 @@ class Host(ABC):
         expect: int | None = None,
         cache_dir: Path | None = None,
     ) -> Adapters:
-        """Adapters at the logical Linears that ``patterns`` select; as ``mi_route2.attach``."""
+        """Attach adapters to the logical Linears that ``patterns`` select; arguments and errors as in ``mi_route2.attach``."""
         adapters = attach(
             self.model,
             *patterns,
@@ -156,45 +174,46 @@ class Host(ABC):
         return self._listed(adapters)
 
     def linears(self) -> dict[str, Slot]:
-        """Every logical Linear of the model by name, with or without adapters."""
+        """Return every logical Linear of the model by name, with or without adapters."""
         return slots(self.model)
 
     def weights_hash(self) -> str:
-        """Hash of all weights by content, those of attached adapters included: what a captured run belongs to.
+        """Return a hash of all weights by content, including those of attached adapters.
 
-        It is the same on every host, and says nothing of the adapters' switches. ``RunStore.writing`` and ``invalidate`` take it.
+        The hash is the same on every host and does not depend on which adapters are switched on. ``RunStore.writing`` and
+        ``invalidate`` use it to identify the model of a captured run.
         """
         return weights_hash(self.model, self.linears(), adapters=True)
 
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot] | None:
-        """The model's logical Linears, where they are not those of ``slots``; refuses ``patterns`` that this host cannot serve."""
+        """Return the model's logical Linears (``None``: those of ``slots``); refuse ``patterns`` that this host cannot serve."""
         return None
 
     def _listed(self, adapters: Adapters) -> Adapters:
-        """``adapters``, which stand now, once the library knows their points."""
+        """Return ``adapters`` after the host's library was told about their points."""
         return adapters
 
     @checked
     def policy(self, adapters: Adapters) -> Policy:
-        """The model with its adapters, called through this host. A deep copy of it is called through a copy of the host."""
+        """Return the model with its adapters, called through this host. A deep copy of the policy calls a copy of the host."""
         return Policy(self.model, adapters, self._forward)
 
     def _forward(self, _model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
         return self._logits(tokens, attention)
 
     def hook_names(self, site: Site) -> tuple[str, ...]:
-        """The names of a site: ours, and those that TransformerLens and its bridge have for it, on every host."""
+        """Return the names of a site on every host: this project's name, then those of TransformerLens and its bridge."""
         row = self.architecture
         if site.point in ADAPTER_POINTS:
             linear = site.linear if site.layer is None else {**BRIDGE_LINEARS, **row.bridge_linears}[site.linear]
             lens = [f"{linear}.{ADAPTER_HOOKS[site.point]}"]
         else:
             hooks = LENS_POINTS.get(site.point), {**BRIDGE_POINTS, **row.bridge_points}[site.point]
-            lens = [hook for hook in hooks if hook is not None and " " not in hook]  # one with a space is a reason
+            lens = [hook for hook in hooks if hook is not None and " " not in hook]  # an entry with a space is no hook but a reason
         return (str(site), *(name if site.layer is None else f"blocks.{site.layer}.{name}" for name in lens))
 
     def sites(self) -> list[Site]:
-        """Every site of the model, layer by layer; those of attached adapters, as they are switched now, behind the blocks' own."""
+        """Return every site of the model by layer, then those of attached adapters that are switched on now."""
         found = []
         for layer in range(len(self.layers())):
             for point in POINTS:
@@ -207,18 +226,18 @@ class Host(ABC):
         return found + [Site.parse(f"{b.site}.{point}") for b in branches for point in ADAPTER_POINTS if point in b.fires]
 
     def layers(self) -> range:
-        """The layers of the model's blocks."""
+        """Return the layer indices of the model's blocks."""
         return range(len({name.split(".")[1] for name in self.linears() if name.startswith("blocks.")}))
 
     def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
-        """The sites that ``name`` means (see ``Names``), among ``known`` or all; ``KeyError`` for none, with the nearest names."""
+        """Return the sites, among ``known`` or all, that ``name`` selects (see ``Names``); ``KeyError`` with the nearest names."""
         known = self.sites() if known is None else known
         chosen = [site for site in known if name == site.point or fnmatchcase(str(site), name)]
-        # our names first: a glob over adapters' points would match hooks of the bridge at the same Linear
+        # this project's names first, because a glob over adapters' points also matches the bridge's hooks at the same Linear
         chosen = chosen or [site for site in known if any(fnmatchcase(lens, name) for lens in self.hook_names(site))]
         if not chosen:
             if name in POINTS:
-                self.address(Site(0, name))  # says why this architecture has none
+                self.address(Site(0, name))  # raises an error that says why this architecture lacks the point
             adapted = [site.slot for site in known if site.linear]
             if (
                 name.rpartition(".")[2] in ADAPTER_POINTS
@@ -241,7 +260,7 @@ class Host(ABC):
         if callable(names):
             found = [site for site in known if any(map(names, self.hook_names(site)))]
             if not found:
-                raise KeyError(f"the function of names fits no site: names are such as {', '.join(self.hook_names(known[0]))}")
+                raise KeyError(f"the function selects no site: site names look like {', '.join(self.hook_names(known[0]))}")
             return found
         found = [site for one in names for site in (self.find(one, known) if isinstance(one, str) else [one])]
         return list(dict.fromkeys(found))
@@ -250,10 +269,11 @@ class Host(ABC):
     def run_with_cache(
         self, tokens: Int[Tensor, "b s"], attention: Mask | None = None, names: Names | None = None
     ) -> tuple[Float[Tensor, "b s v"], ActivationCache]:
-        """Logits, and detached values at the sites that ``names`` means, at all of them where it is ``None``.
+        """Return the logits ``[b s v]``, and detached activations at the sites that ``names`` selects (``None``: all sites).
 
-        ``cache[Site(0, "z")]``, ``cache["blocks.0.attn.hook_z"]`` and ``cache["z", 0]`` are one value. As in TransformerLens the
-        logits have a graph unless gradients are off. ``attention`` and errors as in ``logits``; ``KeyError`` for an unknown name.
+        ``cache[Site(0, "z")]``, ``cache["blocks.0.attn.hook_z"]`` and ``cache["z", 0]`` are the same value. As in TransformerLens,
+        the logits have a graph unless gradients are off. ``attention`` and errors as in ``logits``; ``KeyError`` for an unknown
+        name.
         """
         sites, values = self._named(names), dict[Site, Tensor]()
         with self.hooks({site: reader(values, site) for site in sites}):
@@ -264,10 +284,11 @@ class Host(ABC):
     def run_with_hooks(
         self, tokens: Int[Tensor, "b s"], hooks: Iterable[Any], attention: Mask | None = None
     ) -> Float[Tensor, "b s v"]:
-        """Logits under ``hooks``, pairs of ``Names`` and a function of the value, or TransformerLens's of ``(value, hook)``.
+        """Return the logits ``[b s v]`` of a forward under ``hooks``.
 
-        A function returns ``None`` to read, or a tensor that the model goes on with; at one site they act in the order given.
-        Errors as in ``hooks``.
+        Each hook is a pair of ``Names`` and a function of the value, or of ``(value, hook)`` as in TransformerLens. A function
+        returns ``None`` to read, or a tensor that replaces the value; functions at one site run in the order given. Errors as in
+        ``hooks``.
         """
         edits: dict[Site, list[Edit]] = {}
         for pair in hooks:
@@ -282,7 +303,7 @@ class Host(ABC):
     def _edit(self, site: Site, function: Callable[..., Any]) -> Edit:
         try:
             takes_hook = "hook" in inspect.signature(function).parameters
-        except ValueError:  # a function of C has no signature: torch.zeros_like
+        except ValueError:  # functions written in C have no signature, for example torch.zeros_like
             takes_hook = False
         if not takes_hook:
             return function
@@ -290,7 +311,7 @@ class Host(ABC):
 
     @checked
     def capture(self, sites: Iterable[Site], tokens: Int[Tensor, "b s"], attention: Mask | None = None) -> dict[Site, Tensor]:
-        """The values of ``run_with_cache`` at ``sites``, without gradients."""
+        """Return the activations at ``sites``, without gradients; see ``run_with_cache``."""
         chosen = list(sites)
         for site in chosen:
             demand_site(site, "a hook")
@@ -299,7 +320,7 @@ class Host(ABC):
 
 
 def known_architecture(model: nn.Module) -> Architecture:
-    """The model's row; ``ValueError`` with the known ones, and for a model that is not causal."""
+    """Return the model's row of ``ARCHITECTURES``; ``ValueError`` for an unknown architecture, or a model that is not causal."""
     row = architecture_of(model)
     if row is None:
         classes = ", ".join(dict.fromkeys(name for row in ARCHITECTURES.values() for name in row.classes))
@@ -315,17 +336,17 @@ def known_architecture(model: nn.Module) -> Architecture:
 
 
 def positions(attention: Bool[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """Each real token's place among the real ones; 0 on padding."""
+    """Return the position of each real token among the real ones; 0 on padding."""
     return (attention.long().cumsum(1) - 1).clamp_min(0)
 
 
 def split_heads(site: Site, value: Tensor, count: int) -> Tensor:
-    """``[b s h*dh]`` as ``[b s h dh]`` at a point by head."""
+    """Reshape ``[b s h*dh]`` to ``[b s h dh]`` if the point has a head axis."""
     return value.unflatten(-1, (count, -1)) if site.point in HEADED and value.ndim == 3 else value
 
 
 class Fired:
-    """Which of the requested sites were seen."""
+    """Record of which requested sites fired."""
 
     def __init__(self, sites: Iterable[Site]):
         self._silent = dict.fromkeys(sites)
@@ -334,7 +355,7 @@ class Fired:
         self._silent.pop(site, None)
 
     def demand(self, address: Callable[[Site], str]) -> None:
-        """``RuntimeError`` naming each site whose hook did not fire."""
+        """Raise ``RuntimeError`` naming each site whose hook did not fire."""
         if self._silent:
             names = ", ".join(f"{site} ({address(site)})" for site in self._silent)
             raise RuntimeError(
@@ -344,23 +365,26 @@ class Fired:
 
 
 _COMPILED = (
-    ". torch.compile has made graphs here, and a graph does not look for hooks that come after it: set "
+    ". torch.compile has compiled graphs in this process, and a compiled graph ignores hooks that are registered later: set "
     "torch._dynamo.config.skip_nnmodule_hook_guards = False before compiling"
 )
 
 
 def compiled_anything() -> bool:
-    """Whether ``torch.compile`` traced something in this process."""
+    """Return whether ``torch.compile`` traced anything in this process."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and bool(dynamo.utils.counters["frames"])
 
 
 def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
-    """What ``edit`` puts in the place of ``value``; ``None`` where it only read.
+    """Call ``edit`` on ``value`` and return the replacement; ``None`` if the edit only read.
 
-    A value that was asked for its gradient (``retain_grad``, ``register_hook``) is put back itself: as a view or a copy of the
-    model's tensor it would have none. ``ValueError`` for an answer that does not fit, and for a value that was written in place
-    without being returned, which acts or does not by where the site is (inference mode does not count writes).
+    A value on which the edit called ``retain_grad`` or ``register_hook`` is returned itself, because it may be a view or a copy of
+    the model's tensor that would otherwise get no gradient.
+
+    Raises:
+        ValueError: The replacement does not fit, or the edit wrote into the value in place and returned ``None``. Whether such a
+            write takes effect depends on the site. (In inference mode torch counts no writes, so they are not detected.)
     """
     writes = None if value.is_inference() else value._version
     new = edit(value)
@@ -372,7 +396,7 @@ def answered(site: Site, edit: Edit, value: Tensor) -> Tensor | None:
 
 
 def fitting(site: Site, value: Tensor, new: object) -> Tensor:
-    """``new``, an edit's answer; ``ValueError`` where it cannot stand in the place of ``value``."""
+    """Return ``new``, the replacement that an edit returned; ``ValueError`` if it is not a tensor of the shape of ``value``."""
     if not isinstance(new, Tensor):
         raise ValueError(f"the edit of {site} returned a {type(new).__name__}: return None to read only, or a tensor to write")
     if new.shape != value.shape:
@@ -381,11 +405,11 @@ def fitting(site: Site, value: Tensor, new: object) -> Tensor:
 
 
 def whole_stream(edits: Mapping[Site, Edit]) -> dict[Site, Edit]:
-    """Edits with those of ``resid_mid`` made whole: the block adds its MLP to the stream itself, not to what its norm was given.
+    """Wrap the edits of ``resid_mid`` so that they change the residual stream itself, and not only the input of the MLP's norm.
 
-    The norm is given the very tensor that the block goes on with, so it is overwritten in place, and the stream is then what the
-    edit returned to the last bit, in any precision. Adding the difference behind the block would leave rounding, in half precision
-    a lot. The edit sees a copy: what it keeps stays as it was.
+    The norm receives the same tensor to which the block later adds the MLP output, so the wrapper overwrites that tensor in place.
+    The stream is then what the edit returned, bit for bit in any precision. The alternative, to add the difference after the block,
+    would round, considerably in half precision. The edit receives a copy, so a value that the edit keeps does not change.
     """
     return {site: _overwriting(site, edit) if site.point == "resid_mid" else edit for site, edit in edits.items()}
 
@@ -399,7 +423,7 @@ def _overwriting(site: Site, edit: Edit) -> Edit:
 
 
 def one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor | None:
-    """What several edits of one value leave; ``None`` if all of them only read."""
+    """Apply several edits to one value in order; ``None`` if all of them only read."""
     wrote = False
     for edit in edits:
         if (new := edit(value)) is not None:
@@ -408,7 +432,7 @@ def one_after_another(edits: Sequence[Edit], value: Tensor) -> Tensor | None:
 
 
 def reader(into: dict[Site, Tensor], site: Site) -> Edit:
-    """An edit that keeps a copy and changes nothing."""
+    """Return an edit that stores a detached copy of the value and changes nothing."""
 
     def keep(value: Tensor) -> None:
         into[site] = value.detach().clone()
@@ -418,8 +442,8 @@ def reader(into: dict[Site, Tensor], site: Site) -> Edit:
 
 @runtime_checkable
 class KeyValues(Protocol):
-    """Keys and values of a forward's sequences, by layer."""
+    """Cache of keys and values of the sequences in a forward, by layer."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]:
-        """Takes the new ones ``[b h t dh]`` and returns all that the forward's queries may read ``[b h S dh]``."""
+        """Store new keys and values ``[b h t dh]`` and return all that the queries may attend to, ``[b h S dh]``."""
         ...

@@ -1,4 +1,4 @@
-"""Anybody's keys and values as a cache that transformers' models take. Apart, because transformers takes seconds to import."""
+"""Adapter from ``KeyValues`` to a cache of transformers. It has its own module because transformers takes seconds to import."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ GROUPED = "route2_grouped_sdpa"
 
 
 class TransformersCache(Cache):
-    """Hands each layer's keys and values on to ``KeyValues``. Positions and masks are the caller's, so it counts nothing."""
+    """transformers' cache interface over ``KeyValues``. The caller supplies positions and masks, so the sequence length stays 0."""
 
     def __init__(self, inner: KeyValues):
         super().__init__(layers=[])
@@ -38,7 +38,7 @@ def _attention(
     scaling: float | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa`` with a mask, without a copy of the keys and values for each query head of a group."""
+    """Compute transformers' ``sdpa`` attention with a mask, without copying keys and values for each query head of a group."""
     if query.shape[2] == 1 and query.device.type == "cpu":
         return _one_query(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     group = query.shape[1] != key.shape[1]
@@ -47,7 +47,10 @@ def _attention(
 
 
 def _one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """``softmax(q k^T + mask) v`` for one token a row: a quarter faster on a CPU than ``sdpa``, which is made for many."""
+    """Compute ``softmax(q k^T + mask) v`` for one query per row.
+
+    On a CPU this is a quarter faster than ``sdpa``, whose kernels are made for many queries.
+    """
     b, heads, length, width = key.shape
     grouped = query.reshape(b * heads, -1, width)
     keys = key.reshape(b * heads, length, width).mT
@@ -64,7 +67,7 @@ AttentionInterface.register(GROUPED, _attention)
 
 @contextmanager
 def grouped(config: Any) -> Iterator[None]:
-    """The model's ``sdpa`` attention is ``_attention`` inside; any other implementation stays what it is."""
+    """Context: replace the model's ``sdpa`` attention by ``_attention``; any other implementation stays."""
     usual = config._attn_implementation
     if usual != "sdpa":
         yield

@@ -3,11 +3,11 @@
     with capture(model, {"blocks.0": "output", "blocks.1.attn.q": "input"}) as cache:
         model(tokens)
     cache["blocks.0"]            # the tensor, detached
-    cache.calls("blocks.0")      # every call, in order, where a module runs more than once
+    cache.calls("blocks.0")      # every call in order, if a module runs more than once
 
-A hook that was asked for and did not fire is an error, never an empty result: a renamed module, a fused kernel or
-a skipped branch would otherwise pass for "nothing there". The hooks return None, so the values that flow on are the
-very same objects; they come off again whatever happens inside the block.
+A requested hook that does not fire is an error and not an empty result, because a renamed module, a fused kernel or a skipped
+branch would otherwise go unnoticed. The hooks return None, so the model's values are unchanged, and they are removed even after an
+error inside the block.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,23 +23,23 @@ SIDES = ("input", "output")
 
 
 class Cache:
-    """What was captured: module name -> one detached tensor per call, in call order. Filled while the block runs."""
+    """Captured activations: module name -> one detached tensor per call, in call order. Filled while the block runs."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._calls: dict[str, list[Tensor]] = {name: [] for name in names}
 
     def names(self) -> tuple[str, ...]:
-        """The names that were asked for, in the order asked."""
+        """Return the requested names, in the order requested."""
         return tuple(self._calls)
 
     def calls(self, name: str) -> tuple[Tensor, ...]:
-        """Every value seen at `name`, in call order. KeyError if `name` was not asked for."""
+        """Return every value seen at `name`, in call order. KeyError if `name` was not requested."""
         if name not in self._calls:
             raise KeyError(f"{name!r} was not captured; captured names: {', '.join(self._calls)}.")
         return tuple(self._calls[name])
 
     def __getitem__(self, name: str) -> Tensor:
-        """The one value seen at `name`. ValueError unless the module ran exactly once."""
+        """Return the one value seen at `name`. ValueError unless the module ran exactly once."""
         calls = self.calls(name)
         if len(calls) != 1:
             raise ValueError(f"{name!r} ran {len(calls)} times; read cache.calls({name!r}) for the list.")
@@ -49,7 +49,7 @@ class Cache:
         return name in self._calls
 
     def append(self, name: str, value: Tensor) -> None:
-        """Record one more call (the hooks use this)."""
+        """Record one more call. Called by the hooks."""
         self._calls[name].append(value)
 
 
@@ -62,19 +62,20 @@ def capture(
 
     Args:
         model: any module; names are those of `model.named_modules()` ("" is the model itself).
-        sites: name -> "input" or "output". The input is the first positional tensor (or `hidden_states`, or the only
-            tensor, where everything is passed by keyword); an output that is a tuple stands for its first element.
-        once: demand that every module runs exactly once in the block (a loop or a checkpoint's recomputation errs).
-        pristine: see the value before the hooks that the module already carries (a steer, a patch); False: after.
-        copy: keep a copy, safe from later in-place writes. False keeps a view: half the memory, nothing promised.
+        sites: name -> "input" or "output". The input is the first positional tensor (if all arguments are passed by keyword:
+            `hidden_states`, or the only tensor); if the output is a tuple, its first element is captured.
+        once: require that every module runs exactly once in the block (a loop or a checkpoint's recomputation is an error).
+        pristine: True captures before the hooks that the module already has (a steer, a patch) act; False captures after them.
+        copy: True keeps a copy, which later in-place writes cannot change. False keeps a view, which takes less memory but may
+            change.
 
     Yields:
         Cache of detached tensors; shapes and dtypes are the module's own.
 
     Raises:
         KeyError: a name that the model lacks (the nearest names are listed); raised before any hook is attached.
-        ValueError: another side than these two, no site at all, a value that is not a tensor, or on exit a module that
-            did not run (`once`: not exactly once). An error raised inside the block is passed on as it is.
+        ValueError: an unknown side, no site at all, a value that is not a tensor, or on exit a module that did not run (`once`: not
+            exactly once). Errors raised inside the block propagate unchanged.
     """
     modules = _resolve(model, sites)
     cache = Cache(tuple(sites))
@@ -86,7 +87,7 @@ def capture(
 
 
 def _resolve(model: nn.Module, sites: Mapping[str, str]) -> dict[str, nn.Module]:
-    """Name -> module for every site, after checking names and sides."""
+    """Check names and sides, and return name -> module for every site."""
     if not sites:
         raise ValueError("Nothing to capture: give at least one module name, as {name: 'input' or 'output'}.")
     for name, side in sites.items():
@@ -100,7 +101,7 @@ def _resolve(model: nn.Module, sites: Mapping[str, str]) -> dict[str, nn.Module]
 
 
 def _attach(module: nn.Module, name: str, side: str, cache: Cache, pristine: bool, copy: bool):
-    """Attach one reading hook; the handle takes it off."""
+    """Attach one reading hook and return the handle that removes it."""
 
     def keep(value: Tensor) -> None:
         value = value.detach()
@@ -118,7 +119,7 @@ def _attach(module: nn.Module, name: str, side: str, cache: Cache, pristine: boo
 
 
 def _tensor_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The activation among a call's arguments."""
+    """Return the activation among a call's arguments."""
     if args:
         if isinstance(args[0], Tensor):
             return args[0]
@@ -129,21 +130,21 @@ def _tensor_in(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     if len(tensors) == 1:
         return next(iter(tensors.values()))
     raise ValueError(
-        f"{name!r} was called by keyword with tensors {sorted(tensors)}: which one is its input is not clear; "
+        f"{name!r} was called by keyword with tensors {sorted(tensors)}: it is not clear which one is its input; "
         "capture the output of the module before it."
     )
 
 
 def _tensor_out(name: str, output: Any) -> Tensor:
-    """The activation in a call's output: the tensor itself, or the first of a tuple or list."""
+    """Return the activation in a call's output: the tensor itself, or the first element of a tuple or list."""
     first = output[0] if isinstance(output, tuple | list) and output else output
     if isinstance(first, Tensor):
         return first
-    raise ValueError(f"The output of {name!r} is a {type(output).__name__}, not a tensor or a tuple led by one.")
+    raise ValueError(f"The output of {name!r} is a {type(output).__name__}, not a tensor or a tuple that starts with one.")
 
 
 def _demand_fired(cache: Cache, once: bool) -> None:
-    """Raise for modules that did not run, or (`once`) that did not run exactly once."""
+    """Raise ValueError for modules that did not run, or that did not run exactly once if `once`."""
     counts = {name: len(cache.calls(name)) for name in cache.names()}
     if silent := [name for name, count in counts.items() if count == 0]:
         raise ValueError(f"These modules did not run inside the capture: {', '.join(silent)}.")

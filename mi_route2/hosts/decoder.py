@@ -1,12 +1,12 @@
-"""A host's model called piece by piece, over keys and values that the caller keeps: what an engine and a sweep are built on.
+"""Forward of any pieces of sequences over a key-value cache of the caller; the engine and the patch sweep are built on this module.
 
     decoder = Decoder(host)
     logits = decoder(tokens, positions, allowed, cache)            any pieces of any sequences, side by side
-    logits = decoder(tokens, positions, allowed, cache, entry=(3, stream))   enter at block 3 with its residual stream given
+    logits = decoder(tokens, positions, allowed, cache, entry=(3, stream))   start at block 3 from the given residual stream
 
-``cache.update(key, value, layer)`` is called once a layer with the new keys and values ``[b h t dh]`` and answers with all that
-the queries may read, ``[b h S dh]``; ``allowed [b 1 t S]`` says which. The model is told positions and never counts them itself, so
-rows may be at different places of different sequences. The hosts' hooks act in it as in any forward.
+Once per layer, ``cache.update(key, value, layer)`` receives the new keys and values ``[b h t dh]`` and returns all that the queries
+may attend to, ``[b h S dh]``, under the mask ``allowed [b 1 t S]``. The caller always supplies the positions, so rows may be at
+different positions of different sequences. The host's hooks act as in any other forward.
 """
 
 from collections.abc import Mapping
@@ -26,19 +26,28 @@ from mi_route2.sites import Site, module_at
 DECODERS: Mapping[str, str] = MappingProxyType(
     {"Qwen3": "transformers", "Llama": "transformers", "GPT2": "transformers", "MicroGPT": "own"}
 )
-"""Architectures that can be called so, and whose cache they take. The others mask some layers otherwise (windows of sliding
-attention, caps) or have not been compared piece by piece."""
+"""Supported architectures, and the kind of cache that each takes. The others mask some layers differently (sliding windows, caps)
+or were never compared with a plain forward."""
 
 HOSTED = ("torch", "transformer_lens")
 STREAM = ("resid_pre", "resid_post")
 MASKED = ("sdpa", "eager", "exact")
-"""Attentions of transformers that take a mask of every query; the others would take it for something else."""
+"""Attention implementations that accept a mask per query; the others would misread such a mask."""
 
 
 class Decoder:
-    """See the module. ``ValueError`` for a host or an architecture that cannot be called so.
+    """Callable that runs a host's model over pieces of sequences; see the module.
 
-    ``layers``, ``heads`` (of keys and values), ``width`` (of a head), ``context`` (tokens) and ``vocabulary`` are its sizes.
+    Attributes:
+        host: The host.
+        layers: Number of blocks.
+        heads: Number of key-value heads.
+        width: Size of a head.
+        context: Longest sequence, in tokens.
+        vocabulary: Number of tokens.
+
+    Raises:
+        ValueError: The host, the architecture or its attention implementation is not supported.
     """
 
     def __init__(self, host: Host):
@@ -46,7 +55,7 @@ class Decoder:
         if host.name not in HOSTED:
             raise ValueError(f"a decoder runs on the hosts {' and '.join(HOSTED)}, not on {host.name}: open the same model there")
         if row.name not in DECODERS:
-            raise ValueError(f"a decoder runs {', '.join(DECODERS)}, not {row.name}: its layers are not masked alike")
+            raise ValueError(f"a decoder runs {', '.join(DECODERS)}, not {row.name}: use host.logits")
         self.host = host
         self._own = DECODERS[row.name] == "own"
         model = self._model = _plain(host)
@@ -75,7 +84,7 @@ class Decoder:
 
     @property
     def unembed(self) -> nn.Module:
-        """What makes logits of the last stream, once that is normalised."""
+        """The module that maps the final, normalized residual stream to logits."""
         return module_at(_plain(self.host), self.host.architecture, self.host.architecture.unembed)
 
     def __call__(
@@ -88,12 +97,21 @@ class Decoder:
         keep: Int[Tensor, " n"] | None = None,
         entry: tuple[int, Float[Tensor, "b t d"]] | None = None,
     ) -> Float[Tensor, "b n v"]:
-        """Logits at the columns ``keep`` (all ``t`` where it is ``None``).
+        """Return the logits ``[b n v]`` at the columns ``keep`` (``None``: all ``t``).
 
-        Every query must be allowed some key, padding too: it may read itself. ``None`` allows everything, where ``unmasked``.
-        ``entry = (layer, stream)`` leaves out the blocks before ``layer`` and goes on with ``stream``, which stands for what they
-        would have given; hooks there do not fire.
-        ``RuntimeError`` for a model that drops activations in training mode.
+        Args:
+            tokens: Token ids of the pieces.
+            positions: Position of each token in its sequence.
+            allowed: True where a query may attend to a key. Every query, padding included, must be allowed at least one key (for
+                example itself). ``None`` allows everything, which needs ``unmasked``.
+            cache: Receives the new keys and values of each layer, and returns all keys and values.
+            keep: Columns of the logits.
+            entry: ``(layer, stream)`` skips the blocks before ``layer`` and starts from ``stream``, in the place of their output;
+                hooks in the skipped blocks do not fire.
+
+        Raises:
+            RuntimeError: The model is in training mode and has dropout.
+            ValueError: ``entry`` names a layer that cannot be entered.
         """
         self.refuse_dropout()
         if entry is None:
@@ -102,15 +120,17 @@ class Decoder:
             return self._run(tokens, positions, allowed, cache, keep)
 
     def refuse_dropout(self) -> None:
-        """``RuntimeError`` for a model that drops activations in training mode."""
+        """Raise ``RuntimeError`` if the model is in training mode and has dropout."""
         if self._drops and self._model.training:
             raise RuntimeError("the model is in training mode and drops activations at random: call eval() on it")
 
     def shape(self, site: Site) -> tuple[int, ...]:
-        """The shape of a site's value at one token, as a forward shows it; errors as of ``Host.hooks``, and ``ValueError`` for a
-        site that does not fire. What was seen is remembered until ``forget``."""
+        """Return the shape of a site's value at one token, from a forward of one token; the result is cached until ``forget``.
+
+        Errors as in ``Host.hooks``, and ``ValueError`` for a site that does not fire.
+        """
         if site.layer is not None and site.layer < self.layers and not site.linear and site.point in STREAM:
-            return self._stream  # there in every architecture: no forward has to tell
+            return self._stream  # the same in every architecture, so no forward is needed
         if site not in self._shapes:
             try:
                 found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
@@ -120,17 +140,17 @@ class Decoder:
         return self._shapes[site]
 
     def forget(self) -> None:
-        """The model was changed: sites may fire that did not, and the other way round."""
+        """Clear the cached shapes, after a change of the model or its adapters that changes which sites fire."""
         self._shapes.clear()
 
     def quarantines(self) -> tuple[Site, ...]:
-        """``quarantine_out`` of every Linear whose quarantine is attached and switched on."""
+        """Return the site ``quarantine_out`` of every Linear whose quarantine is attached and switched on."""
         branches = [module for module in self.host.model.modules() if isinstance(module, Branch)]
         return tuple(sorted({Site.parse(f"{one.site}.quarantine_out") for one in branches if "quarantine_out" in one.fires}))
 
     @property
     def unmasked(self) -> bool:
-        """Whether ``allowed`` may be ``None``."""
+        """True if ``allowed`` may be ``None``."""
         return not self._own and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa"
 
     def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor | None, cache: KeyValues, keep: Tensor | None) -> Tensor:
@@ -156,9 +176,9 @@ class Decoder:
 
     @contextmanager
     def _entering(self, layer: int, stream: Tensor):
-        """The blocks before ``layer`` are out; the last of them hands on ``stream``."""
+        """Context: skip the blocks before ``layer``; the last one of them returns ``stream``."""
         if not 1 <= layer < self.layers:
-            raise ValueError(f"one can enter at the blocks 1..{self.layers - 1}, not at {layer}; block 0 is entered by its tokens")
+            raise ValueError(f"entry must be one of the blocks 1..{self.layers - 1}, not {layer}; to enter block 0, give no entry")
         held = [self._blocks[i] for i in range(layer)]
         try:
             for i in range(layer):
@@ -170,7 +190,7 @@ class Decoder:
 
 
 class _Given(nn.Module):
-    """Stands in a block's place and gives what it would have given."""
+    """Stand-in for a block: returns the given residual stream."""
 
     def __init__(self, stream: Tensor):
         super().__init__()
@@ -181,12 +201,12 @@ class _Given(nn.Module):
 
 
 def additive(allowed: Bool[Tensor, "b 1 t S"], dtype: torch.dtype) -> Float[Tensor, "b 1 t S"]:
-    """0 where ``allowed``, the type's lowest number elsewhere: what attention adds to its scores."""
+    """Return the additive attention mask: 0 where ``allowed``, the dtype's lowest number elsewhere."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def _plain(host: Host) -> nn.Module:
-    """The model itself, which a bridge wraps (and the micro model once more)."""
+    """Return the model itself, without the bridge around it (and, for the micro model, without ``Inner``)."""
     if host.name == "torch":
         return host.model
     inner = host.model.get_submodule("original_model")
@@ -202,11 +222,11 @@ def _block_list(model: nn.Module, row: Architecture) -> nn.ModuleList:
 def _refuse_windows(config: Any) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ValueError(f"a decoder runs full attention alone, and this model has {', '.join(sorted(kinds))}: use host.logits")
+        raise ValueError(f"a decoder runs full attention only, but this model has {', '.join(sorted(kinds))}: use host.logits")
     if (rope := getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
-        # Its angles are those of the longest sequence of a batch: a request would depend on its neighbours.
+        # Its angles depend on the longest sequence in the batch, so a request would depend on its neighbors.
         raise ValueError(
-            f"a decoder cannot turn positions by {rope['rope_type']!r}, which looks at the whole batch: use host.logits"
+            f"a decoder does not support the rope type {rope['rope_type']!r}, which depends on the whole batch: use host.logits"
         )
 
 
@@ -214,11 +234,11 @@ def _first(config: object, *names: str) -> Any:
     for name in names:
         if getattr(config, name, None) is not None:
             return getattr(config, name)
-    raise ValueError(f"the model's config gives none of {', '.join(names)}")
+    raise ValueError(f"the model's config has none of {', '.join(names)}")
 
 
 def _sizes(config: object) -> tuple[int, int]:
-    """Heads of keys and values, and a head's width."""
+    """Return the number of key-value heads, and the size of a head."""
     heads = int(_first(config, "num_attention_heads", "n_head", "heads"))
     width = getattr(config, "head_dim", None) or int(_first(config, "hidden_size", "n_embd", "d")) // heads
     return int(getattr(config, "num_key_value_heads", None) or heads), int(width)

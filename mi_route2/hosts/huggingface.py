@@ -1,7 +1,8 @@
-"""A plain torch model as a host: a transformers model or the micro model, hooked by torch's own module hooks.
+"""Plain torch model as a host: a transformers model or the micro model, hooked by torch's own module hooks.
 
-Gradient checkpointing runs a block's modules again in the backward, so edits must still be there: ``backward()`` belongs inside of
-``hooks``. Both ways to get this wrong are errors, since the gradients would be those of another forward.
+Gradient checkpointing runs a block's modules a second time in the backward, under the same edits, so ``backward()`` must be called
+inside of ``hooks``. A backward outside of it, and a replay without a forward, are errors: the gradients would be those of a
+different forward.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_boo
 
 @dataclass(frozen=True)
 class Tap:
-    """One side of a module, or some rows of its output, split into ``heads`` where the point is one by head."""
+    """One side of a module, or some rows of its output, split into ``heads`` if the point has a head axis."""
 
     path: str
     side: str
@@ -32,22 +33,27 @@ class Tap:
     heads: int = 1
 
     def read(self, site: Site, raw: Tensor) -> Tensor:
-        """The module's value in the point's shape."""
+        """Return the module's value in the point's shape."""
         return split_heads(site, raw if self.rows is None else raw[..., self.rows.to(raw.device)], self.heads)
 
     def write(self, raw: Tensor, new: Tensor) -> Tensor:
-        """``raw`` with the point's value replaced."""
+        """Return ``raw`` with the point's value replaced."""
         flat = new.reshape(*raw.shape[:-1], -1).to(raw.dtype)
         return flat if self.rows is None else raw.index_copy(-1, self.rows.to(raw.device), flat)
 
 
 def branches(model: nn.Module) -> dict[str, tuple[str, Branch]]:
-    """Logical Linear -> (module path, branch) of every attached adapter."""
+    """Return logical Linear -> (module path, branch) of every attached adapter."""
     return {m.site: (path, m) for path, m in model.named_modules() if isinstance(m, Branch)}
 
 
 def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
-    """Where ``site`` is in the torch tree; ``ValueError`` or ``KeyError`` in one sentence where it is not."""
+    """Return the module and side of ``site`` in the torch tree.
+
+    Raises:
+        KeyError: The layer is outside of the model, or no adapter is attached at the Linear.
+        ValueError: The architecture lacks the point.
+    """
     if site.point in ADAPTER_POINTS:
         known = branches(model)
         if site.slot not in known:
@@ -69,7 +75,11 @@ def tap_of(model: nn.Module, architecture: Architecture, site: Site) -> Tap:
 
 
 class TorchHost(Host):
-    """See ``Host``. ``ValueError`` for a model of no known architecture, and one that TransformerLens's bridge has rewritten."""
+    """Host of a plain torch model; see ``Host``.
+
+    Raises:
+        ValueError: The architecture is unknown, or TransformerLens's bridge has rewritten the model.
+    """
 
     name = "torch"
 
@@ -82,9 +92,10 @@ class TorchHost(Host):
         return out if isinstance(out, Tensor) else out.logits
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
-        """What the model is told beside the tokens: nothing of the mask where no padding stands left of a real token.
+        """Return the model's keyword arguments; the mask is passed only if padding stands left of a real token.
 
-        ``ValueError`` where the model would answer such padding with NaN: eager attention in float64.
+        Raises:
+            ValueError: The model would return NaN under such padding (eager attention in float64).
         """
         extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
@@ -98,8 +109,8 @@ class TorchHost(Host):
         eager = getattr(getattr(self.model, "config", None), "_attn_implementation", None) == "eager"
         if eager and not self.architecture.exact_eager and next(self.model.parameters()).dtype == torch.float64:
             raise ValueError(
-                f"{type(self.model).__name__} with eager attention in float64 gives NaN where padding stands left of a token (its "
-                "softmax is float32): load it with attn_implementation='sdpa' where it has that, pad on the right, or use float32"
+                f"{type(self.model).__name__} with eager attention in float64 gives NaN if padding stands left of a token (its "
+                "softmax is float32): load it with attn_implementation='sdpa' if it has that, pad on the right, or use float32"
             )
 
     def address(self, site: Site) -> str:
@@ -121,7 +132,7 @@ class TorchHost(Host):
 
 
 class Replays:
-    """Under gradient checkpointing a forward's modules run once more in its backward: have those that were edited done so?"""
+    """Check that edits also act when gradient checkpointing runs their modules again in the backward."""
 
     def __init__(self, model: nn.Module):
         self._graded = torch.is_grad_enabled()
@@ -132,19 +143,19 @@ class Replays:
         self._graded = torch.is_grad_enabled()  # reentrant checkpointing switches it off inside
 
     def edited(self, site: Site) -> None:
-        """Told of every value that was replaced. ``RuntimeError`` in a replay without a forward under the edit to be replayed."""
+        """Record that a value was replaced; ``RuntimeError`` in a replay for which no forward under the edit was recorded."""
         if in_backward():
             if not self._due.get(site):
                 raise RuntimeError(
-                    f"the backward runs the forward again (gradient checkpointing) and meets the edit of {site} more often than "
-                    "forwards did: every forward of this backward belongs inside of hooks(), each for one backward"
+                    f"the backward runs the forward again (gradient checkpointing) and applied the edit of {site} more often than "
+                    "forwards did: run every forward of this backward inside of hooks(), and one backward per forward"
                 )
             self._due[site] -= 1
         elif self._graded and checkpointing():
             self._due[site] = self._due.get(site, 0) + 1
 
     def guard(self, modules: Mapping[Site, nn.Module]) -> None:
-        """Leave a guard on each module whose replay is still to come; it goes with the next forward."""
+        """Put a guard on each module whose replay is still due; the guard is removed by the module's next forward."""
         for site in (site for site, due in self._due.items() if due):
             _guard(modules[site], site)
 
@@ -154,7 +165,7 @@ def _guard(module: nn.Module, site: Site) -> None:
         handle.remove()
         if in_backward():
             raise RuntimeError(
-                f"the backward runs the forward again (gradient checkpointing), but the edit of {site} is gone: run backward() "
+                f"the backward runs the forward again (gradient checkpointing), but the edit of {site} was removed: run backward() "
                 "inside of hooks()"
             )
 
@@ -162,7 +173,7 @@ def _guard(module: nn.Module, site: Site) -> None:
 
 
 def checkpointing() -> bool:
-    """Whether this code, in a forward that was called with gradients on, is under torch's gradient checkpointing."""
+    """Return whether this code runs under torch's gradient checkpointing, in a forward that was called with gradients on."""
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     return not torch.is_grad_enabled() or (saving is not None and saving[0].__module__ == "torch.utils.checkpoint")
 
@@ -175,7 +186,7 @@ def _attach_hook(module: nn.Module, site: Site, tap: Tap, edit: Edit, fired: Fir
 
 
 def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, again: Replays, raw: Tensor) -> Tensor | None:
-    """What the module's value becomes; ``None`` where the edit only read."""
+    """Return the module's value after the edit; ``None`` if the edit only read."""
     fired.saw(site)
     new = answered(site, edit, tap.read(site, raw))
     if new is None:

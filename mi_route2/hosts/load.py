@@ -1,8 +1,8 @@
-"""A checkpoint as a host: ``load("path or id", host="torch")``.
+"""Load a checkpoint as a host: ``load("path or id", host="torch")``.
 
-Whatever can be checked is checked before the weights are read: the host, the folder, the architecture, the adapters. Only
-safetensors are read, no pickle, and no code of the checkpoint's is run. An id goes through transformers and its cache, and under
-``HF_HUB_OFFLINE=1`` nothing is asked of the network.
+The host, the folder, the architecture and the adapters are checked before the weights are read. Only safetensors are read, no
+pickle, and no code from the checkpoint is run. An id is resolved by transformers and its cache; with ``HF_HUB_OFFLINE=1`` no
+network is used.
 """
 
 from pathlib import Path
@@ -20,8 +20,8 @@ from mi_route2.hosts.base import Host
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _PICKLE = (
-    "pickled weights can run code when they are read, and are refused: write them as safetensors with save_pretrained of "
-    "transformers, on a machine where that is no harm"
+    "pickled weights can run code when they are read, and are refused: convert them to safetensors with save_pretrained of "
+    "transformers, on a machine where such code can do no harm"
 )
 
 
@@ -38,17 +38,26 @@ def load(
     any_base: bool = False,
     cache_dir: Path | None = None,
 ) -> Host:
-    """The causal language model in a local folder, or of a Hugging Face id, on a host, in ``eval`` mode.
+    """Load a causal language model from a local folder or a Hugging Face id, on a host, in ``eval`` mode.
 
-    ``host`` is ``torch``, ``transformer_lens`` or ``nnsight``. ``dtype`` (the checkpoint's own), ``device`` (the CPU), ``attn``
-    (its ``attn_implementation``) and ``revision`` are what they are in transformers. ``adapters`` is a folder that
-    ``save_pretrained`` wrote, attached with ``any_base`` and ``cache_dir`` as by ``from_pretrained``: call that on the host instead
-    where you need the ``Adapters``.
+    Args:
+        path_or_id: Folder of a checkpoint, or an id such as ``owner/name``.
+        host: ``torch``, ``transformer_lens`` or ``nnsight``.
+        dtype: As in transformers; the checkpoint's own if not given.
+        device: The CPU if not given.
+        attn: ``attn_implementation`` of transformers.
+        revision: As in transformers.
+        adapters: Folder that ``save_pretrained`` wrote, attached as by ``from_pretrained``. Call that function on the host instead
+            if you need the ``Adapters``.
+        any_base: As in ``from_pretrained``.
+        cache_dir: As in ``from_pretrained``.
 
-    ``FileNotFoundError`` for what is not there, or cannot be had offline; ``ValueError`` for an unknown host, an architecture
-    without a row, pickled weights, a checkpoint that is damaged or lacks weights, and adapters that do not fit.
+    Raises:
+        FileNotFoundError: The folder or a file does not exist, or cannot be downloaded (offline).
+        ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights,
+            or adapters that do not fit.
     """
-    opened = host_class(host)  # imported only now: the libraries take seconds, and one may be missing
+    opened = host_class(host)  # a late import: the libraries take seconds to import, and one may be missing
     if adapters is not None:
         read_config(Path(adapters))
     source = _source(path_or_id)
@@ -62,7 +71,7 @@ def load(
 
 
 def _source(path_or_id: str | Path) -> Path | str:
-    """A folder that holds a checkpoint, or what can only be an id."""
+    """Return the folder of the checkpoint, or the id."""
     path, text = Path(path_or_id).expanduser(), str(path_or_id)
     if path.is_dir():
         _refuse_other_folder(path)
@@ -78,16 +87,16 @@ def _refuse_other_folder(path: Path) -> None:
     names = sorted(file.name for file in path.iterdir())
     if "config.json" not in names:
         of_adapters = next((name for name in ("route2_config.json", "adapter_config.json") if name in names), None)
-        hint = f"; its {of_adapters} is one of adapters, which stand on a base model" if of_adapters else ""
-        raise FileNotFoundError(f"{path} has no config.json, so it is no checkpoint of transformers{hint}")
+        hint = f"; its {of_adapters} belongs to adapters, which need a base model" if of_adapters else ""
+        raise FileNotFoundError(f"{path} has no config.json, so it is not a checkpoint of transformers{hint}")
     if not any(name.startswith("model") and name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
         if pickled := [name for name in names if name.endswith(_PICKLED)]:
-            raise ValueError(f"{path} has its weights in {pickled[0]} alone; {_PICKLE}")
-        raise FileNotFoundError(f"{path} has no weights: there is no model.safetensors in it, nor shards of one")
+            raise ValueError(f"{path} has its weights only in {pickled[0]}; {_PICKLE}")
+        raise FileNotFoundError(f"{path} has no weights: it has neither a model.safetensors nor shards of one")
 
 
 def _config(source: Path | str, revision: str | None) -> Any:
-    """The checkpoint's config, once it is known that its architecture has a row."""
+    """Return the checkpoint's config, after checking that its architecture has a row."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -100,9 +109,9 @@ def _config(source: Path | str, revision: str | None) -> Any:
         raise _unreachable(source, error) from error
     except ValueError as error:
         if "trust_remote_code" in str(error):
-            raise ValueError(f"{source} brings code of its own for its architecture, which is not run: {choose}") from error
+            raise ValueError(f"{source} needs its own code for its architecture, which is not run: {choose}") from error
         raise ValueError(f"transformers does not know the architecture of {source}: {choose}") from error
-    except Exception as error:  # its validators have errors of their own
+    except Exception as error:  # the validators of transformers raise other types of errors
         raise ValueError(f"the config of {source} is not valid: {' '.join(str(error).split())}") from error
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     name = getattr(kind, "__name__", type(config).__name__)
@@ -127,11 +136,11 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
             **keywords,
         )
     except SafetensorError as error:
-        raise ValueError(f"the weights of {source} are no whole safetensors ({error}); copy or download them again") from error
+        raise ValueError(f"the weights of {source} are not complete safetensors ({error}); copy or download them again") from error
     except OSError as error:
         raise _unreachable(source, error) from error
     model, report = found
-    # transformers draws at random what a checkpoint lacks, says so in its log, and goes on.
+    # transformers initializes missing weights at random and only logs a warning.
     missing, misshapen = report["missing_keys"], [key if isinstance(key, str) else key[0] for key in report["mismatched_keys"]]
     if missing:
         raise ValueError(f"{source} lacks {len(missing)} weights that its config asks for, first {min(missing)!r}")
@@ -141,20 +150,20 @@ def _model(source: Path | str, config: Any, dtype: torch.dtype | str | None, att
 
 
 def _unreachable(source: Path | str, error: OSError) -> Exception:
-    """What to say where transformers could not get a file."""
+    """Return the error for a file that transformers could not read or download."""
     from transformers.utils.hub import is_offline_mode
 
     reason = str(error).strip().partition("\n")[0].rstrip(".")
     if isinstance(source, Path):
-        return ValueError(f"{source} cannot be read ({reason}); copy it again, whole")
+        return ValueError(f"{source} cannot be read ({reason}); copy it again")
     if is_offline_mode():
         return FileNotFoundError(
-            f"{source!r} is no folder here, and its config or safetensors are not in the Hugging Face cache while HF_HUB_OFFLINE "
-            f"forbids to download them: give the path of a checkpoint's folder, or run `hf download {source}` without it, once"
+            f"{source!r} is not a folder, and its config or safetensors are not in the Hugging Face cache while HF_HUB_OFFLINE "
+            f"forbids a download: give the path of a checkpoint's folder, or run `hf download {source}` once without it"
         )
     if "safetensors" in reason:
         return ValueError(f"{source!r} has no safetensors; {_PICKLE}")
     return FileNotFoundError(
-        f"{source!r} is no folder here, and Hugging Face did not give it ({reason}): give the path of a checkpoint's folder, or "
-        "check the name, the network and your access"
+        f"{source!r} is not a folder, and could not be downloaded from Hugging Face ({reason}): give the path of a checkpoint's "
+        "folder, or check the name, the network and your access"
     )

@@ -1,12 +1,12 @@
-"""An nnsight model as a host: ``NNsight(module)`` or ``TransformersModel(...)``, its sites read and written in traces.
+"""nnsight model as a host: ``NNsight(module)`` or ``TransformersModel(...)``, with sites read and written in traces.
 
     host = NNsightHost(NNsight(hf))
     adapters = host.attach("blocks.*.attn.*", spec=spec, generator=g)
     with host.envoy.trace(tokens):                      # the adapters' points are envoys like any other
         a = host.envoy.transformer.h[0].attn.c_attn.route_q.hook_kept_a.output.save()
 
-Every forward through this host is one trace of ``host.envoy``, so edits that were stored on it (``edit(inplace=True)``) hold. In it
-each requested site is a worker of its own (an invoke without input, which sees the whole batch): sites need no order.
+Every forward through this host is one trace of ``host.envoy``, so edits that were stored on it (``edit(inplace=True)``) act too. In
+the trace each requested site has its own invoke without input, which sees the whole batch, so sites may be given in any order.
 
 An envoy shows a module's input after torch's forward pre-hooks and its output before torch's forward hooks.
 """
@@ -35,7 +35,7 @@ MASK = "hook_mask"
 
 @dataclass(frozen=True, eq=False)
 class _Requested:
-    """What one ``hooks`` context asked for: each site with its tap and its edit."""
+    """Request of one ``hooks`` context: the tap and the edit of each site."""
 
     taps: dict[Site, Tap]
     edits: dict[Site, Edit]
@@ -43,10 +43,13 @@ class _Requested:
 
 
 class NNsightHost(Host):
-    """See ``Host``. ``model`` is the root envoy (``NNsight``, ``TransformersModel``), or a module, which is then wrapped.
+    """Host of an nnsight model; see ``Host``. A plain module is wrapped in ``NNsight``.
 
-    ``envoy`` is that root; its tree is kept the module tree's (``refresh``). ``ValueError``: weights that are not loaded yet, or a
-    model of no known architecture.
+    Attributes:
+        envoy: The root envoy (``NNsight`` or ``TransformersModel``); ``refresh`` keeps its tree equal to the module tree.
+
+    Raises:
+        ValueError: The weights are not loaded yet, or the architecture is unknown.
     """
 
     name = "nnsight"
@@ -61,17 +64,22 @@ class NNsightHost(Host):
         self.refresh()
 
     def refresh(self) -> None:
-        """Make the envoys those of the module tree, after modules were replaced in it.
+        """Rebuild the envoys after modules were replaced in the module tree.
 
-        nnsight builds its envoys once, and knows a module by its path: after ``mi_route2.attach`` or ``adapters.detach()`` on the
-        bare module, a stale ``...q_proj.output`` would be the base Linear's, or nothing. ``attach`` of this host and every forward
-        through it call this; call it yourself before a trace of your own after changing modules in another way.
+        nnsight builds its envoys once and identifies a module by its path: after ``mi_route2.attach`` or ``adapters.detach()`` on
+        the bare module, a stale ``...q_proj.output`` would be that of the base Linear, or nothing. ``attach`` of this host and
+        every forward through this host call ``refresh``; call it yourself before your own trace if modules were changed in another
+        way.
         """
         if not _mirrors(self.envoy, self.model):
             self.envoy._update(self.model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "NNsightHost":
-        """A host of a copy of the module: the copy of an envoy would wait at the original. ``RuntimeError`` where it has edits."""
+        """Return a host of a copy of the module, with new envoys, because a copied envoy would wait at the original module.
+
+        Raises:
+            RuntimeError: Edits are stored on the envoy.
+        """
         if self.envoy._edits:
             raise RuntimeError(
                 "edits are stored on this envoy, and a copy would be without them: call clear_edits() before copying"
@@ -83,16 +91,20 @@ class NNsightHost(Host):
         return adapters
 
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
-        """As ``Host``. ``RuntimeError`` inside a trace of the same model, for an edit of what checkpointing runs again, and for a
-        stored edit of a mask that this forward does not decide."""
+        """Run one trace; see ``Host``.
+
+        Raises:
+            RuntimeError: A trace of the same model is open, an edit lies in a part that checkpointing runs again, or a stored edit
+                waits at a mask that this forward does not compute.
+        """
         try:
             return self._traced(tokens, attention)
         except OutOfOrderError as error:
             if f".{MASK}." not in str(error):
                 raise
             raise RuntimeError(
-                f"an edit waits at a {MASK} that did not fire in this forward ({error}): {NO_MASK}. A mask that is decided after "
-                f"the forward is reached by a torch hook at adapters.sites[name].{MASK}; clear_edits() takes stored edits away"
+                f"an edit waits at a {MASK} that did not fire in this forward ({error}): {NO_MASK}. To edit a mask that is decided "
+                f"after the forward, use a torch hook at adapters.sites[name].{MASK}; clear_edits() removes stored edits"
             ) from error
 
     def _traced(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
@@ -100,8 +112,8 @@ class NNsightHost(Host):
             raise RuntimeError("a trace of this model is open: read envoys in it, or leave it before a forward through the host")
         self.refresh()
         keywords, found = self._torch.keywords(attention), {}
-        # Each body waits at its site by itself and not in a function that it calls: what keeps a stack of calls aside from Python's
-        # own (a run-time checker of shapes) would find that function's frame among the model's.
+        # Each invoke waits for its site in its own body and not in a called function: a run-time shape checker keeps its own call
+        # stack, on which such a function's frame would end up among the model's frames.
         with self.envoy.trace() as tracer:
             with tracer.invoke(tokens, **keywords):
                 found["result"] = tracer.result
@@ -110,7 +122,7 @@ class NNsightHost(Host):
                     here = self.envoy.get(tap.path)
                     try:
                         raw = here.inputs if tap.side == "input" else here.output
-                    except OutOfOrderError:  # this forward never came here, which is for Fired to judge
+                    except OutOfOrderError:  # this forward never ran the module; Fired raises the error
                         new = None
                     else:
                         new = edited(raw)
@@ -122,14 +134,15 @@ class NNsightHost(Host):
         return out if isinstance(out, Tensor) else out.logits
 
     def address(self, site: Site) -> str:
-        """What to write behind the root envoy in a trace: ``model.layers[1].self_attn.output[0]``.
+        """Return the expression that follows the root envoy in a trace: ``model.layers[1].self_attn.output[0]``.
 
-        Points by head are there as the module has them, heads side by side (but for parts interleaved by head).
+        At points with a head axis the value has the module's own shape, with the heads side by side (except for parts interleaved
+        by head).
         """
         tap = tap_of(self.model, self.architecture, site)
         *names, last = tap.path.split(".")
         path = "".join(f"[{name}]" if name.isdecimal() else f".{name}" for name in [*names, last]).removeprefix(".")
-        # transformers' attention modules return (output, weights); whatever else has a site returns a tensor
+        # transformers' attention modules return (output, weights); all other modules with a site return a tensor
         of_tuple = site.point == "attn_out" and self.architecture.positions and last in _ATTENTION
         return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
 
@@ -146,13 +159,13 @@ class NNsightHost(Host):
         requested.fired.demand(self.address)
 
     def _workers(self) -> list[tuple[Tap, Callable[[Any], Any]]]:
-        """Of every open context, in order: where a worker waits, and what it does with the raw value that it is given there."""
+        """Return, for every open context in order, each tap and the function that is applied to its raw value."""
         grad = torch.is_grad_enabled()
         return [(tap, _edited(site, tap, r.edits[site], r.fired, grad)) for r in self._open for site, tap in r.taps.items()]
 
 
 def _mirrors(envoy: Envoy, module: nn.Module) -> bool:
-    """Whether every module of the tree has its own envoy in its place, and no envoy is left over."""
+    """Return whether the envoy tree has exactly one envoy per module of the module tree."""
     children = {name: child for name, child in module._modules.items() if child is not None}
     own = envoy._child_map
     return own.keys() == children.keys() and all(
@@ -161,7 +174,7 @@ def _mirrors(envoy: Envoy, module: nn.Module) -> bool:
 
 
 def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Callable[[Any], Any]:
-    """From a raw value (``inputs`` or ``output`` of an envoy) to what it is replaced by; ``None`` where it stays."""
+    """Return a function from a raw value (``inputs`` or ``output`` of an envoy) to its replacement, or to ``None``."""
 
     def edited(raw: Any) -> Any:
         fired.saw(site)
@@ -172,7 +185,7 @@ def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Calla
         if grad and checkpointing():
             raise RuntimeError(
                 f"the edit of {site} would be lost: under gradient checkpointing the backward runs this part of the forward again, "
-                "and the trace is over then; switch checkpointing off, or edit on the torch host, its hooks open over the backward"
+                "after the trace; switch checkpointing off, or edit on the torch host, with backward() inside of its hooks()"
             )
         return put(tap.write(stream, new))
 
@@ -180,7 +193,7 @@ def _edited(site: Site, tap: Tap, edit: Edit, fired: Fired, grad: bool) -> Calla
 
 
 def _inputs(raw: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The stream among a call's arguments, and how to put another in its place."""
+    """Return the residual stream among a call's arguments, and a function that replaces it."""
     args, kwargs = raw
     if args and isinstance(args[0], Tensor):
         return args[0], lambda new: ((new, *args[1:]), kwargs)
@@ -188,12 +201,12 @@ def _inputs(raw: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Tensor, Callab
 
 
 def _output(raw: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-    """The stream in what a module returns, and how to put another in its place."""
+    """Return the residual stream in a module's output, and a function that replaces it."""
     return (raw, lambda new: new) if isinstance(raw, Tensor) else (raw[0], lambda new: (new, *raw[1:]))
 
 
 def _rows(tap: Tap) -> str:
-    """Which outputs of a fused module are meant, as an index."""
+    """Return the index of the outputs that belong to the point, if the module is fused."""
     if tap.rows is None:
         return ""
     first, last, n = int(tap.rows[0]), int(tap.rows[-1]), len(tap.rows)

@@ -1,5 +1,7 @@
-"""What the model is now: its weights, which adapters are switched on, and whose hooks are on it. Keys and values are good for one
-such state alone."""
+"""Fingerprint of a model's state: its weights, the switches of its adapters, and hooks on its modules.
+
+Cached keys and values are valid for one such state only.
+"""
 
 from torch import Tensor
 
@@ -9,11 +11,11 @@ from mi_route2.hosts.base import Host
 
 
 class ModelState:
-    """Notices that weights were written, replaced, or adapters attached or switched, and that others put hooks on the model.
+    """Detector of changes to a model: weights written or replaced, adapters attached or switched, hooks registered by others.
 
-    ``look`` walks the whole model and reads all of its bytes (9 GB/s on one core, .05 s for 125M float32 weights): what fused
-    optimizers write, and what is written through ``p.data``, torch does not count. ``changed`` only asks the tensors that were
-    there at the last ``look`` for the versions that torch does count, and the adapters for their switches.
+    ``look`` walks the whole model and reads all of its bytes (9 GB/s on one core, .05 s for 125M float32 weights), because torch's
+    version counters miss the writes of fused optimizers and writes through ``p.data``. ``changed`` is a quick check of the version
+    counters of the tensors of the last ``look``, and of the adapters' switches.
     """
 
     def __init__(self, host: Host):
@@ -25,7 +27,7 @@ class ModelState:
         self.look()
 
     def look(self) -> bool:
-        """Walks the whole model; ``current`` is what it is now. Whether that is another state than before."""
+        """Walk the whole model and update ``current``; return True if the state differs from the previous one."""
         before = self.current
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -38,11 +40,11 @@ class ModelState:
 
     @property
     def changed(self) -> bool:
-        """Whether the tensors that were there at the last look were written since, or a switch was moved."""
+        """True if torch counted a write to a tensor since the last ``look``, or if a switch was changed."""
         return self._quick() != self.current[:2]
 
     def weights(self) -> str:
-        """``Host.weights_hash``, computed once for all that a ``look`` found unchanged."""
+        """Return ``Host.weights_hash``, cached until a ``look`` finds other weights."""
         if self._weights is None:
             self._weights = self._host.weights_hash()
         return self._weights
@@ -52,5 +54,5 @@ class ModelState:
         return versions, tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
 
     def _hooks(self) -> tuple[int, ...]:
-        """Of every hook on a module its number, which torch gives once."""
+        """Return the ids of all module hooks; torch never reuses an id."""
         return tuple(n for m in self._host.model.modules() for n in (*m._forward_hooks, *m._forward_pre_hooks))

@@ -1,4 +1,4 @@
-"""A TransformerLens bridge as a host: captures and edits at its hook points, adapters with hook points of their own."""
+"""TransformerLens bridge as a host: captures and edits at its hook points, and hook points for the adapters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,9 +41,9 @@ BYPASSES: Mapping[str, tuple[str, ...]] = {
     "use_attn_in": ("attn.q", "attn.k", "attn.v"),
     "use_attn_result": ("attn.o",),
 }
-"""Settings under which a bridge multiplies by the weights of these Linears itself, and calls neither them nor their adapters.
+"""Settings under which a bridge multiplies by the weights of these Linears itself, without calling them or their adapters.
 
-Those that pass q, k and v by take the stream from in front of the norm, so that an edit of ``attn_in`` is lost as well."""
+Settings that bypass q, k and v also read the residual stream before the norm, so that an edit of ``attn_in`` is lost as well."""
 
 _LAYOUT = "_weight_layout_in_out"
 _PROCESSORS = ("enable_compatibility_mode", "process_weights")
@@ -54,7 +54,7 @@ _PROCESSING = (
 
 
 class Inner(nn.Module):
-    """A module with MicroGPT's tree under a name of its own: ``embed``, ``blocks`` and ``unembed`` are names of the bridge."""
+    """Wrapper that moves MicroGPT's tree under ``inner``: the bridge uses the names ``embed``, ``blocks`` and ``unembed``."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -63,16 +63,17 @@ class Inner(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        # under left padding the bridge counts positions for every model that takes them; beside a 2-D mask this one counts its own
+        # under left padding the bridge computes positions for every model that takes them; with a 2-D mask, MicroGPT computes its
+        # own
         told = attention_mask is not None and attention_mask.ndim == 4
         return self.inner(input_ids, attention_mask, cache, position_ids if told else None)
 
 
 class InnerAdapter(ArchitectureAdapter):
-    """The bridge's components wrap MicroGPT's own modules, so that its own forward runs, its attention and cache included."""
+    """Bridge components that wrap MicroGPT's own modules, so that its own forward runs, including its attention and cache."""
 
     supports_compatibility_mode = False
-    supports_kv_cache = False  # generate() knows transformers' cache alone; a call may pass the module's own
+    supports_kv_cache = False  # generate() only knows transformers' cache; a direct call may pass the module's own cache
 
     def __init__(self, cfg: TransformerBridgeConfig):
         super().__init__(cfg)
@@ -93,7 +94,7 @@ class InnerAdapter(ArchitectureAdapter):
 
 
 def boot(model: nn.Module) -> TransformerBridge:
-    """A bridge around ``model``, which is rewritten in place. ``ValueError`` for an unknown class, or one that has adapters."""
+    """Boot a bridge around ``model``, which is rewritten in place; ``ValueError`` for an unknown class or a model with adapters."""
     row, kind = known_architecture(model), type(model).__name__
     if any(isinstance(module, RoutedLinear) for module in model.modules()):
         raise ValueError(
@@ -109,11 +110,11 @@ def boot(model: nn.Module) -> TransformerBridge:
 
 
 BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
-"""transformers' continuous batching: it calls for an attention of its own, and the bridge's is another."""
+"""Methods of transformers' continuous batching, which needs its own attention implementation, and not the bridge's."""
 
 
 def refuse_batching(bridge: TransformerBridge) -> None:
-    """From now on transformers' continuous batching of the bridged model is an error: it gives wrong numbers in silence."""
+    """Make transformers' continuous batching of the bridged model raise an error, because it silently returns wrong numbers."""
 
     def refuse(*_args: Any, **_kwargs: Any) -> None:
         raise RuntimeError(
@@ -141,14 +142,14 @@ def _micro_config(config: Any) -> TransformerBridgeConfig:
 
 
 def wrapped_model(bridge: TransformerBridge) -> nn.Module:
-    """The model that a bridge was booted around."""
+    """Return the model around which a bridge was booted."""
     model = bridge.original_model
     return model.inner if isinstance(model, Inner) else model
 
 
 @dataclass(frozen=True)
 class Place:
-    """A logical Linear of a bridge: the component at ``path``, which wraps the Linear."""
+    """Logical Linear of a bridge: the component at ``path``, which wraps the Linear."""
 
     path: str
     component: nn.Module
@@ -163,7 +164,7 @@ class Place:
 
 
 def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, Place]:
-    """Every logical Linear of a bridge, in the order of the torch host: the same draws from a generator go to the same adapters."""
+    """Return every logical Linear of a bridge, in the order of the torch host, so that equal seeds give equal adapters."""
     where = {**BRIDGE_LINEARS, **architecture.bridge_linears}
     found = {}
     for layer in range(len(bridge.blocks)):
@@ -172,30 +173,30 @@ def linears(bridge: TransformerBridge, architecture: Architecture) -> dict[str, 
             component = bridge.get_submodule(path)
             held = getattr(component, WRAPPED)
             base = held.base if isinstance(held, RoutedLinear) else held
-            plain = isinstance(base, nn.Linear)  # a part of a Conv1D is copied into a Linear
+            plain = isinstance(base, nn.Linear)  # the bridge copies each part of a fused Conv1D into a Linear
             found[f"blocks.{layer}.{linear}"] = Place(path, component, at.transposed and not plain)
     found["unembed"] = Place("unembed", bridge.get_submodule("unembed"), False)
     return found
 
 
 def refuse_config(model: nn.Module, architecture: Architecture) -> None:
-    """``ValueError`` for a value of the model's config that the bridge does not heed."""
+    """Raise ``ValueError`` if the model's config has a value that the bridge ignores."""
     for key, usual in architecture.bridge_config.items():
         if (value := getattr(config_of(model), key, usual)) != usual:
             raise ValueError(
-                f"the bridge does not heed {key}={value!r} of this {type(model).__name__} and would be another model: "
+                f"the bridge ignores {key}={value!r} of this {type(model).__name__} and would compute another model: "
                 "use the torch or the nnsight host"
             )
 
 
 def refuse_processed(bridge: TransformerBridge) -> None:
-    """``RuntimeError`` for a bridge whose weights were processed."""
+    """Raise ``RuntimeError`` if the bridge's weights were processed."""
     if bridge._weights_processed:
         raise RuntimeError(f"weight processing was applied to this bridge, and {_PROCESSING}")
 
 
 def refuse_foreign(bridge: TransformerBridge) -> None:
-    """``ValueError`` for a bridge around a model that had adapters before the boot."""
+    """Raise ``ValueError`` for a bridge around a model that already had adapters when the bridge was booted."""
     for module in bridge.original_model.modules():
         if isinstance(module, Branch) and not isinstance(module.hook_mask, HookPoint):
             raise ValueError(
@@ -205,27 +206,30 @@ def refuse_foreign(bridge: TransformerBridge) -> None:
 
 
 def refuse_bypassed(bridge: TransformerBridge, sites: Iterable[str]) -> None:
-    """``RuntimeError`` where a setting of the bridge passes by the Linears at ``sites``."""
+    """Raise ``RuntimeError`` if a setting of the bridge bypasses a Linear at ``sites``."""
     for flag, passed in BYPASSES.items():
         if getattr(bridge.cfg, flag, False) and (past := [site for site in sites if site.endswith(passed)]):
             raise RuntimeError(_bypass(flag, past[0]))
 
 
 def _bypass(flag: str, site: str) -> str:
-    return f"under {flag} the bridge multiplies by the weights of {site} itself and passes its adapters by: set_{flag}(False)"
+    return f"under {flag} the bridge multiplies by the weights of {site} itself and bypasses its adapters: set_{flag}(False)"
 
 
 def refuse_lost(bridge: TransformerBridge, site: Site) -> None:
-    """``RuntimeError`` for an edit that a setting of the bridge would lose."""
+    """Raise ``RuntimeError`` for an edit that a setting of the bridge would lose."""
     for flag, passed in BYPASSES.items():
         if site.point == "attn_in" and "attn.q" in passed and getattr(bridge.cfg, flag, False):
             raise RuntimeError(
-                f"under {flag} the bridge reads the stream in front of {site}, and loses an edit there: set_{flag}(False)"
+                f"under {flag} the bridge reads the stream before {site}, and loses an edit there: set_{flag}(False)"
             )
 
 
 def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
-    """``ValueError`` where upstream gives NaN: a float64 mask is -inf in its float32 softmax, and a leading pad reads nothing."""
+    """Raise ``ValueError`` for left padding in float64, for which TransformerLens returns NaN.
+
+    The float64 mask becomes -inf in its float32 softmax, and a query at leading padding has nothing else to attend to.
+    """
     leading, exact = not bool(attention[:, 0].all()), next(bridge.parameters()).dtype == torch.float64
     affected = isinstance(bridge.blocks[0].attn, PositionEmbeddingsAttentionBridge) and not bridge.compatibility_mode
     if leading and exact and affected:
@@ -236,22 +240,22 @@ def refuse_left_padding(bridge: TransformerBridge, attention: Tensor) -> None:
 
 
 def list_points(bridge: TransformerBridge, adapters: Adapters, places: Mapping[str, Place]) -> None:
-    """Give the adapters TransformerLens hook points, and list them under their component; ``adapters.detach()`` undoes it.
+    """Give the adapters TransformerLens hook points and register them under their component; ``adapters.detach()`` removes them.
 
-    The scan adds to the registry. A cleared one, scanned anew, would call shared points by their aliases: ``hook.name`` of
-    ``blocks.0.attn.hook_out`` would be ``blocks.0.hook_attn_out``.
+    The scan adds to the hook registry. If the registry were cleared and scanned again, shared points would get the names of their
+    aliases: ``hook.name`` of ``blocks.0.attn.hook_out`` would become ``blocks.0.hook_attn_out``.
     """
     for site, branch in adapters.sites.items():
         for point in ROUTE_POINTS:
             setattr(branch, point, HookPoint().train(branch.training))
-        # nn.Module's own: a component would hand the name on to what it wraps, which has a route too
+        # nn.Module's own method: a component would set the attribute on the module it wraps, which also has a route
         nn.Module.__setattr__(places[site].component, ROUTE, branch)
     bridge._scan_existing_hooks(bridge, "")
     standing = [places[site] for site in adapters.sites]
     for parent in _parents(bridge, standing):
         vars(parent)[_LAYOUT] = partial(_stored_in_out, parent)
     guarded = _guard(bridge, list(adapters.sites))
-    adapters.on_detach.append(partial(_unlist, bridge, standing, guarded))  # no closure: a deep copy then undoes its own
+    adapters.on_detach.append(partial(_unlist, bridge, standing, guarded))  # not a closure, which a deep copy would share
 
 
 def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterable[str]) -> None:
@@ -266,23 +270,23 @@ def _unlist(bridge: TransformerBridge, places: Iterable[Place], guarded: Iterabl
 
 
 def _parents(bridge: TransformerBridge, places: Iterable[Place]) -> list[nn.Module]:
-    """The attention and MLP components around ``places``."""
+    """Return the attention and MLP components around ``places``."""
     paths = dict.fromkeys(place.path.rpartition(".")[0] for place in places)
     return [parent for parent in map(bridge.get_submodule, paths) if hasattr(parent, _LAYOUT)]
 
 
 def _stored_in_out(parent: Any, component: nn.Module) -> bool | None:
-    """Whether a weight is stored ``[d_in d_out]``, for ``W_O``, ``OV`` and the like.
+    """Return whether a weight is stored ``[d_in d_out]``, as the bridge needs for ``W_O``, ``OV`` and similar properties.
 
-    The bridge tells by the class of what it wraps, and guesses by the shape where that is a routed Linear: a square one comes out
-    transposed.
+    The bridge decides by the class of the wrapped module. For a routed Linear it would guess from the shape, which transposes a
+    square weight.
     """
     held = getattr(component, WRAPPED)
     return held.transposed if isinstance(held, RoutedLinear) else getattr(type(parent), _LAYOUT)(parent, component)
 
 
 def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
-    """Put refusals over the methods that would change weights under the adapters, or pass them by; their names."""
+    """Replace the methods that would change weights under the adapters, or bypass them, by refusals; return their names."""
     whys = {name: f"{name}() is refused while adapters stand: {_PROCESSING}" for name in _PROCESSORS}
     for flag, passed in BYPASSES.items():
         if past := [site for site in sites if site.endswith(passed)]:
@@ -293,17 +297,21 @@ def _guard(bridge: TransformerBridge, sites: list[str]) -> list[str]:
 
 
 def _refuse(bridge: TransformerBridge, method: str, why: str, *args: Any, **kwargs: Any) -> Any:
-    if args == (False,) or kwargs.get("no_processing"):  # what is off stays off, what is raw stays raw
+    if args == (False,) or kwargs.get("no_processing"):  # these calls change no weights and bypass no adapter
         return getattr(type(bridge), method)(bridge, *args, **kwargs)
     raise RuntimeError(why)
 
 
 class BridgeHost(Host):
-    """See ``Host``. A model that is no bridge is booted as one, in place.
+    """Host of a TransformerLens bridge; see ``Host``. Any other model is booted as a bridge, in place.
 
-    Adapters stand at the bridge's own Linears, with hook points; ``adapters.detach()`` takes both away. While they stand the bridge
-    refuses what would change the weights under them, or pass them by. ``ValueError`` for a model of no known architecture, for one
-    that had adapters before the boot, and for one whose config the bridge does not heed; ``RuntimeError`` for processed weights.
+    Adapters are attached to the bridge's own Linears and have hook points; ``adapters.detach()`` removes both. While they are
+    attached, the bridge refuses calls that would change the weights under them, or bypass them.
+
+    Raises:
+        ValueError: The architecture is unknown, the model had adapters before the bridge was booted, or its config has a value that
+            the bridge ignores.
+        RuntimeError: The bridge's weights were processed.
     """
 
     name = "transformer_lens"
@@ -333,12 +341,12 @@ class BridgeHost(Host):
         return adapters
 
     def _logits(self, tokens: Int[Tensor, "b s"], attention: Bool[Tensor, "b s"] | None) -> Float[Tensor, "b s v"]:
-        """See ``Host``. ``ValueError`` for float64 with padding on the left, where the bridge gives NaN."""
+        """Run the bridge; see ``Host``. ``ValueError`` for float64 with left padding, for which the bridge returns NaN."""
         refuse_processed(self.bridge)
         return self.bridge(tokens, **self.keywords(attention))
 
     def keywords(self, attention: Bool[Tensor, "b s"] | None) -> dict[str, Any]:
-        """What the bridge is told beside the tokens: nothing where nothing stands left of a real token."""
+        """Return the bridge's keyword arguments; the mask is passed only if padding stands left of a real token."""
         extra: dict[str, Any] = {"use_cache": False} if self.architecture.positions else {}
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
             return extra
@@ -348,7 +356,7 @@ class BridgeHost(Host):
         return extra | {"attention_mask": attention.long()}
 
     def address(self, site: Site) -> str:
-        """The TransformerLens hook name, ``blocks.3.ln2.hook_in`` or ``blocks.3.mlp.out.route.hook_kept_a``."""
+        """Return the TransformerLens hook name, ``blocks.3.ln2.hook_in`` or ``blocks.3.mlp.out.route.hook_kept_a``."""
         if site.point in ADAPTER_POINTS:
             known = {name: place.path for name, place in self._places.items() if isinstance(place.wrapped, RoutedLinear)}
             if site.slot not in known:
@@ -366,7 +374,7 @@ class BridgeHost(Host):
     def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         refuse_processed(self.bridge)
         names = {site: self.address(site) for site in edits}
-        # run_with_hooks calls the bridge's forward by itself; the model that the bridge wraps is called by every run
+        # run_with_hooks bypasses the hooks of the bridge's own __call__, but every run calls the wrapped model
         fired, again = Fired(edits), Replays(self.bridge.original_model)
         hooks = [(names[site], self._hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]
         try:

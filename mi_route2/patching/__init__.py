@@ -1,4 +1,4 @@
-"""Patch sweeps: which sites and positions carry a behaviour from one prompt into another."""
+"""Activation patching: sweeps that find the sites and positions which carry a behavior from one prompt into another."""
 
 from mi_route2.patching.grid import Cell, Grid, Window
 from mi_route2.patching.paths import attribute, paths

@@ -1,4 +1,8 @@
-"""Cells of a sweep as forwards: which run together, resumed over the corrupt run or whole, through any host."""
+"""Forwards of a sweep: planning which cells run together, and running them whole or resumed from the corrupt run.
+
+``Resumed`` enters the model at a cell's own block and position and reuses the keys, values and residual streams of the corrupt run;
+``Whole`` runs the whole prompt on any host.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +25,17 @@ from mi_route2.sites import Site
 
 @dataclass(frozen=True)
 class Costs:
-    """What a forward over sequences of ``length`` tokens costs, in FLOPs.
+    """Cost model of a forward over sequences of ``length`` tokens, in FLOPs.
 
-    ``column`` is a block's for one token, of which ``mlp`` the MLP's (only the scored column goes through the last one); ``pair``
-    is that of a query and a key in one block; ``unembed`` of one token; ``overhead`` is a block's call, as the FLOPs of its time.
-    ``most`` limits the tokens of a group, and a quarter of the keys, which are copied for each of its cells.
+    Attributes:
+        layers: Number of blocks.
+        length: Number of tokens.
+        column: Cost of a block for one token.
+        mlp: The MLP's part of ``column`` (only the scored column goes through the last MLP).
+        pair: Cost of a query and a key in one block.
+        unembed: Cost of the unembedding for one token.
+        overhead: Time of a block's call, as FLOPs.
+        most: Limit on the tokens of a group; a quarter of the limit on its keys, which are copied for each cell.
     """
 
     layers: int
@@ -38,35 +48,35 @@ class Costs:
     most: int
 
     def flops(self, columns: int, entry: int) -> float:
-        """Of one cell that enters at block ``entry`` with so many columns."""
+        """Return the cost of one cell that enters at block ``entry`` with this number of columns."""
         return columns * self.slope(entry) + self.mlp + self.unembed
 
     def slope(self, entry: int) -> float:
-        """What a column more costs a cell."""
+        """Return the cost of one more column of a cell."""
         return (self.column + self.pair * self.length) * (self.layers - entry) - self.mlp
 
     @property
     def whole(self) -> float:
-        """Of a forward over the whole sequence, unembedded at each token: what a cell costs where nothing is shared."""
+        """Cost of a forward over the whole sequence, unembedded at each token: the cost of a cell if nothing is shared."""
         return self.length * (self.layers * (self.column + self.pair * self.length) + self.unembed)
 
     def rows(self, columns: int) -> int:
-        """How many cells a group may have."""
+        """Return the maximum number of cells in a group."""
         return max(1, min(self.most // columns, 4 * self.most // self.length))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells (by number, in the order in which they enter) that run together over the columns from ``start`` on."""
+    """Cells that run together over the columns from ``start`` on, as indices in the order in which they enter."""
 
     start: int
     cells: tuple[int, ...]
 
 
 def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = None) -> list[Group]:
-    """Groups of the cells whose ``(entry, position)`` are ``places``; ``batch`` is the most cells of a group."""
+    """Group the cells with ``(entry, position)`` in ``places``; ``batch`` limits the cells of a group."""
     if batch is not None and batch < 1:
-        raise ValueError(f"a batch of {batch} cells cannot be: choose at least 1, or leave it out")
+        raise ValueError(f"a batch of {batch} cells is not possible: choose at least 1, or leave it out")
     cells = sorted(range(len(places)), key=lambda cell: places[cell][::-1])
     cuts = cut([places[cell] for cell in cells], costs, batch)
     return [
@@ -76,10 +86,10 @@ def plan(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None = No
 
 
 def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> list[int]:
-    """Where to cut cells in order of position: the first cell of every group. The sum of costs is the least there is."""
+    """Return the first cell of every group, for cells in order of position, by the cut with the least total cost."""
     entries, columns = np.array([entry for entry, _ in places]), costs.length - np.array([position for _, position in places])
     slopes = np.concatenate(([0.0], np.cumsum([costs.slope(int(entry)) for entry in entries])))
-    limits = np.minimum([costs.rows(int(t)) for t in columns], batch or len(columns))  # which grow with the position
+    limits = np.minimum([costs.rows(int(t)) for t in columns], batch or len(columns))  # limits grow with the position
     best, before = np.zeros(len(columns) + 1), np.zeros(len(columns) + 1, dtype=int)
     for high in range(1, len(columns) + 1):
         low = np.arange(max(0, high - limits[high - 1]), high)
@@ -96,20 +106,20 @@ def cut(places: Sequence[tuple[int, int]], costs: Costs, batch: int | None) -> l
 
 
 def spent(groups: Sequence[Group], places: Sequence[tuple[int, int]], costs: Costs) -> float:
-    """FLOPs of the groups' forwards."""
+    """Return the FLOPs of the groups' forwards."""
     return float(sum(costs.flops(costs.length - group.start, places[cell][0]) for group in groups for cell in group.cells))
 
 
 def needed(places: Sequence[tuple[int, int]], costs: Costs) -> float:
-    """FLOPs of the cells one by one, each from its own position: the floor of ``spent``."""
+    """Return the FLOPs of the cells if each ran by itself from its own position: the lower bound of ``spent``."""
     return float(sum(costs.flops(costs.length - position, entry) for entry, position in places))
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sequence of a forward: the corrupt run with ``values`` [p ...] put in at ``target`` and ``positions``, or as it is.
+    """One sequence of a forward: the corrupt run, with ``values`` [p ...] patched at ``target`` and ``positions`` (if any).
 
-    ``place`` is the block where it enters, and its first column; a row without a target stands for any cell there.
+    ``place`` is the block where the row enters, and its first column.
     """
 
     place: tuple[int, int]
@@ -119,13 +129,13 @@ class Row:
 
     @property
     def head(self) -> int | None:
-        """The target's."""
+        """Head of the target, if any."""
         return None if self.target is None else self.target.head
 
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A run: ``values`` of sites at the positions that were asked for, and the logits behind its last token."""
+    """Result of a run: values of sites at the requested positions, and the logits at its last token."""
 
     values: Mapping[Site, Tensor]
     logits: Float[Tensor, " v"]
@@ -133,33 +143,33 @@ class Record:
 
 @runtime_checkable
 class Forwards(Protocol):
-    """How a sweep runs the model."""
+    """Protocol: runs the model for a sweep."""
 
     name: str
 
     def record(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
-        """The values of ``sites`` at ``places`` in a run over ``tokens``."""
+        """Run ``tokens`` and return the values of ``sites`` at ``places``."""
         ...
 
     def start(self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int]) -> Record:
-        """As ``record``, of the run that ``run`` goes on from."""
+        """Run ``tokens`` as ``record`` does, and keep the run for ``run`` to resume from."""
         ...
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
-        """The block where a cell enters, and its first column."""
+        """Return the block where a cell enters, and its first column."""
         ...
 
     def costs(self) -> Costs:
-        """What a group of cells costs, and how large it may be."""
+        """Return the cost model of groups of cells."""
         ...
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
-        """The logits behind the last token of each row."""
+        """Return the logits at the last token of each row."""
         ...
 
 
 def selecting(into: dict[Site, Tensor], site: Site, index: Tensor) -> Edit:
-    """An edit that keeps the first sequence's values at the positions ``index``."""
+    """Return an edit that stores the first sequence's values at the positions ``index``."""
     return partial(_keep, into, site, index)
 
 
@@ -168,7 +178,7 @@ def _keep(into: dict[Site, Tensor], site: Site, index: Tensor, value: Tensor) ->
 
 
 def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row], bool] = lambda _row: False) -> dict[Site, Edit]:
-    """Edits that put the rows' values in, but those of rows ``apart``, in a forward over ``columns`` columns from ``start`` on."""
+    """Return edits that patch the rows' values, without rows ``apart``, in a forward over ``columns`` columns from ``start``."""
     by_site: dict[Site, list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.target is not None and not apart(row):
@@ -178,7 +188,7 @@ def writing(rows: Sequence[Row], start: int, columns: int, apart: Callable[[Row]
 
 def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int, value: Tensor) -> Tensor:
     new = value.clone()
-    lacking = columns - value.shape[1]  # behind the last block's attention there may be the last column alone
+    lacking = columns - value.shape[1]  # after the last block's attention, only the last column may be left
     for by_head in (False, True):
         some = [i for i in numbers if (rows[i].head is not None) == by_head]
         if some:
@@ -187,7 +197,7 @@ def _write(rows: Sequence[Row], numbers: Sequence[int], start: int, columns: int
 
 
 def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -> None:
-    """Writes the values of the rows ``numbers``, all by head or none, at their columns; the first column is position ``start``."""
+    """Write the values of the rows ``numbers``, which all have a head or none; the first column is position ``start``."""
     places = [(i, position - start, rows[i].head) for i in numbers for position in rows[i].positions]
     axes = list(zip(*places)) if places[0][2] is not None else list(zip(*places))[:2]
     values = [rows[i].values for i in numbers]
@@ -196,7 +206,7 @@ def put(into: Tensor, rows: Sequence[Row], numbers: Sequence[int], start: int) -
 
 
 def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[Row]:
-    """``rows`` with ``count`` rows of the corrupt run as it is, each beside a cell and in its place, here and there."""
+    """Return ``rows`` with ``count`` unpatched rows among them, spread evenly, each at the place of a neighboring cell."""
     if not rows:
         return [Row(otherwise)] * count
     found = sorted(rows, key=lambda row: row.place[::-1])  # groups are cut in order of position
@@ -207,14 +217,14 @@ def with_idle(rows: list[Row], count: int, otherwise: tuple[int, int]) -> list[R
 
 _OVERHEAD, _MOST = {"cpu": 5e7}, {"cpu": 2**12}
 _ACCELERATED = (2e10, 2**17)
-"""FLOPs in the time of a block's call, and the tokens of a forward that a device is quick with: a CPU core makes some 6e10 FLOPs a
-second and takes nearly 1 ms, an accelerator 1e14 and 0.2 ms. Groups are cut by this and by nothing that is measured in the run,
-so that a sweep gives the same bits again."""
+"""FLOPs in the time of a block's call, and the number of tokens per forward at which a device is efficient. A CPU core computes
+about 6e10 FLOPs per second and a call takes nearly 1 ms; an accelerator 1e14 and 0.2 ms. Groups depend on these constants and on
+no measurement, so that a repeated sweep gives the same bits."""
 
 
 @dataclass
 class _Recording:
-    """Keeps every layer's keys and values ``[1 h s dh]``."""
+    """Cache that keeps every layer's keys and values ``[1 h s dh]``."""
 
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -225,7 +235,7 @@ class _Recording:
 
 @dataclass(frozen=True)
 class _Prefixed:
-    """Puts the keys and values before ``start`` of a recorded run in front of those of every row."""
+    """Cache that puts the keys and values before ``start`` of a recorded run in front of those of every row."""
 
     kept: Mapping[int, tuple[Tensor, Tensor]]
     start: int
@@ -239,7 +249,10 @@ class _Prefixed:
 
 
 class Resumed:
-    """See the module. ``decoder`` calls the model; ``start`` keeps the keys, values and streams of the run to go on from."""
+    """Forwards that resume from a recorded run; see the module.
+
+    ``decoder`` calls the model; ``start`` stores the keys, values and residual streams of the run.
+    """
 
     name = "resumed"
 
@@ -263,9 +276,9 @@ class Resumed:
     def _record(
         self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
     ) -> tuple[Record, Mapping[int, tuple[Tensor, Tensor]], dict[int, Tensor]]:
-        """A whole run; the keys, values and the streams in front of the blocks ``entries`` too."""
+        """Run the whole prompt; return also the keys, the values and the residual streams before the blocks ``entries``."""
         if len(tokens) > self.decoder.context:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, and the model takes {self.decoder.context}")
+            raise ValueError(f"the prompt has {len(tokens)} tokens, but the model takes at most {self.decoder.context}")
         values: dict[Site, Tensor] = {}
         streams: dict[int, Tensor] = {}
         index = torch.tensor(places, device=self.decoder.device)
@@ -275,13 +288,13 @@ class Resumed:
         given = torch.tensor([list(tokens)], device=self.decoder.device)
         cache = _Recording()
         with torch.no_grad(), self.host.hooks(edits):
-            # The unembedding works at every column where its adapters' values are asked for.
+            # If values of the unembedding's adapters are requested, every column must be unembedded.
             keep = None if any(site.layer is None for site in sites) else _last(given)
             logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
         return Record(values, logits[0, -1]), cache.kept, streams
 
     def place(self, target: Target, position: int) -> tuple[int, int]:
-        """A block's own, or the next where the stream behind it is meant; the first block is entered with its tokens."""
+        """Return the target's own block, or the next one for the stream after it; the first block is entered with its tokens."""
         layer, last = target.site.layer, self.decoder.layers - 1
         if layer is None:
             return last, position
@@ -308,8 +321,11 @@ class Resumed:
         )
 
     def run(self, group: Group, rows: Sequence[Row]) -> Float[Tensor, "n v"]:
-        """``rows`` in the order in which they enter. The model is called with one sequence, to which the blocks add the others:
-        what it makes of positions and of the mask is then made once."""
+        """Return the logits of ``rows``, given in the order in which they enter.
+
+        The model is called with one sequence, and hooks at the blocks add the other rows, so that the model computes positions and
+        mask only once.
+        """
         columns, first = len(self._tokens) - group.start, rows[0].place[0]
         tokens = self._tokens[None, group.start :]
         found: list[Tensor] = []
@@ -326,31 +342,31 @@ class Resumed:
         return found[0]
 
     def _in_stream(self, row: Row) -> bool:
-        """Whether a row's value is put into the stream with which it enters."""
+        """Return whether a row's value is patched into the residual stream with which the row enters."""
         if row.target is None:
             return False
         (entry, _), site = row.place, row.target.site
         return site == Site(entry, "resid_pre") or (site.layer == entry - 1 and site.point == "resid_post")
 
     def _joining(self, rows: Sequence[Row], entry: int, start: int) -> RemovableHandle:
-        """Lets block ``entry`` go on with the rows that enter there as well."""
+        """Register a hook that adds, at block ``entry``, the rows that enter there."""
         joining = [row for row in rows if row.place[0] == entry]
         among = [i for i, row in enumerate(joining) if self._in_stream(row)]
-        # The first to enter take the sequence's place that the model was called with.
+        # The rows that enter first replace the sequence with which the model was called.
         stream = None if entry == rows[0].place[0] else self._streams[entry][None, start:]
         hook = partial(_join, joining, among, start, stream)
         return self.decoder.blocks[entry].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
     def _seen(self, row: Row) -> bool:
-        """Whether a row writes nothing behind the last block's attention, but at the scored column."""
+        """Return whether a row writes nothing after the last block's attention, except at the scored column."""
         behind = row.target is not None and not seen_by(row.target.site, self.decoder.layers)
         return not behind or row.positions == (len(self._tokens) - 1,)
 
     def _scored_column(self, found: list[Tensor], columns: int, alone: bool) -> list[RemovableHandle]:
-        """Finds the rows' logits behind the last column, and tells the model of one sequence, as it was called.
+        """Register hooks that read the rows' logits at the last column, and return logits of a single sequence to the model.
 
-        ``alone``: the last block's MLP and the unembedding see that column only. The block adds what its MLP says to every column
-        of the stream: those before the last come out wrong, and nothing reads them.
+        With ``alone``, the last block's MLP and the unembedding see the last column only. The block adds that MLP output to every
+        column of the stream, so the columns before the last one are wrong, but nothing reads them.
         """
         handles = [self.decoder.unembed.register_forward_hook(partial(_find, found, columns))]
         if alone and columns > 1:
@@ -358,7 +374,7 @@ class Resumed:
         return handles
 
     def _mlp(self) -> nn.Module:
-        """The last block's MLP."""
+        """Return the last block's MLP."""
         at: Any = self.host.architecture.points["mlp_out"]
         return self.decoder.blocks[-1].get_submodule(at.path)
 
@@ -382,7 +398,7 @@ def _join(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> _Called:
-    """A block's arguments with the stream of more rows; ``None`` for ``stream``: with that of these rows alone."""
+    """Return a block's arguments with the streams of more rows added; if ``stream`` is ``None``, with those of ``joining`` only."""
     before: Tensor = args[0] if args else kwargs["hidden_states"]
     new = (before if stream is None else stream).repeat(len(joining), 1, 1)
     if among:
@@ -402,7 +418,7 @@ def _find(found: list[Tensor], columns: int, _module: nn.Module, _args: Any, out
 
 
 def _weights(module: nn.Module) -> int:
-    """Numbers that a token is multiplied with."""
+    """Return the number of weights by which a token is multiplied."""
     return sum(p.numel() for p in (*module.parameters(), *module.buffers()) if p.ndim >= 2)
 
 
@@ -411,7 +427,7 @@ def _last(tokens: Tensor) -> Tensor:
 
 
 def _causal(start: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions ``[1 t]`` from ``start`` on, and which keys from 0 on their queries may read ``[1 1 t S]``."""
+    """Return positions ``[1 t]`` from ``start`` on, and the causal mask of their queries over all keys ``[1 1 t S]``."""
     positions = torch.arange(start, start + columns, device=device)
     allowed = torch.arange(start + columns, device=device) <= positions[:, None]
     return positions[None], allowed[None, None]
@@ -419,11 +435,11 @@ def _causal(start: int, columns: int, device: torch.device) -> tuple[Tensor, Ten
 
 _TOKENS = {"cpu": 2**11}
 _MANY, _ROOM = 2**17, 2**27
-"""Tokens of a forward (on an accelerator), and logits that it may hold."""
+"""Maximum number of tokens in a forward (on an accelerator), and of logits."""
 
 
 class Whole:
-    """See the module. ``tokens`` run whole; nothing is kept between forwards."""
+    """Forwards of whole prompts on any host; nothing is kept between forwards."""
 
     name = "whole"
 
@@ -448,7 +464,7 @@ class Whole:
         return 0, 0
 
     def costs(self) -> Costs:
-        """Groups as large as there is room for: a forward costs the same whatever is put in."""
+        """Return costs that make groups as large as memory allows, because a whole forward costs the same for every cell."""
         length = len(self._tokens)
         most = min(_TOKENS.get(self._device.type, _MANY), _ROOM // self._vocabulary)
         return Costs(layers=1, length=length, column=1.0, mlp=0.0, pair=0.0, unembed=0.0, overhead=1.0, most=max(most, length))
@@ -457,20 +473,24 @@ class Whole:
         return self.under(writing(rows, 0, len(self._tokens)), len(rows))
 
     def under(self, edits: Mapping[Site, Edit], n: int) -> Float[Tensor, "n v"]:
-        """The logits behind the last token of the run that was started, ``n`` times over, under ``edits``."""
+        """Return the logits at the last token of ``n`` copies of the started run, under ``edits``."""
         with torch.no_grad(), self.host.hooks(edits):
             return self.host.logits(self._tokens.expand(n, -1))[:, -1]
 
 
 def forwards(host: Host, how: str = "auto") -> Forwards:
-    """``resumed``, ``whole``, or by itself (``auto``) the first that the host can. ``ValueError`` for another name."""
+    """Return ``resumed`` or ``whole`` forwards, or for ``auto`` the first of them that the host supports.
+
+    Raises:
+        ValueError: Another name, or ``resumed`` on a host or architecture without a decoder.
+    """
     if how not in ("auto", "resumed", "whole"):
         raise ValueError(f"unknown forwards {how!r}: choose among auto, resumed, whole")
     if how == "whole":
         return Whole(host)
     try:
         return Resumed(Decoder(host))
-    except ValueError:  # a decoder says so of what it does not take
+    except ValueError:  # the decoder does not support this host or architecture
         if how == "resumed":
             raise
         return Whole(host)

@@ -1,4 +1,4 @@
-"""What a sweep found: a value a cell, with the two runs between which it lies and its noise floor; on disk, and as a heatmap."""
+"""Result of a sweep: one value per cell, the clean and corrupt scores and the noise floor; saved on disk, drawn as a heatmap."""
 
 import html
 import json
@@ -31,7 +31,7 @@ RADIUS = 3
 
 @dataclass(frozen=True)
 class Cell:
-    """The score of the corrupt run with the clean value put in at ``target`` and ``position`` (``None``: at all of them)."""
+    """Score of the corrupt run with the clean value patched in at ``target`` and ``position`` (``None``: at all positions)."""
 
     target: Target
     position: int | None
@@ -40,24 +40,40 @@ class Cell:
 
 @dataclass(frozen=True)
 class Window:
-    """Layers and positions around a cell, to be swept next."""
+    """Layers and positions around a cell, for the next sweep."""
 
     layers: range
     positions: tuple[int, ...]
 
     def sites(self, *points: str) -> list[Site]:
-        """These points of the blocks in the window."""
+        """Return the sites of these points in the blocks of the window."""
         return [Site(layer, point) for layer in self.layers for point in points]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Grid:
-    """Scores ``values`` of ``sites`` x ``positions``, NaN where a position was ``skipped``; one column where all that were not
-    skipped are patched ``together``.
+    """Scores of the cells ``sites`` x ``positions``.
 
-    ``positions`` and ``labels`` are of the corrupt prompt; ``at`` is the position that was scored. ``replicas`` are scores of the
-    corrupt run itself, without a patch, from rows of the cells' own forwards. ``kind`` is ``patch`` for scores of runs,
-    ``attribution`` for first-order estimates of them, ``path`` for path patching. ``seconds`` and ``flops`` are what it took.
+    Attributes:
+        sites: Patched targets, the rows.
+        positions: Positions of the corrupt prompt.
+        labels: Token of each position.
+        grader: Metric of the scores.
+        at: Scored position of the corrupt prompt.
+        alpha: Share of the clean value.
+        values: Scores, NaN at ``skipped`` positions; one column if all positions are patched ``together``.
+        clean: Score of the clean run.
+        corrupt: Score of the corrupt run.
+        replicas: Scores of the corrupt run without a patch, from rows of the cells' own forwards.
+        resolution: Rounding of the model's dtype, in units of the score.
+        skipped: Positions that could not be patched.
+        alignment: Alignment of the two prompts.
+        layers: Number of layers of the model.
+        together: True if all positions are patched at once.
+        kind: ``patch`` for scores of runs, ``attribution`` for first-order estimates of them, ``path`` for path patching.
+        forwards: Kind of forwards that ran.
+        seconds: Time by stage.
+        flops: FLOPs by way of counting; see ``Sweep.flops``.
     """
 
     sites: tuple[Target, ...]
@@ -89,33 +105,33 @@ class Grid:
 
     @property
     def columns(self) -> tuple[int | None, ...]:
-        """The position of every column; ``None`` where all are patched together."""
+        """Position of every column; ``None`` if all positions are patched together."""
         return (None,) if self.together else self.positions
 
     @property
     def metric(self) -> str:
-        """``logit_diff``, ``logprob``, ``kl``, or ``function`` and the name of one."""
+        """Name of the metric: ``logit_diff``, ``logprob``, ``kl``, or ``function`` and the function's name."""
         return self.grader.metric
 
     @property
     def noise_floor(self) -> float:
-        """Spread (largest less smallest) of the corrupt run's score and its replicas; rounding of the model's type at least."""
+        """Range (largest minus smallest) of the scores of the corrupt run and its replicas, at least ``resolution``."""
         scores = (self.corrupt, *self.replicas)
         return max(max(scores) - min(scores), self.resolution)
 
     @cached_property
     def effect(self) -> Float[np.ndarray, "sites columns"]:
-        """``values - corrupt``."""
+        """Change of the score, ``values - corrupt``."""
         return self.values - self.corrupt
 
     @property
     def defined(self) -> bool:
-        """Whether clean and corrupt are further apart than the noise floor, so that there is something to recover."""
+        """True if the clean and corrupt scores differ by more than the noise floor, so that ``recovered`` has a meaning."""
         return abs(self.clean - self.corrupt) > self.noise_floor
 
     @property
     def recovered(self) -> Float[np.ndarray, "sites columns"]:
-        """``effect / (clean - corrupt)``. ``ValueError`` where these two are equal within the noise floor."""
+        """Share recovered, ``effect / (clean - corrupt)``; ``ValueError`` if clean and corrupt are equal within the noise floor."""
         if not self.defined:
             raise ValueError(
                 f"clean ({self.clean:.6g}) and corrupt ({self.corrupt:.6g}) are equal within the noise floor "
@@ -125,12 +141,12 @@ class Grid:
         return self.effect / (self.clean - self.corrupt)
 
     def to_numpy(self) -> Float[np.ndarray, "sites columns"]:
-        """A copy of ``values``."""
+        """Return a copy of ``values``."""
         return self.values.copy()
 
     @checked
     def cell(self, row: int, column: int) -> Cell:
-        """The cell at a place of the grid, counted from 0. ``IndexError`` outside of it."""
+        """Return the cell at a row and a column, counted from 0; ``IndexError`` outside of the grid."""
         rows, columns = self.values.shape
         if not (-rows <= row < rows and -columns <= column < columns):
             raise IndexError(f"there is no cell ({row}, {column}): this grid has {rows} sites and {columns} columns, from 0 on")
@@ -138,17 +154,17 @@ class Grid:
 
     @property
     def argmax(self) -> Cell:
-        """The cell with the highest score."""
+        """Cell with the highest score."""
         return self._at(np.nanargmax(self.values))
 
     @property
     def argmin(self) -> Cell:
-        """The cell with the lowest score."""
+        """Cell with the lowest score."""
         return self._at(np.nanargmin(self.values))
 
     @property
     def argabs(self) -> Cell:
-        """The cell that is furthest from the corrupt score, to either side."""
+        """Cell whose score differs most from the corrupt score, in either direction."""
         return self._at(np.nanargmax(np.abs(self.effect)))
 
     def _at(self, flat: np.intp) -> Cell:
@@ -157,20 +173,25 @@ class Grid:
 
     @checked
     def top(self, k: int) -> list[Cell]:
-        """The ``k`` cells that are furthest from the corrupt score, the furthest first; fewer where the grid has fewer."""
+        """Return the ``k`` cells whose scores differ most from the corrupt score, largest difference first.
+
+        The list is shorter if the grid has fewer cells with a value.
+        """
         size = np.where(np.isnan(self.effect), -1.0, np.abs(self.effect)).ravel()
         order = np.argsort(-size, kind="stable")
         return [self._at(flat) for flat in order[: min(k, int((size >= 0).sum()))]]
 
     @checked
     def zoom(self, around: Cell | None = None, radius: int = RADIUS) -> Window:
-        """Layers and positions within ``radius`` of a cell (``argabs``), clamped to the model and to what can be patched.
+        """Return the layers and positions within ``radius`` of a cell (``argabs`` by default).
 
-        It runs nothing: give what it returns to the next sweep, over finer sites perhaps: ``positions=w.positions``,
-        ``sites=w.sites("z", "mlp_out")``, ``heads=True``. The unembedding counts as the last layer.
+        The window is limited to the model's layers and to positions that can be patched. Nothing runs: pass the result to the next
+        sweep, for
+        example over finer sites: ``positions=w.positions``, ``sites=w.sites("z", "mlp_out")``, ``heads=True``. The unembedding
+        counts as the last layer.
         """
         if radius < 0:
-            raise ValueError(f"a radius of {radius} cannot be: choose 0 or more")
+            raise ValueError(f"a radius of {radius} is not possible: choose 0 or more")
         peak = self.argabs if around is None else around
         layer = self.layers - 1 if peak.target.site.layer is None else peak.target.site.layer
         layers = range(max(0, layer - radius), min(self.layers, layer + radius + 1))
@@ -182,9 +203,9 @@ class Grid:
 
     @checked
     def rank_correlation(self, other: "Grid") -> float:
-        """Spearman's rank correlation of the effects of two grids over the same cells. ``ValueError`` for other cells."""
+        """Return Spearman's rank correlation of the effects of two grids; ``ValueError`` unless both have the same cells."""
         if (self.sites, self.columns, self.skipped) != (other.sites, other.columns, other.skipped):
-            raise ValueError("these grids have other sites or positions: sweep both over the same")
+            raise ValueError("these grids have different sites or positions: sweep both over the same ones")
         cells = ~np.isnan(self.values)
         correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
         return float(correlation.statistic)
@@ -200,15 +221,16 @@ class Grid:
         )
 
     def _repr_html_(self) -> str:
-        """A table in the heatmap's colors, for notebooks; of a large grid the rows and columns with the largest effects."""
+        """Return an HTML table in the heatmap's colors, for notebooks; for a large grid, only the largest effects."""
         return to_html(self)
 
     def to_pandas(self) -> "pd.DataFrame":
-        """A row for each cell: site, layer, point, head, position, token, value, recovered.
+        """Return a data frame with one row per cell: site, layer, point, head, position, token, value, recovered.
 
-        Empty where there is none: the unembedding's layer, the position of a column of all, what is not ``defined``.
+        Missing entries: the layer of the unembedding, the position if all are patched together, ``recovered`` if it is not
+        ``defined``.
         """
-        import pandas as pd  # takes half a second
+        import pandas as pd  # the import takes half a second
 
         shape = self.values.shape
         targets = [target for target in self.sites for _ in self.columns]
@@ -229,31 +251,31 @@ class Grid:
         )
 
     def interactive(self) -> "Figure":
-        """The heatmap as a figure of plotly: pointing at a cell tells its site, token, value and share recovered.
+        """Return the heatmap as a plotly figure; hovering over a cell shows its site, token, value and share recovered.
 
-        ``ModuleNotFoundError`` without plotly, which the extra ``plotly`` has.
+        Raises:
+            ModuleNotFoundError: plotly is not installed; the extra ``plotly`` installs it.
         """
         return to_plotly(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as JSON has it: numbers, texts, lists and ``None`` (for a position that was skipped, and for ``recovered``
-        where that is not defined)."""
+        """Return everything as JSON values; skipped positions and an undefined ``recovered`` are ``None``."""
         return describe(self)
 
     @checked
     def heatmap(self, path: Path | str) -> Path:
-        """A figure of ``recovered`` (``effect`` where that is not defined) as png, svg or pdf; the path."""
+        """Draw ``recovered`` (``effect`` if it is not defined) as png, svg or pdf, and return the path."""
         return draw(self, Path(path))
 
     @checked
     def save(self, path: Path | str) -> None:
-        """One safetensors file: the numbers, all else as JSON in its header, with a checksum. Whole or not at all."""
+        """Write one safetensors file atomically: the values, and everything else as JSON in its header, with a checksum."""
         write(self, Path(path))
 
     @staticmethod
     @checked
     def load(path: Path | str) -> "Grid":
-        """What ``save`` wrote. ``ValueError`` for a file that is damaged or of another kind."""
+        """Load a file that ``save`` wrote; ``ValueError`` for a damaged file or another kind of file."""
         return read(Path(path))
 
 
@@ -262,7 +284,7 @@ _NUMBERS = ("at", "alpha", "clean", "corrupt", "resolution", "layers", "together
 
 
 def describe(grid: Grid) -> dict[str, Any]:
-    """See ``Grid.to_json``."""
+    """Return a grid as JSON values; see ``Grid.to_json``."""
 
     def rows(values: np.ndarray) -> list[list[float | None]]:
         return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]
@@ -280,7 +302,7 @@ def describe(grid: Grid) -> dict[str, Any]:
 
 
 def _said(grid: Grid) -> dict[str, Any]:
-    """All but the numbers of the cells."""
+    """Return everything except for the values of the cells."""
     return {
         **{name: getattr(grid, name) for name in _NUMBERS},
         "seconds": dict(grid.seconds),
@@ -296,22 +318,22 @@ def _said(grid: Grid) -> dict[str, Any]:
 
 
 def write(grid: Grid, path: Path) -> None:
-    """Write ``grid`` to ``path``; ``OSError`` where that is not possible."""
+    """Write ``grid`` to ``path``; ``OSError`` if that is not possible."""
     header = {"format": FORMAT, "grid": json.dumps(_said(grid))}
     write_tensors(path, {"values": torch.from_numpy(grid.to_numpy())}, header)
 
 
 def read(path: Path) -> Grid:
-    """The grid in ``path``; ``FileNotFoundError`` where there is none, ``ValueError`` where it is not one."""
+    """Read the grid in ``path``; ``FileNotFoundError`` if there is no file, ``ValueError`` if it is not a grid."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file: give one that Grid.save wrote")
+        raise FileNotFoundError(f"{path} is not a file: give one that Grid.save wrote")
     tensors, header = read_tensors(path)
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is of the format {header.get('format')!r}: this version reads {FORMAT!r}")
+        raise ValueError(f"{path} has the format {header.get('format')!r}: this version reads {FORMAT!r}")
     try:
         return _grid(json.loads(header["grid"]), tensors["values"].numpy())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is no whole grid ({error}): sweep and save it again") from error
+        raise ValueError(f"{path} is not a complete grid ({error}): sweep and save it again") from error
 
 
 def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
@@ -331,11 +353,11 @@ def _grid(said: dict[str, Any], values: np.ndarray) -> Grid:
 
 
 _CELL, _MARGIN, _TALLEST, _WIDEST = 0.17, 1.3, 40.0, 40.0
-"""Inches: a cell, what titles and labels take, and the limits of a figure."""
+"""Sizes in inches: a cell, the space for titles and labels, and the maximum height and width of a figure."""
 
 
 def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
-    """What the colors of a grid stand for, its name, and the value of the strongest color."""
+    """Return the values that the colors stand for, their name, and the value of the strongest color."""
     shown = grid.recovered if grid.defined else grid.effect
     return shown, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(shown))) or 1.0
 
@@ -349,7 +371,7 @@ def _title(grid: Grid) -> str:
 
 
 def _told(grid: Grid, row: int, column: int) -> tuple[str, str, str, str]:
-    """Site, position and token, value, and share recovered of a cell, as text."""
+    """Return site, position and token, value, and share recovered of a cell, as text."""
     cell = grid.cell(row, column)
     token = "all positions" if cell.position is None else f"position {cell.position} {grid.labels[column]!r}"
     if np.isnan(cell.value):
@@ -359,13 +381,13 @@ def _told(grid: Grid, row: int, column: int) -> tuple[str, str, str, str]:
 
 
 _MOST = 40
-"""Rows and columns that a notebook's table has at most."""
+"""Maximum number of rows and of columns in a notebook's table."""
 
 
 def to_html(grid: Grid) -> str:
-    """See ``Grid._repr_html_``."""
+    """Return the grid as an HTML table; see ``Grid._repr_html_``."""
     shown, what, reach = _colored(grid)
-    # Where effects are equal the first come first, as in ``top``
+    # A stable order, so that of equal effects the first is kept, as in ``top``
     size = np.where(np.isnan(grid.effect), -1.0, np.abs(grid.effect))
     rows, columns = (sorted(np.argsort(-size.max(axis), kind="stable")[:_MOST].tolist()) for axis in (1, 0))
     colors = _colors()
@@ -393,7 +415,7 @@ def to_html(grid: Grid) -> str:
 
 
 def to_plotly(grid: Grid) -> "Figure":
-    """See ``Grid.interactive``."""
+    """Return the grid as a plotly heatmap; see ``Grid.interactive``."""
     try:
         from plotly.graph_objects import Figure, Heatmap
     except ModuleNotFoundError as error:
@@ -413,7 +435,7 @@ def to_plotly(grid: Grid) -> "Figure":
         "<br>recovered %{customdata[3]}<extra></extra>",
         hoverongaps=False,
     )
-    # Two tokens may have the same text, so that an axis of texts would draw them as one column
+    # Two tokens may have the same text, and an axis of texts would merge them into one column
     ticks = ["all"] if grid.together else [html.escape(_tick(p, label)) for p, label in zip(grid.positions, grid.labels)]
     figure = Figure(heat)
     figure.update_layout(title=html.escape(_title(grid)), template="plotly_white")
@@ -423,7 +445,7 @@ def to_plotly(grid: Grid) -> "Figure":
 
 
 def draw(grid: Grid, path: Path) -> Path:
-    """Writes the heatmap; ``ValueError`` for a suffix or folder that ``save_figure`` does not take."""
+    """Write the heatmap to ``path``; ``ValueError`` for a suffix or folder that ``save_figure`` refuses."""
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
     height, width = min(_TALLEST, _MARGIN + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
@@ -444,5 +466,5 @@ def draw(grid: Grid, path: Path) -> Path:
 
 
 def _tick(position: int, label: str) -> str:
-    """A token and its position on one line."""
+    """Return a token and its position on one line."""
     return f"{label!r}"[1:-1] + f"  {position}"

@@ -1,4 +1,4 @@
-"""Patches that a request carries: which value is put in, at which site and logical position, and how much of it.
+"""Patches of a request: a value, the site and position at which it replaces the activation, and its share.
 
     h' = (1 - alpha) * h + alpha * source          alpha = 1 replaces bit for bit, alpha = 0 changes nothing
 
@@ -6,7 +6,7 @@
     Patch(Site(3, "kept_a", "mlp.down"), 17, "zeros")              or a tensor, or a named vector
 
 A patch fires in a forward over the tokens ``start .. start + count - 1`` of its request if and only if its position is among them,
-at that token's row. Positions may lie in tokens that are yet to be generated.
+at that token's row. Positions may be those of tokens that are not generated yet.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ Position = Annotated[Natural, Plain, Field(description="a whole number: position
 
 @validated
 class FromRun:
-    """The value that a captured run had at ``position``; at ``site``, or at the patch's own where that is ``None``."""
+    """Value of a captured run at ``position``, at ``site`` or (``None``) at the patch's own site."""
 
     run: str
     position: Position
@@ -49,7 +49,7 @@ def _source(given: object) -> FromRun | Tensor | str:
 
 def _share(given: object) -> float | Tensor:
     if not isinstance(given, Tensor) and (isinstance(given, bool) or not isinstance(given, float | int | np.number)):
-        raise ValueError(f"the alpha of a patch is a number, or a tensor of one a dimension, not {given!r:.60}")
+        raise ValueError(f"the alpha of a patch is a number, or a tensor with one number per dimension, not {given!r:.60}")
     if not bool(torch.isfinite(torch.as_tensor(given)).all()):
         raise ValueError("the alpha of a patch holds NaN or infinity: 1 replaces a value, 0 leaves it")
     return given.detach().clone() if isinstance(given, Tensor) else float(given)
@@ -57,11 +57,19 @@ def _share(given: object) -> float | Tensor:
 
 @validated
 class Patch:
-    """Put ``source`` in at ``(site, position)``. ``alpha`` is a number, or one a dimension of the site's value (its shape or flat).
+    """Replacement of the activation at ``(site, position)`` by ``source``.
 
-    Tensors are copied: whoever writes into theirs does not change a request. 1 and 1.0 are one share, also where blocks of the
-    prefix cache are named by it. ``ValueError`` for what is no position, for an ``alpha`` that is not finite and for a source that
-    is none of the three.
+    Tensors are copied, so that later writes to them do not change a request. An ``alpha`` of 1 and of 1.0 are equal, also in the
+    keys of the prefix cache.
+
+    Attributes:
+        site: The site.
+        position: Logical position, counted from 0 at the prompt's first token.
+        source: A tensor, ``FromRun``, or the name of a vector (``"zeros"`` is built in).
+        alpha: Share of the source: a number, or one number per dimension of the site's value (in its shape or flat).
+
+    Raises:
+        ValueError: The position, the alpha or the source is not valid.
     """
 
     site: At
@@ -74,7 +82,7 @@ class Patch:
 
 @dataclass(frozen=True, eq=False)
 class Resolved:
-    """A patch whose source was found: tensors in the shape of the site's value at one token."""
+    """Patch with its source as a tensor in the shape of the site's value at one token."""
 
     site: Site
     position: int
@@ -85,7 +93,7 @@ class Resolved:
 
 @runtime_checkable
 class Runs(Protocol):
-    """Where captured runs are read."""
+    """Protocol of a store of captured runs."""
 
     def rows(self, run: str, site: Site, positions: Sequence[int], /) -> Tensor: ...
 
@@ -99,15 +107,17 @@ def resolve(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> tuple[Resolved, ...]:
-    """Every patch with its source at hand, by position.
+    """Return every patch with its source as a tensor, in order of position.
 
-    ``ValueError`` for two patches at one place and for a source or alpha of another shape; ``KeyError`` for a missing source.
+    Raises:
+        ValueError: Two patches at one place, or a source or alpha of another shape.
+        KeyError: A missing source.
     """
     found: dict[tuple[Site, int], Resolved] = {}
     for patch in patches:
         place = (patch.site, patch.position)
         if place in found:
-            raise ValueError(f"two patches name {patch.site} at position {patch.position}: one place has one patch")
+            raise ValueError(f"two patches are at {patch.site} at position {patch.position}: give one patch for each place")
         size = shape(patch.site)
         source = _fit(_found(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
         alpha = patch.alpha
@@ -118,7 +128,7 @@ def resolve(
 
 
 def firing(patches: Sequence[Resolved], start: int, count: int) -> list[tuple[int, Resolved]]:
-    """The patches whose position a forward over ``count`` tokens from ``start`` computes, with the token's place among them."""
+    """Return the patches in a forward over ``count`` tokens from ``start``, each with the index of its token."""
     return [(patch.position - start, patch) for patch in patches if start <= patch.position < start + count]
 
 
@@ -144,12 +154,12 @@ def _fit(value: Tensor, size: tuple[int, ...], patch: Patch, what: str) -> Tenso
     if value.ndim == 1 and value.numel() == torch.Size(size).numel():
         return value.reshape(size)
     raise ValueError(
-        f"the {what} of the patch at {patch.site} has shape {list(value.shape)}, but the site has {list(size)} a token"
+        f"the {what} of the patch at {patch.site} has shape {list(value.shape)}, but the site has {list(size)} per token"
     )
 
 
 def _digest(patch: Patch, source: Tensor, alpha: float | Tensor) -> bytes:
-    """Of what the patch does, not of what its source is called."""
+    """Return a digest of the patch's effect, which does not depend on the name of its source."""
     data = hashlib.sha256(f"{patch.site}|{alpha if isinstance(alpha, float) else 'masked'}|".encode())
     for tensor in (source, *([alpha] if isinstance(alpha, Tensor) else [])):
         data.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,10 @@
-"""Path patching, the direct effect of a sender through a receiver, and attribution patching, its first-order estimate."""
+"""Path patching, the direct effect of a sender through a receiver, and attribution patching, the first-order estimate of a patch.
+
+Attribution patching estimates a score as ``corrupt score + (patched - corrupt value) . d score / d value`` (Nanda, "Attribution
+Patching", 2023). Path patching (Goldowsky-Dill et al., arXiv:2304.05969) runs the corrupt prompt twice: run 1 patches the sender
+with every other attention and MLP output held at its corrupt value, and records the receivers; run 2 sets the receivers to those
+values.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,10 +44,14 @@ def attribute(
     tokenizer: Any = None,
     together: bool = False,
 ) -> Grid:
-    """The grid of ``sweep`` with estimates for scores (``kind="attribution"``); arguments and errors are the same.
+    """Estimate every cell of ``sweep`` from one gradient (``kind="attribution"``); arguments are the same.
 
-    Two recorded forwards, one more and its backward, on every host and architecture. The parameters' gradients stay as they are.
-    ``ValueError`` for a metric that torch has no gradient of.
+    It takes two recorded forwards, and one more with its backward, on every host and architecture. The parameters' ``.grad`` are
+    unchanged.
+
+    Raises:
+        ValueError: As in ``sweep``, or the metric has no gradient.
+        KeyError: As in ``sweep``.
     """
     began = perf_counter()
     refuse_dropout(host)
@@ -57,7 +67,7 @@ def attribute(
     for target in targets:
         here, source = pair.values(target)
         slope = slopes[target.site] if target.head is None else slopes[target.site][:, target.head]
-        # A difference of half-precision numbers would lose what the gradient is to be multiplied with.
+        # The difference of half-precision numbers would lose the digits that the gradient is multiplied with.
         step = widened(patch(here, source, float(alpha))) - widened(here)
         change = (step * widened(slope)).flatten(1).sum(1)
         for position, columns in question.columns:
@@ -68,7 +78,7 @@ def attribute(
 
 
 def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
-    """``d score / d value`` of the corrupt run at every site, ``[p ...]`` at the positions that can be patched."""
+    """Return ``d score / d value`` of the corrupt run at every site, ``[p ...]`` at the positions that can be patched."""
     question, exposed = pair.question, dict[Site, Tensor]()
     device = pair.corrupt.logits.device
     tokens = torch.tensor([question.corrupt.tokens[: question.at + 1]], device=device)
@@ -88,7 +98,7 @@ def gradients(host: Host, pair: Pair, sites: list[Site]) -> dict[Site, Tensor]:
 
 
 def _expose(exposed: dict[Site, Tensor], site: Site, value: Tensor) -> Tensor:
-    exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph yet
+    exposed[site] = value if value.requires_grad else value.detach().requires_grad_()  # a frozen model has no graph here
     return exposed[site]
 
 
@@ -117,16 +127,22 @@ def paths(
     replicas: int = REPLICAS,
     progress: bool = True,
 ) -> Grid:
-    """A grid of senders x ``positions`` (``kind="path"``): scores with each one's direct path into the ``receivers`` patched.
+    """Path-patch every sender at every position: score with its direct path into the ``receivers`` patched (``kind="path"``).
 
-    The receivers are set at the positions ``received``, all of them where it is ``None``; ``heads`` splits the senders, and a
-    receiver is one head as a ``Target``. All else as in ``sweep``; runs whole forwards, two a batch of cells, on every host and
-    architecture. ``ValueError`` for a sender that does not stand before every receiver.
+    Whole forwards run, two per batch of cells, on every host and architecture. Arguments and errors as in ``sweep``, except for:
+
+    Args:
+        senders: sites whose direct effect is measured, the rows of the grid; ``heads`` splits them.
+        receivers: sites that are set to what they receive from the sender; a ``Target`` is one head.
+        received: positions at which the receivers are set; all if ``None``.
+
+    Raises:
+        ValueError: A sender does not come before every receiver.
     """
     began, alpha = perf_counter(), float(alpha)
     refuse_dropout(host)
     if replicas < REPLICAS:
-        raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
+        raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
     refuse_foreign(host, question, alpha)
@@ -155,7 +171,7 @@ def paths(
 
 
 def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
-    """A row for every cell."""
+    """Return a row for every cell."""
     where, rows = list(pair.question.sources), []
     for target in targets:
         values = patch(*pair.values(target), alpha)
@@ -166,7 +182,7 @@ def _rows(pair: Pair, targets: Sequence[Target], alpha: float) -> list[Row]:
 
 @dataclass(frozen=True, eq=False)
 class _Base:
-    """What the corrupt run ``held`` at the outputs of attentions and MLPs, ``[s d]``; and the receivers."""
+    """Outputs ``[s d]`` of attentions and MLPs in the corrupt run, and the receivers."""
 
     held: Mapping[Site, Tensor]
     into: Sequence[Target]
@@ -181,12 +197,12 @@ class _Base:
         return _Base({site: held[site] for site in outputs}, into)
 
     def run(self, running: Whole, rows: Sequence[Row], columns: Sequence[int]) -> Tensor:
-        """The logits of run 2, the receivers set at ``columns``."""
+        """Return the logits of run 2, with the receivers set at ``columns``."""
         taken = self._receive(running, rows)
         return running.under({site: self._setting(site, value, columns) for site, value in taken.items()}, len(rows))
 
     def _receive(self, running: Whole, rows: Sequence[Row]) -> dict[Site, Tensor]:
-        """What the receivers' sites hold in run 1, ``[n s ...]``."""
+        """Return the values ``[n s ...]`` at the receivers' sites in run 1."""
         taken: dict[Site, Tensor] = {}
         edits: dict[Site, list[Edit]] = {target.site: [partial(_take, taken, target.site)] for target in self.into}
         for output, value in self.held.items():
@@ -203,7 +219,7 @@ class _Base:
 
 
 def own_output(site: Site) -> Site | None:
-    """The output of the attention or MLP that a site is inside of; ``None`` for the stream, and for an output itself."""
+    """Return the output of the attention or MLP that contains the site; ``None`` for the residual stream and for outputs."""
     if site.point.startswith("resid") or site.point in _OUTPUTS or site.layer is None:
         return None
     inside_mlp = site.linear.startswith("mlp") or site.point == "mlp_in"
@@ -211,7 +227,7 @@ def own_output(site: Site) -> Site | None:
 
 
 def frozen(sender: Site, output: Site) -> bool:
-    """Whether a sender's direct path leaves an attention's or MLP's ``output`` as it was."""
+    """Return whether an attention's or MLP's ``output`` is held at its corrupt value on a sender's direct path."""
     return precedes(sender, output) and output != own_output(sender)
 
 
@@ -238,4 +254,4 @@ def _refuse_backwards(senders: Sequence[Target], receivers: Sequence[Target]) ->
     for sender in senders:
         for receiver in receivers:
             if not precedes(sender.site, receiver.site):
-                raise ValueError(f"no path leads from {sender} to {receiver}: a sender stands before its receivers")
+                raise ValueError(f"no path leads from {sender} to {receiver}: a sender must come before its receivers")

@@ -1,4 +1,4 @@
-"""What a sweep asks, once it is checked: two prompts and their alignment, the positions to patch, and how a run is graded."""
+"""Question of a sweep, checked: two prompts and their alignment, the positions to patch, and the metric."""
 
 import math
 import sys
@@ -23,7 +23,11 @@ from mi_route2.sites import Site
 
 @dataclass(frozen=True)
 class Alignment:
-    """The first ``prefix`` and the last ``suffix`` tokens of two prompts are partners. ``ValueError`` where these do not fit."""
+    """Pairing of positions of two prompts: the first ``prefix`` and the last ``suffix`` tokens correspond.
+
+    Raises:
+        ValueError: Prefix and suffix overlap, or do not fit into the prompts.
+    """
 
     clean_length: int
     corrupt_length: int
@@ -33,10 +37,10 @@ class Alignment:
     def __post_init__(self) -> None:
         shorter = min(self.clean_length, self.corrupt_length)
         if min(self.prefix, self.suffix) < 0 or self.prefix + self.suffix > shorter:
-            raise ValueError(f"{self} cannot be: prefix and suffix are parts of both prompts, apart from each other")
+            raise ValueError(f"{self} is not possible: prefix and suffix must be parts of both prompts that do not overlap")
 
     def source(self, position: int) -> int | None:
-        """The clean position for a corrupt one, ``None`` where it has none. ``ValueError`` outside of the corrupt prompt."""
+        """Return the clean position for a corrupt one, ``None`` if it has none; ``ValueError`` outside of the corrupt prompt."""
         if not 0 <= position < self.corrupt_length:
             raise ValueError(f"position {position} is outside the corrupt prompt, which has 0..{self.corrupt_length - 1}")
         if position < self.prefix:
@@ -47,12 +51,12 @@ class Alignment:
 
     @property
     def skipped(self) -> range:
-        """Corrupt positions without a partner."""
+        """Corrupt positions without a clean partner."""
         return range(self.prefix, self.corrupt_length - self.suffix)
 
     @property
     def summary(self) -> str:
-        """What is paired with what, in a sentence."""
+        """Description of the pairing, in one sentence."""
         if self.prefix == self.clean_length == self.corrupt_length:
             return f"equal lengths: each of the {self.prefix} positions is its own partner"
         shift = self.clean_length - self.corrupt_length
@@ -64,10 +68,15 @@ class Alignment:
 
 
 def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: int | None = None) -> Alignment:
-    """The alignment of two prompts' tokens.
+    """Align the tokens of two prompts.
 
-    Without the clean tokens (a captured run that did not keep them) its ``clean_length`` must be the corrupt prompt's, else
-    ``ValueError``. ``ValueError`` for an empty prompt, and for prompts that share neither their beginning nor their end.
+    Args:
+        clean: tokens of the clean prompt; ``None`` for a captured run that did not keep them.
+        corrupt: tokens of the corrupt prompt.
+        clean_length: length of the clean prompt, if its tokens are not known. It must equal that of the corrupt prompt.
+
+    Raises:
+        ValueError: An empty prompt, different lengths without the clean tokens, or prompts that share neither beginning nor end.
     """
     length = clean_length if clean is None else len(clean)
     if length is None:
@@ -92,22 +101,25 @@ def align(clean: Sequence[int] | None, corrupt: Sequence[int], *, clean_length: 
 
 
 def _common(one: Sequence[int], other: Sequence[int], limit: int) -> int:
-    """How many of the first ``limit`` tokens are equal, from the front."""
+    """Return the length of the common prefix, at most ``limit``."""
     return next((i for i in range(limit) if one[i] != other[i]), limit)
 
 
 def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurrence: int = 0) -> tuple[int, ...]:
-    """The tokens that overlap ``part`` where it stands in ``text`` for the ``occurrence``-th time, counted from 0.
+    """Return the tokens that overlap ``part`` at its ``occurrence``-th appearance in ``text``, counted from 0.
 
-    ``offsets`` are each token's characters ``[start, end)``; an empty one (a special token) overlaps nothing. Occurrences may
-    overlap each other. ``ValueError`` where ``part`` does not stand there so often, or no token is there.
+    ``offsets`` are each token's characters ``[start, end)``; an empty range (a special token) overlaps nothing. Occurrences may
+    overlap each other.
+
+    Raises:
+        ValueError: ``part`` does not appear that often, or no token covers it.
     """
     if not part:
-        raise ValueError("the part is empty: give the characters whose tokens are meant")
+        raise ValueError("the part is empty: give the characters whose tokens you want")
     starts = [i for i in range(len(text)) if text.startswith(part, i)]
     if not 0 <= occurrence < len(starts):
         raise ValueError(
-            f"{part!r} stands in the text {len(starts)} times, so there is no occurrence {occurrence} (they count from 0)"
+            f"{part!r} appears in the text {len(starts)} times, so there is no occurrence {occurrence} (they count from 0)"
         )
     low = starts[occurrence]
     found = tuple(i for i, (a, b) in enumerate(offsets) if a < b and a < low + len(part) and low < b)
@@ -117,21 +129,23 @@ def tokens_of(text: str, part: str, offsets: Sequence[tuple[int, int]], occurren
 
 
 METRICS: Mapping[str, tuple[str, ...]] = MappingProxyType({"logit_diff": ("answer", "foil"), "logprob": ("answer",), "kl": ()})
-"""Every metric, and the tokens that it takes."""
+"""Names of the metrics, and the tokens that each takes."""
 
 Metric = str | Callable[[Tensor], Any]
 """One of ``METRICS``, or a function of a run's logits ``[v]`` at the scored position that returns one number."""
 
 _FUNCTION = "function "
-"""What stands in front of a function's name: with its space no name of ``METRICS`` can be mistaken for a function's."""
+"""Prefix of a function's name; because of the space, it cannot be confused with a name of ``METRICS``."""
 
 
 @dataclass(frozen=True)
 class Grader:
-    """A metric with its tokens, or a ``function`` under its name, ``"function margin"``.
+    """Metric with its tokens, or a ``function`` under its name, ``"function margin"``.
 
-    A file keeps only the name of a function, so a grader that was loaded cannot be called. ``ValueError`` for an unknown metric,
-    and where it lacks a token or was given one too many.
+    A file keeps only the name of a function, so a grader that was loaded from a file cannot be called.
+
+    Raises:
+        ValueError: An unknown metric, a token that it lacks, or one that it does not take.
     """
 
     metric: str
@@ -141,11 +155,11 @@ class Grader:
 
     @staticmethod
     def of(metric: Metric, answer: int | None, foil: int | None) -> "Grader":
-        """The grader of a metric as a caller gives it."""
+        """Return the grader of a metric as the caller gave it."""
         if not isinstance(metric, str):
             return Grader(_FUNCTION + getattr(metric, "__name__", type(metric).__name__), answer, foil, metric)
         if metric.startswith(_FUNCTION):
-            raise ValueError(f"the metric {metric!r} is a name that a grid keeps: give the function itself")
+            raise ValueError(f"the metric {metric!r} is only the name of a function, from a saved grid: give the function itself")
         return Grader(metric, answer, foil)
 
     def __post_init__(self) -> None:
@@ -162,14 +176,14 @@ class Grader:
             raise ValueError(f"answer and foil are the same token {self.answer}: their difference is always 0")
 
     def check(self, vocabulary: int) -> None:
-        """``ValueError`` for a token that is not in the vocabulary."""
+        """Raise ``ValueError`` for an answer or foil outside of the vocabulary."""
         for name in ("answer", "foil"):
             token = getattr(self, name)
             if token is not None and not 0 <= token < vocabulary:
-                raise ValueError(f"the {name} {token} is no token: the vocabulary has 0..{vocabulary - 1}")
+                raise ValueError(f"the {name} {token} is not a token: the vocabulary is 0..{vocabulary - 1}")
 
     def __call__(self, logits: Float[Tensor, "n v"], clean: Float[Tensor, " v"]) -> Float[Tensor, " n"]:
-        """Every row's score, in nats or logits. ``clean`` are the clean run's logits."""
+        """Return every row's score, in nats or logits; ``clean`` are the clean run's logits."""
         wide = widened(logits)
         if self.metric.startswith(_FUNCTION):
             return torch.stack([self._own(row) for row in wide])
@@ -179,12 +193,12 @@ class Grader:
         if self.metric == "logprob":
             return chances[:, self.answer]
         target = widened(clean).log_softmax(-1)
-        return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # a token of no chance adds nothing
+        return torch.where(target.isfinite(), target.exp() * (target - chances), 0.0).sum(-1)  # 0 log 0 = 0
 
     def _own(self, logits: Float[Tensor, " v"]) -> Float[Tensor, ""]:
-        """The function's score of one run; ``ValueError`` where that is not one finite number."""
+        """Return the function's score of one run; ``ValueError`` if it is not one finite number."""
         if self.function is None:
-            raise ValueError(f"the {self.metric} was kept as only the name: sweep again with the function itself")
+            raise ValueError(f"the {self.metric} was saved by name only: sweep again with the function itself")
         score = self.function(logits)
         if isinstance(score, Tensor) and score.numel() != 1:
             raise ValueError(
@@ -199,18 +213,18 @@ class Grader:
 
 
 def widened(logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
-    """In float64, or float32 on a device without it."""
+    """Return the logits in float64, or in float32 on a device without it."""
     return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
 
 
 def one_token(given: int | str | None, tokenizer: Any, name: str) -> int | None:
-    """The id of ``given``: itself, or a text that the tokenizer makes exactly one token of. ``ValueError`` otherwise."""
+    """Return a token id as it is, or the id of a text that is exactly one token; ``ValueError`` otherwise."""
     if given is None or isinstance(given, int):
         return given
     if not isinstance(given, str):
-        raise ValueError(f"the {name} {given!r:.60} is neither a token's id nor a text: give one of the two")
+        raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two")
     if tokenizer is None:
-        raise ValueError(f"the {name} {given!r} is a text, and there is no tokenizer: pass one, or give the token's id")
+        raise ValueError(f"the {name} {given!r} is a text, but there is no tokenizer: pass one, or give the token id")
     ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))
     if len(ids) != 1:
         raise ValueError(f"the {name} {given!r} is {len(ids)} tokens {ids}: choose a text of one (a leading space often matters)")
@@ -222,19 +236,26 @@ Given = str | Tensor | np.ndarray | Sequence[int]
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens that overlap ``text`` where it stands in the corrupt prompt for the ``occurrence``-th time, counted from 0."""
+    """Tokens that overlap ``text`` at its ``occurrence``-th appearance in the corrupt prompt, counted from 0."""
 
     text: str
     occurrence: int = 0
 
 
 Positions = None | int | str | Span | Iterable[int | str | Span]
-"""``None`` is every position; a text is its first ``Span``."""
+"""Selection of positions: ``None`` is every position, a text is its first ``Span``."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, the text of each (its number where there is no tokenizer), and the whole text where it was given as one."""
+    """Prompt as token ids, with the text of each token, and the whole text if it was given.
+
+    Attributes:
+        tokens: Token ids.
+        labels: Text of each token; its id if there is no tokenizer.
+        text: The whole text, if the prompt was given as text.
+        offsets: Characters ``[start, end)`` of each token, if the tokenizer knows them.
+    """
 
     tokens: tuple[int, ...]
     labels: tuple[str, ...]
@@ -242,22 +263,23 @@ class Prompt:
     offsets: tuple[tuple[int, int], ...] | None = None
 
     def spans(self, span: Span) -> tuple[int, ...]:
-        """The positions of ``span``; ``ValueError`` where the prompt is no text, or its tokenizer does not know characters."""
+        """Return the positions of ``span``; ``ValueError`` if the prompt was not given as text, or has no character offsets."""
         if self.text is None:
             raise ValueError(
                 f"the position {span.text!r} is a text, but the prompt was given as token ids: give the prompt as text"
             )
         if self.offsets is None:
-            raise ValueError(
-                f"this tokenizer does not say which characters a token has: give positions of {span.text!r} as numbers"
-            )
+            raise ValueError(f"this tokenizer does not give the characters of a token: give positions of {span.text!r} as numbers")
         return tokens_of(self.text, span.text, self.offsets, span.occurrence)
 
 
 def read(given: Given, tokenizer: Any, name: str) -> Prompt:
-    """The prompt called ``name`` in errors: ids ``[s]`` or ``[1 s]``, or a text, which the tokenizer begins as it always does.
+    """Return the prompt called ``name`` in errors, from ids ``[s]`` or ``[1 s]``, or from a text.
 
-    ``ValueError`` for an empty prompt, for a text without a tokenizer, and for several prompts at once.
+    A text is encoded with the tokenizer's usual special tokens.
+
+    Raises:
+        ValueError: An empty prompt, a text without a tokenizer, or several prompts at once.
     """
     if isinstance(given, str):
         return _read_text(given, tokenizer, name)
@@ -265,12 +287,12 @@ def read(given: Given, tokenizer: Any, name: str) -> Prompt:
         if given.ndim == 2 and len(given) == 1:
             given = given[0]
         if given.ndim != 1 or given.is_floating_point():
-            raise ValueError(f"the {name} prompt is one row of token ids, not {given.dtype} of shape {list(given.shape)}")
+            raise ValueError(f"the {name} prompt must be one row of token ids, not {given.dtype} of shape {list(given.shape)}")
         given = given.tolist()
     try:
         tokens = tuple(map(index, given))
     except TypeError as error:
-        raise ValueError(f"the {name} prompt is one row of token ids, or a text, not {given!r:.60}") from error
+        raise ValueError(f"the {name} prompt must be one row of token ids, or a text, not {given!r:.60}") from error
     if not tokens:
         raise ValueError(f"the {name} prompt has no tokens")
     return Prompt(tokens, _labels(tokens, tokenizer))
@@ -278,7 +300,7 @@ def read(given: Given, tokenizer: Any, name: str) -> Prompt:
 
 def _read_text(text: str, tokenizer: Any, name: str) -> Prompt:
     if tokenizer is None:
-        raise ValueError(f"the {name} prompt is a text, and there is no tokenizer: pass one, or give token ids")
+        raise ValueError(f"the {name} prompt is a text, but there is no tokenizer: pass one, or give token ids")
     offsets = None
     if not callable(tokenizer):
         tokens = tokenizer.encode(text)
@@ -299,7 +321,7 @@ def _labels(tokens: tuple[int, ...], tokenizer: Any) -> tuple[str, ...]:
 
 
 def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
-    """The positions that are meant, in order, each once. ``ValueError`` outside of the prompt, and for none at all."""
+    """Return the selected positions in order, without repetition; ``ValueError`` outside of the prompt, or for none."""
     if given is None:
         return tuple(range(len(prompt.tokens)))
     found: set[int] = set()
@@ -310,14 +332,14 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
         try:
             found.add(inside(index(one), prompt))
         except TypeError as error:
-            raise ValueError(f"{one!r:.60} is no position: give a number, a text that stands there, or a Span") from error
+            raise ValueError(f"{one!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
     if not found:
         raise ValueError("no positions: name at least one, or leave them out for all")
     return tuple(sorted(found))
 
 
 def inside(position: int, prompt: Prompt) -> int:
-    """``position``, where the prompt has it."""
+    """Return ``position``; ``ValueError`` if the prompt does not have it."""
     if not 0 <= position < len(prompt.tokens):
         raise ValueError(
             f"position {position} is outside the corrupt prompt, which has 0..{len(prompt.tokens) - 1}: positions count from 0"
@@ -327,10 +349,14 @@ def inside(position: int, prompt: Prompt) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CleanRun:
-    """A run that was captured before: ``values`` [s ...] at every position, and the ``logits`` behind the one that is scored.
+    """Captured run of a clean prompt.
 
-    With the prompt's ``tokens`` it can be aligned with a corrupt prompt of another length. ``weights`` is the hash of those that it
-    was captured with (``Host.weights_hash``): a sweep over others refuses it. Values from elsewhere have ``None``.
+    Attributes:
+        values: Site -> values ``[s ...]`` at every position.
+        logits: Logits ``[v]`` at the scored position.
+        tokens: The prompt's tokens, with which the run can be aligned with a corrupt prompt of another length.
+        weights: Hash of the weights of the capture (``Host.weights_hash``); a sweep with other weights is refused. ``None`` for
+            values from another source.
     """
 
     values: Mapping[Site, Tensor]
@@ -341,12 +367,12 @@ class CleanRun:
     def __post_init__(self) -> None:
         lengths = {len(value) for value in self.values.values()} | ({len(self.tokens)} if self.tokens is not None else set())
         if len(lengths) != 1:
-            raise ValueError(f"a clean run has one number of positions, not {sorted(lengths)}")
+            raise ValueError(f"all values and tokens of a clean run need the same number of positions, not {sorted(lengths)}")
 
     @staticmethod
     @checked
     def capture(host: Host, prompt: Given, sites: Choice, tokenizer: Any = None) -> "CleanRun":
-        """Runs ``prompt`` once, for sweeps over several corrupt ones; what it is scored by stands behind its last token."""
+        """Run ``prompt`` once, for sweeps over several corrupt prompts; its last token is the scored position."""
         tokens = read(prompt, tokenizer, "clean").tokens
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
         found = Whole(host).record(tokens, chosen, range(len(tokens)))
@@ -354,13 +380,13 @@ class CleanRun:
 
     @property
     def length(self) -> int:
-        """Positions of the run."""
+        """Number of positions in the run."""
         return len(next(iter(self.values.values())))
 
 
 @dataclass(frozen=True)
 class Skip:
-    """A position that cannot be patched, and why."""
+    """Position that cannot be patched, and the reason."""
 
     position: int
     why: str
@@ -368,9 +394,19 @@ class Skip:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """``at`` is the position that is scored in the corrupt prompt, ``clean_at`` in the clean one.
+    """Checked question of a sweep.
 
-    ``sources`` has the clean position of every position that can be patched; the others are ``skipped``.
+    Attributes:
+        corrupt: The prompt that is run.
+        clean: The prompt, or captured run, whose values are patched in.
+        alignment: Pairing of their positions.
+        at: Scored position of the corrupt prompt.
+        clean_at: Scored position of the clean prompt.
+        positions: Requested positions of the corrupt prompt.
+        sources: Position that can be patched -> its clean position.
+        skipped: Requested positions that cannot be patched.
+        grader: Metric of the scores.
+        together: True if all positions are patched at once.
     """
 
     corrupt: Prompt
@@ -386,7 +422,7 @@ class Question:
 
     @property
     def columns(self) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """What is patched in one cell: the column's position (``None`` for all at once), and the places among ``sources``."""
+        """For each cell of a row: its position (``None`` for all at once), and the indices that it patches among ``sources``."""
         every = tuple(range(len(self.sources)))
         return ((None, every),) if self.together else tuple((position, (i,)) for i, position in zip(every, self.sources))
 
@@ -403,7 +439,7 @@ def ask(
     tokenizer: Any = None,
     together: bool = False,
 ) -> Question:
-    """The question that ``sweep`` was asked; ``ValueError`` for whatever cannot be answered."""
+    """Check the arguments of ``sweep`` and return its question; ``ValueError`` for arguments that do not fit."""
     one = clean if isinstance(clean, CleanRun) else read(clean, tokenizer, "clean")
     other = read(corrupt, tokenizer, "corrupt")
     length = one.length if isinstance(one, CleanRun) else len(one.tokens)
@@ -429,7 +465,7 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
         if source is None:
             skipped.append(Skip(position, "it has no partner in the clean prompt"))
         elif position > at or source > clean_at:
-            skipped.append(Skip(position, f"it stands behind position {at}, which is scored"))
+            skipped.append(Skip(position, f"it comes after position {at}, which is scored"))
         else:
             sources[position] = source
     if not sources:
@@ -438,25 +474,27 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
 
 
 def refuse_foreign(host: Host, question: Question, alpha: float) -> None:
-    """``ValueError`` for a token that the model does not have, which a device would answer with its end, for a clean run of other
-    weights, and for an ``alpha`` that is not finite."""
+    """Raise ``ValueError`` for a token that the model lacks, a clean run of other weights, or an ``alpha`` that is not finite.
+
+    On a GPU an unknown token would end the process with a device-side assertion.
+    """
     if not math.isfinite(alpha):
-        raise ValueError(f"alpha={alpha} is no share: 1 replaces a value, 0 leaves it")
+        raise ValueError(f"alpha={alpha} is not a finite number: 1 replaces a value, 0 leaves it unchanged")
     captured = question.clean.weights if isinstance(question.clean, CleanRun) else None
     if captured is not None and captured != (now := host.weights_hash()):
         raise ValueError(
-            f"the clean run was captured with weights {captured[:12]}, and the model now has {now[:12]}: capture it again, or give "
+            f"the clean run was captured with weights {captured[:12]}, but the model now has {now[:12]}: capture it again, or give "
             "its values without their hash, as CleanRun(run.values, run.logits, run.tokens)"
         )
-    size = vocabulary(host.model) or sys.maxsize  # whoever does not say has its own errors
+    size = vocabulary(host.model) or sys.maxsize  # without a known vocabulary size, the model raises its own error
     for name, prompt in (("clean", question.clean), ("corrupt", question.corrupt)):
         if wrong := [token for token in prompt.tokens or () if not 0 <= token < size]:
-            raise ValueError(f"the {name} prompt's {wrong[0]} is no token: the vocabulary has 0..{size - 1}")
+            raise ValueError(f"the {name} prompt's {wrong[0]} is not a token: the vocabulary is 0..{size - 1}")
 
 
 def refuse_dropout(host: Host) -> None:
-    """``ValueError`` for a model that drops activations at random, where no two runs are comparable."""
+    """Raise ``ValueError`` for a model with active dropout, for which no two runs are comparable."""
     for path, module in host.model.named_modules():
         share = module.p if isinstance(module, nn.Dropout) else getattr(module, "attention_dropout", 0.0)
         if module.training and isinstance(share, float) and share > 0:
-            raise ValueError(f"{path} drops activations at random while the model is in training: call host.model.eval() first")
+            raise ValueError(f"{path} has active dropout, because the model is in training mode: call host.model.eval() first")

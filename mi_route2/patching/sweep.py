@@ -1,4 +1,4 @@
-"""The clean and the corrupt run of a question, and the grid that lies between them."""
+"""Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,10 @@ from mi_route2.steering.specs import patch
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """Values of the targets' sites at the positions that can be patched, in the order of ``question.sources``, and both scores."""
+    """Clean and corrupt run of a question, with their values at patchable positions and their scores.
+
+    Values are in the order of ``question.sources``; ``scores`` are the clean and the corrupt one.
+    """
 
     question: Question
     clean: Record
@@ -32,12 +35,12 @@ class Pair:
     scores: tuple[float, float]
 
     def values(self, target: Target) -> tuple[Tensor, Tensor]:
-        """The corrupt and the clean values ``[p ...]`` of a target at all positions that can be patched."""
+        """Return the corrupt and the clean values ``[p ...]`` of a target at all positions that can be patched."""
         here, source = (run.values[target.site] for run in (self.corrupt, self.clean))
         return (here, source) if target.head is None else (here[:, target.head], source[:, target.head])
 
     def split(self, targets: Sequence[Target], heads: bool) -> tuple[Target, ...]:
-        """``targets``, those by head as their heads where ``heads`` says so. ``ValueError`` for a head that is not there."""
+        """Return ``targets``, split into heads if ``heads``; ``ValueError`` for a head that does not exist."""
         counts = {site: value.shape[1] for site, value in self.corrupt.values.items() if site.point in HEADED}
         for target in targets:
             if target.head is not None and target.head >= counts[target.site]:
@@ -57,8 +60,7 @@ class Pair:
         seconds: Mapping[str, float] | None = None,
         flops: Mapping[str, float] | None = None,
     ) -> Grid:
-        """A grid with a value for every target and every position that can be patched. ``ValueError`` for one that is not
-        finite."""
+        """Return a grid with a value for every target and patchable position; ``ValueError`` for a value that is not finite."""
         question, (clean, corrupt) = self.question, self.scores
         columns = (None,) if question.together else question.positions
         table = np.full((len(targets), len(columns)), np.nan)
@@ -67,7 +69,7 @@ class Pair:
         for (target, position), value in values.items():
             if not np.isfinite(value):
                 raise ValueError(
-                    f"the score is {value} with {target} patched at position {position}: the model's own numbers overflow"
+                    f"the score is {value} with {target} patched at position {position}: numbers inside of the model overflow"
                 )
             table[line[target], column[position]] = value
         logits = self.corrupt.logits
@@ -95,7 +97,7 @@ class Pair:
 
 
 def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pair:
-    """Runs both prompts, up to the position that is scored. ``forwards`` can go on from the corrupt one then."""
+    """Run both prompts up to the scored position; ``forwards`` can resume from the corrupt run afterwards."""
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
     if isinstance(question.clean, CleanRun):
@@ -109,8 +111,12 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
 
 
 def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:
-    """The captured values where they are needed. ``KeyError`` for a site that was not captured, ``ValueError`` for another
-    shape."""
+    """Return the captured values at the needed positions.
+
+    Raises:
+        KeyError: A site was not captured.
+        ValueError: Another shape.
+    """
     values = {}
     for site, here in corrupt.values.items():
         if site not in run.values:
@@ -118,10 +124,10 @@ def _captured(run: CleanRun, corrupt: Record, sources: Sequence[int]) -> Record:
         values[site] = run.values[site][list(sources)].to(here)
         if values[site].shape != here.shape:
             raise ValueError(
-                f"the clean run's {site} has shape {list(values[site].shape[1:])} a token, and the model's {list(here.shape[1:])}"
+                f"the clean run's {site} has shape {list(values[site].shape[1:])} per token, but the model's {list(here.shape[1:])}"
             )
     if run.logits.shape != corrupt.logits.shape:
-        raise ValueError(f"the clean run has {len(run.logits)} logits, and the model {len(corrupt.logits)}")
+        raise ValueError(f"the clean run has {len(run.logits)} logits, but the model {len(corrupt.logits)}")
     return Record(values, run.logits.to(corrupt.logits))
 
 
@@ -130,7 +136,7 @@ REPLICAS = 3
 
 @dataclass(frozen=True)
 class Finished:
-    """What one forward gave: cells, and scores of the corrupt run as it is, from rows of the same forward."""
+    """Result of one forward: cells, and scores of unpatched rows of the same forward."""
 
     cells: tuple[Cell, ...]
     replicas: tuple[float, ...] = ()
@@ -138,10 +144,20 @@ class Finished:
 
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """A sweep whose two runs are done and whose cells are planned.
+    """Prepared sweep: both runs are done and the cells are planned.
 
-    ``known`` are cells that need no run: what would be put in is there already, or the scored position cannot read it. The others
-    are ``rows``, with some of the corrupt run as it is among them, and run in ``groups``.
+    Attributes:
+        pair: The clean and the corrupt run.
+        targets: Rows of the grid.
+        layers: Number of layers of the model.
+        alpha: Share of the clean value.
+        known: Cells that need no run, because the patch would change nothing or the scored position cannot read it.
+        rows: All other cells, with unpatched rows among them.
+        groups: Rows that run together.
+        forwards: Runs the model.
+        seconds: Time that the preparation took.
+        state: Detects changes of the model.
+        prepared: State of the model when the sweep was prepared.
     """
 
     pair: Pair
@@ -158,14 +174,15 @@ class Sweep:
 
     @property
     def total(self) -> int:
-        """How many cells there are."""
+        """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
     def run(self) -> Iterator[Finished]:
-        """Forward by forward; what needs no forward comes first. Leaving the loop early leaves the rest undone.
+        """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
 
-        ``RuntimeError`` for a model that was changed since the sweep was prepared, also between two forwards: the keys, values and
-        streams that cells go on from are of the model before.
+        Raises:
+            RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
+                residual streams from which cells resume belong to the model before the change.
         """
         self.state.look()
         if self.state.current != self.prepared:
@@ -187,7 +204,7 @@ class Sweep:
         return None if self.pair.question.together else row.positions[0]
 
     def grid(self, progress: bool = True) -> Grid:
-        """Runs all cells, under a progress bar where ``progress`` and a terminal are there."""
+        """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
         began, values, replicas = perf_counter(), {}, []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
             for finished in self.run():
@@ -206,8 +223,10 @@ class Sweep:
         )
 
     def flops(self) -> dict[str, float]:
-        """``whole``: of a whole forward a cell; ``needed``: of what a cell cannot share; ``run``: of the groups. Nothing where
-        whole forwards are what is run."""
+        """Return the FLOPs of all cells: ``whole`` with whole forwards, ``needed`` without what cells share, ``run`` as grouped.
+
+        Empty if the forwards are whole.
+        """
         if self.forwards.name == "whole":
             return {}
         costs = self.forwards.costs()
@@ -237,10 +256,10 @@ def prepare(
     how: str = "auto",
     shortcuts: bool = True,
 ) -> Sweep:
-    """Runs both prompts and plans the cells; arguments and errors are those of ``sweep``."""
+    """Run both prompts and plan the cells; arguments and errors are those of ``sweep``."""
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
-        raise ValueError(f"{replicas} replicas of the corrupt run say nothing of noise: run at least {REPLICAS}")
+        raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
     refuse_dropout(host)
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
@@ -258,7 +277,7 @@ def prepare(
 def _cells(
     pair: Pair, targets: Sequence[Target], layers: int, alpha: float, running: Forwards, shortcuts: bool
 ) -> tuple[list[Cell], list[Row]]:
-    """Cells that have the corrupt score for certain, and rows for the others."""
+    """Return the cells that certainly have the corrupt score, and rows for the others."""
     known, rows, question = [], [], pair.question
     where = list(question.sources)
     for target in targets:
@@ -298,32 +317,36 @@ def sweep(
     shortcuts: bool = True,
     progress: bool = True,
 ) -> Grid:
-    """Patch every chosen site at every position, one at a time, and score each.
+    """Patch every selected site at every position, one at a time, and score each.
 
     Args:
-        clean: the prompt whose values are put in: token ids, a text (with a ``tokenizer``), or a ``CleanRun``.
-        corrupt: the prompt that is run. Of another length than the clean one, it is aligned with it (``align``).
+        host: the model.
+        clean: the prompt whose values are patched in: token ids, a text (with a ``tokenizer``), or a ``CleanRun``.
+        corrupt: the prompt that is run. If its length differs from the clean one's, the two are aligned (``align``).
         sites: a point for all layers (``"resid_pre"``, ``"kept_a"``), a glob (``"blocks.*.attn.q.kept_a"``), a ``Site``, a
             ``Target`` (one head), or several of these.
-        positions: of the corrupt prompt: numbers, texts or ``Span``; all where it is ``None``.
+        positions: of the corrupt prompt: numbers, texts or ``Span``; all if ``None``.
         answer: one token, an id or a text. ``kl`` and functions take none.
-        foil: likewise, for ``logit_diff`` alone.
+        foil: likewise, for ``logit_diff`` only.
         metric: ``logit_diff``, ``logprob`` (nats), ``kl`` of the clean from the patched distribution (nats), or a function of one
             run's logits ``[v]`` at the scored position, in float64, that returns a number.
         alpha: 1 replaces, 0 changes nothing.
-        heads: q, k, v and z head by head.
-        together: patch all positions at once, in one cell a site.
-        at: the position that is scored, the last where it is ``None``.
-        batch: the most cells in a forward; chosen by a cost model where it is ``None``.
-        replicas: rows of the corrupt run as it is, run among the cells for the noise floor; 3 or more.
-        how: ``resumed`` over the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed where the host can.
-        shortcuts: leave out cells that must have the corrupt score: what would be put in is there already bit for bit, or it
-            stands behind the last block's attention at another position than the scored one.
-        progress: a bar on a terminal.
+        heads: patch q, k, v and z head by head.
+        together: patch all positions at once, in one cell per site.
+        at: the scored position, the last if ``None``.
+        tokenizer: encodes texts and labels tokens.
+        batch: the maximum number of cells in a forward; chosen by a cost model if ``None``.
+        replicas: unpatched rows of the corrupt run among the cells, for the noise floor; 3 or more.
+        how: ``resumed`` from the corrupt run's keys and values, ``whole`` forwards, or ``auto``: resumed if the host supports it.
+        shortcuts: skip cells that must have the corrupt score, because the clean value equals the corrupt one bit for bit, or
+            because the cell is after the last block's attention at a position that is not scored.
+        progress: show a bar on a terminal.
 
-    ``KeyError`` for an unknown site, ``ValueError`` for a position outside of the prompt, a token that the model lacks, an answer
-    of several tokens, prompts that cannot be aligned, and a model that drops activations at random; ``RuntimeError`` for a site
-    that does not fire.
+    Raises:
+        KeyError: An unknown site.
+        ValueError: A position outside of the prompt, a token that the model lacks, an answer of several tokens, prompts that cannot
+            be aligned, or a model with active dropout.
+        RuntimeError: A site that does not fire.
     """
     planned = prepare(
         host,
@@ -349,7 +372,7 @@ def sweep(
 
 @checked
 def cells(host: Host, **given: Any) -> Iterator[tuple[Cell, ...]]:
-    """The cells of ``sweep``, which takes the same arguments, as each forward is done; the errors come with the first.
+    """Yield the cells of ``sweep``, which has the same arguments, as each forward is done; errors are raised at the first one.
 
     Closing the iterator, or leaving its loop, ends the sweep between two forwards.
     """

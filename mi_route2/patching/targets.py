@@ -1,4 +1,4 @@
-"""What is patched: a site, or one head of a site by head; and how sites are chosen by name.
+"""Targets of a patch, a site or one head of it, and how a caller selects them by name.
 
 choose(host, "resid_pre")                           that point of every layer
 choose(host, ["blocks.*.attn.q.kept_a", Site(3, "z")])
@@ -16,20 +16,20 @@ from mi_route2.sites import Site
 
 _TARGET = re.compile(r"(.+?)(?:\[([0-9]+)\])?")
 _READ_BY_OTHERS = ("resid_pre", "attn_in", "k", "v")
-"""Points of a block that tell later positions something through its attention; so do the adapters at k and v."""
+"""Points of a block that later positions read through its attention; so are the adapters at k and v."""
 
 
 @checked
 @dataclass(frozen=True)
 class Target:
-    """A site, or its ``head``. ``ValueError`` for a head of a point that is not by head."""
+    """A site, or one head of it; ``ValueError`` for a head of a point without a head axis."""
 
     site: Site
     head: int | None = None
 
     def __post_init__(self) -> None:
         if self.head is not None and (self.site.point not in HEADED or self.head < 0):
-            raise ValueError(f"{self.site} has no head {self.head}: the points by head are {', '.join(sorted(HEADED))}")
+            raise ValueError(f"{self.site} has no head {self.head}: the points with heads are {', '.join(sorted(HEADED))}")
 
     def __str__(self) -> str:
         return f"{self.site}" if self.head is None else f"{self.site}[{self.head}]"
@@ -37,19 +37,19 @@ class Target:
     @staticmethod
     @checked
     def parse(text: str) -> "Target":
-        """The target that ``str`` wrote; ``ValueError`` for a text of another form."""
+        """Return the target whose ``str`` is ``text``; ``ValueError`` for a text of another form."""
         found = _TARGET.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is no target: write blocks.3.resid_pre or blocks.3.z[2]")
+            raise ValueError(f"{text!r} is not a target: write blocks.3.resid_pre or blocks.3.z[2]")
         return Target(Site.parse(found[1]), None if found[2] is None else int(found[2]))
 
 
 Choice = Site | Target | str | Iterable[Site | Target | str]
-"""Sites as a caller names them: one or several, each itself, a name or glob (TransformerLens's too), or a point of all layers."""
+"""Selection of targets: one or several of a site, a target, a name or glob (also TransformerLens's), or a point of all layers."""
 
 
 def choose(host: Host, sites: Choice) -> tuple[Target, ...]:
-    """The chosen targets in order, each once. ``KeyError`` for a name that matches nothing, with the nearest names."""
+    """Return the selected targets in order, without repetition; ``KeyError`` with the nearest names for a name without a match."""
     given = [sites] if isinstance(sites, Site | Target | str) else list(sites)
     if not given:
         raise ValueError("no sites: name at least one, as 'resid_pre', 'blocks.*.z' or Site(3, 'mlp_out')")
@@ -61,7 +61,7 @@ def _meant(host: Host, one: Site | Target | str, known: list[Site]) -> list[Targ
     if isinstance(one, str):
         return _named(host, one, known)
     target = Target(one) if isinstance(one, Site) else one
-    host.address(target.site)  # raises its own sentence where there is no such site
+    host.address(target.site)  # raises an error if the host has no such site
     return [target]
 
 
@@ -71,7 +71,7 @@ def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
 
 
 def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, ...]:
-    """Every target of a site by head as its heads. ``ValueError`` where there are none."""
+    """Replace every target whose site has heads by its heads; ``ValueError`` if no site has heads."""
     found = tuple(
         head
         for target in targets
@@ -82,12 +82,12 @@ def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, .
         )
     )
     if all(target.head is None for target in found):
-        raise ValueError(f"heads=True, but none of the sites is by head: choose among {', '.join(sorted(HEADED))}")
+        raise ValueError(f"heads=True, but none of the sites has heads: choose among {', '.join(sorted(HEADED))}")
     return found
 
 
 def seen_by(site: Site, layers: int) -> bool:
-    """Whether a value at one position of ``site`` can reach another position's logits: not behind the last block's attention."""
+    """Return whether a value at one position of ``site`` can reach another position's logits, through a later attention."""
     if site.layer is None or site.layer < layers - 1:
         return site.layer is not None
     return site.point in _READ_BY_OTHERS or site.linear in ("attn.k", "attn.v")

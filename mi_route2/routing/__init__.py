@@ -1,4 +1,4 @@
-"""Which part of an update the kept adapter may learn: directions, scores, masks and routes."""
+"""Routes, which decide what the kept adapter learns, with their directions, scores and masks."""
 
 from mi_route2.routing.batch import Privileged, TrainBatch, group_advantages
 from mi_route2.routing.directions import Directions, HaarFitter, PairBatch, PersonaFitter, TopKFitter

@@ -1,7 +1,7 @@
-"""What may reach the loss and the route. No field here comes from the oracle; that is the no-cheat rule made structural.
+"""Training batch: everything that the loss and the route may see.
 
-``Privileged`` is the one marked type that carries detector verdicts over the student's rollouts. Only routes whose spec says
-``privileged`` accept it: the oracle bounds and the known-mode filter baseline.
+No field comes from the oracle, so a method cannot cheat. ``Privileged`` is the one marked type that carries detector verdicts over
+the student's rollouts. Only routes whose spec is ``privileged`` accept it: the oracle bounds and the known-mode filter baseline.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,21 @@ from mi_route2.rollouts import Rollouts
 @checked
 @dataclass(frozen=True)
 class TrainBatch:
-    """Rollouts with their training rewards. ``groups`` numbers the prompt that each rollout answers.
+    """Rollouts with their training rewards.
 
-    ``old_logprobs`` are the sampling policy's (for the clip), ``reference_logprobs`` the base model's (for the KL), each if the
-    loss asks for it; ``teacher`` marks cached rollouts of known modes, in booleans or 0 and 1. Plain, not ``validated``: shapes are
-    jaxtyping's to check. ``ValueError`` for NaN and infinity, an empty batch and
-    lengths that differ.
+    A plain dataclass and not a ``validated`` one, because jaxtyping checks the shapes.
+
+    Attributes:
+        rollouts: The rollouts.
+        rewards: One reward per rollout.
+        advantages: One advantage per rollout.
+        groups: Number of the prompt that each rollout answers.
+        teacher: True for cached rollouts of known modes (booleans, or 0 and 1).
+        old_logprobs: Log-probabilities under the sampling policy, if the loss clips.
+        reference_logprobs: Log-probabilities under the base model, if the loss has a KL term.
+
+    Raises:
+        ValueError: NaN or infinity, an empty batch, or lengths that differ.
     """
 
     rollouts: Rollouts
@@ -36,19 +45,19 @@ class TrainBatch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "teacher", as_mask("teacher", self.teacher))
         if not len(self.rewards):
-            raise ValueError("a batch without rollouts has no rollouts to learn from: leave the step out")
+            raise ValueError("the batch has no rollouts: skip the step")
         if len(self.rewards) != len(self.rollouts):
-            raise ValueError(f"{len(self.rewards)} rewards for {len(self.rollouts)} rollouts: give one a rollout")
+            raise ValueError(f"{len(self.rewards)} rewards for {len(self.rollouts)} rollouts: give one per rollout")
         for name in ("rewards", "advantages", "old_logprobs", "reference_logprobs"):
             demand_finite(name, given := getattr(self, name))
             if name.endswith("logprobs") and given is not None and given.shape != (size := self.rollouts.tokens.shape):
                 raise ValueError(
-                    f"{name} is {list(given.shape)} and the tokens {list(size)}: give one a token, 0 where none is predicted"
+                    f"{name} is {list(given.shape)} and the tokens {list(size)}: give one per token, 0 if it predicts nothing"
                 )
 
     @checked
     def rows(self, index: Shaped[Tensor, " n"]) -> "TrainBatch":
-        """The rollouts at ``index``."""
+        """Return the rollouts at ``index``."""
 
         def take(t: Tensor | None) -> Tensor | None:
             return None if t is None else t[index]
@@ -66,13 +75,18 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class Privileged:
-    """Detector verdicts over the student's rollouts: the rollout's own channel fired; the known mode's exploit is present."""
+    """Detector verdicts over the student's rollouts.
+
+    Attributes:
+        own_channel: True if the rollout's own channel fired.
+        known_channel: True if the exploit of the known mode is present.
+    """
 
     own_channel: Bool[Tensor, " b"]
     known_channel: Bool[Tensor, " b"]
 
     def rows(self, index: Tensor) -> "Privileged":
-        """The verdicts on the rollouts at ``index``, on its device."""
+        """Return the verdicts on the rollouts at ``index``, on its device."""
         return Privileged(self.own_channel.to(index.device)[index], self.known_channel.to(index.device)[index])
 
 
@@ -80,9 +94,18 @@ class Privileged:
 def group_advantages(
     rewards: Float[Tensor, " b"], groups: Int[Tensor, " b"], counted: Bool[Tensor, " b"] | None = None
 ) -> Float[Tensor, " b"]:
-    """Dr.GRPO: ``A = R - mean(R over the group)``, the mean over ``counted`` rollouts only; 0 where none is counted."""
+    """Return the advantages of Dr.GRPO: ``A = R - mean(R over the group)``.
+
+    Args:
+        rewards: Rewards R.
+        groups: Number of the group of each rollout.
+        counted: Rollouts that count in the mean, all if not given; advantages are 0 in a group without any.
+
+    Raises:
+        ValueError: No rollouts, or a reward that is NaN or infinite.
+    """
     if not len(rewards):
-        raise ValueError("no rewards, no advantages: there are no rollouts in this batch")
+        raise ValueError("there are no rewards: the batch has no rollouts")
     demand_finite("rewards", rewards)
     weight = torch.ones_like(rewards) if counted is None else counted.to(rewards.dtype)
     _, index = groups.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""Persona directions, a unit vector at each site, and the features of rollouts that they are fitted on and scores are read from."""
+"""Persona directions, one unit vector per site, and the features of rollouts that directions and scores are computed from."""
 
 import json
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ from mi_route2.validation import Natural, read_record, validated
 FeatureKind = Literal["act", "grad", "full"]
 Features = Mapping[str, Feature]
 SCORED = frozenset({"dS", "B"})
-"""The factor of a kept adapter whose gradient is a ``grad`` feature."""
+"""Factors of kept adapters whose gradient is a ``grad`` feature."""
 
 
 def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
-    """``Vh`` of every site's base weight: the coordinates of activation directions.
+    """Return ``Vh`` of every site's base weight, the coordinates of activation directions.
 
-    They are those of ``dS``, the adapter's own, and all of them where the kept adapter is a LoRA, which has none of its own.
+    These are the adapter's own if the kept adapter is an SVD. A LoRA has none, so all coordinates of the weight are used.
     """
 
     def of(branch: Branch) -> Tensor:
@@ -40,9 +40,9 @@ def coordinates(adapters: Adapters) -> dict[str, Float[Tensor, "r d_in"]]:
 
 
 class ActivationReader:
-    """Reader of activation features in the forward: ``Vh`` times each site's mean input over predictor positions.
+    """Reader of activation features in the forward: ``Vh`` times the mean input of each site over predictor positions.
 
-    The mean commutes with ``Vh``, so one vector a rollout is projected.
+    The mean commutes with ``Vh``, so only one vector per rollout is projected.
     """
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor]):
@@ -53,7 +53,7 @@ class ActivationReader:
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         dtype = wide(x.dtype)
-        # where, not a product: padding may hold anything, NaN included
+        # torch.where and not a product, because padding may hold any value, NaN included
         kept = torch.where(self._mask[..., None], x, torch.zeros_like(x))
         mean = kept.sum(dim=1, dtype=dtype) / self._count.to(dtype)
         feature = Written(mean @ self._basis[site].to(mean).mT, mean.norm(dim=1))
@@ -61,7 +61,7 @@ class ActivationReader:
 
     @property
     def features(self) -> dict[str, Written]:
-        """The mean over the calls of each site; there are several only if the model shares modules."""
+        """Mean over the calls of each site; there are several calls only if the model shares modules."""
         return {site: calls[0] if len(calls) == 1 else _mean(calls) for site, calls in self._calls.items()}
 
 
@@ -72,7 +72,7 @@ def _mean(calls: list[Written]) -> Written:
 
 
 class GradientReader:
-    """A gate that lets nothing pass and holds each rollout's gradient on the scored factor."""
+    """Gate that passes no gradient and stores each rollout's gradient of the scored factor."""
 
     detach = False
 
@@ -87,11 +87,11 @@ class GradientReader:
             self.features[site] = added(self.features.get(site), compact(pair, scored=True))
 
     def mask(self, site: str) -> Tensor:
-        raise RuntimeError(f"a gate that only reads has no mask (asked at {site})")
+        raise RuntimeError(f"a gate that only reads has no mask (requested at {site})")
 
 
 class FullGradientReader:
-    """Reader of full-weight gradients: the pair (x, dL/dy) of each site, whose inner products and norms are those of ``G_b``."""
+    """Reader of full-weight gradients: the pair (x, dL/dy) of each site, with the inner products and norms of ``G_b``."""
 
     def __init__(self) -> None:
         self.features: dict[str, FactorGradient | Written] = {}
@@ -101,14 +101,17 @@ class FullGradientReader:
 
 
 def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
-    """Per site, the norm ``[b]`` up to which a feature is rounding: of its own sum, and for gradients of the whole backward."""
+    """Return, per site, the norm ``[b]`` up to which a feature may be a rounding error.
+
+    For activations it depends on the feature's own sum, for gradients on the whole backward.
+    """
     if kind == "act":
         return {site: rounding([feature]) for site, feature in features.items()}
     return dict.fromkeys(features, rounding(features.values())) if features else {}
 
 
 def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor]) -> Features:
-    """Features of ``rollouts`` at every site, quarantine ablated; no parameter's ``.grad`` is touched."""
+    """Compute the features of ``rollouts`` at every site with the quarantine off; no parameter's ``.grad`` is touched."""
     b, s = rollouts.tokens.shape
     with policy.adapters.deployed():
         if kind == "act":
@@ -126,13 +129,13 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
 
 FORMAT = "mi-route2 directions 1"
 Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
-"""The SVD coordinates of base weights, which are frozen: worked out once, at the first fit of an activation direction."""
+"""Cache of the SVD coordinates of the frozen base weights, filled at the first fit of an activation direction."""
 
 
 @checked
 @dataclass(frozen=True)
 class PairBatch:
-    """Contrast pairs as two aligned batches, and the hash of the text that they came from."""
+    """Contrast pairs as two aligned batches, with the hash of the text of the pairs."""
 
     hack: Rollouts
     clean: Rollouts
@@ -145,7 +148,7 @@ class PairBatch:
 
 @validated
 class Provenance:
-    """Where a direction came from."""
+    """Origin of a direction: fitter, features, pairs, base model and step."""
 
     fitter: str
     kind: FeatureKind
@@ -157,7 +160,12 @@ class Provenance:
 
 @dataclass(frozen=True, repr=False)
 class Directions:
-    """``vectors[site]`` has unit norm: ``[*feature]``, or ``[k, *feature]`` for top-k (orthonormal rows; ``k`` may be 0)."""
+    """Unit directions by site, and their provenance.
+
+    Attributes:
+        vectors: Unit vectors ``[*feature]``, or orthonormal rows ``[k, *feature]`` for top-k (``k`` may be 0).
+        provenance: Origin of the directions.
+    """
 
     vectors: Mapping[str, Tensor]
     provenance: Provenance
@@ -171,7 +179,7 @@ class Directions:
         )
 
     def overlap(self, other: "Directions") -> float:
-        """Mean over sites of the cosine with ``other``; below .2 the direction has rotated off."""
+        """Return the mean over sites of the cosine with ``other``; below .2 the direction has rotated away."""
         cosines = [
             torch.nn.functional.cosine_similarity(v.flatten(), other.vectors[site].flatten(), dim=0)
             for site, v in self.vectors.items()
@@ -189,22 +197,26 @@ class Directions:
     @staticmethod
     @checked
     def load(path: Path | str, *, unchecked: bool = False) -> "Directions":
-        """What ``save`` wrote; ``ValueError`` for another file, and for one without a checksum unless it may be ``unchecked``."""
+        """Load a file that ``save`` wrote.
+
+        Raises:
+            ValueError: Another kind of file, or one without a checksum unless ``unchecked``.
+        """
         tensors, metadata = read_tensors(Path(path), unchecked=unchecked)
         if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} holds no directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
+            raise ValueError(f"{path} does not hold directions (format {metadata.get('format')!r}, expected {FORMAT!r})")
         for site, v in tensors.items():
             if not torch.isfinite(v).all():
                 raise ValueError(f"the direction at {site} in {path} holds values that are not finite")
         try:
             return Directions(tensors, read_record(Provenance, metadata.get("provenance", "{}")))
         except ValueError as error:
-            raise ValueError(f"{path} does not say where its directions came from ({error}); fit them again") from error
+            raise ValueError(f"{path} has no valid provenance of its directions ({error}); fit them again") from error
 
 
 @runtime_checkable
 class Fitter(Protocol):
-    """Gives directions for the policy as it now is."""
+    """Protocol: fits directions to the current policy."""
 
     @property
     def refreshes(self) -> bool: ...
@@ -213,19 +225,19 @@ class Fitter(Protocol):
 
 
 def unit(v: Tensor, site: str = "") -> Tensor:
-    """``v`` over its norm; ``ValueError`` for a vector of norm 0 (at ``site``), which has no direction."""
+    """Return ``v`` divided by its norm; ``ValueError`` for norm 0, with the name of the ``site``."""
     norm = v.norm()
     if not norm > 0:
         at = f" ({site})" if site else ""
         raise ValueError(
             f"a contrast of norm 0 has no direction{at}: are the hack and clean sides of the pairs the same, or so short that "
-            "nothing is left but rounding (attention to one token has no gradient)?"
+            "only rounding errors remain (attention to one token has no gradient)?"
         )
     return (v / norm).contiguous()
 
 
 def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Tensor]:
-    """Per site, one row a pair: ``f(hack) - f(clean)``; for ``full`` each side is first scaled to unit norm."""
+    """Return, per site, ``f(hack) - f(clean)`` with one row per pair; for ``full``, each side is first scaled to unit norm."""
     if kind == "act" and policy.adapters not in bases:
         bases[policy.adapters] = coordinates(policy.adapters)
     basis = bases.get(policy.adapters, {})
@@ -244,7 +256,10 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Base
 
 
 def contrast(hack: Tensor, clean: Tensor) -> Tensor:
-    """``hack - clean``, rows ``[n, ...]``; a row that is equal up to rounding is 0, or its noise would pass for a direction."""
+    """Return ``hack - clean``, rows ``[n, ...]``.
+
+    A row whose two sides are equal up to rounding is set to 0, because its rounding error would look like a direction.
+    """
     delta = hack - clean
     size = torch.maximum(hack.flatten(1).norm(dim=1), clean.flatten(1).norm(dim=1))
     real = delta.flatten(1).norm(dim=1) > 32 * torch.finfo(delta.dtype).eps * size
@@ -253,7 +268,7 @@ def contrast(hack: Tensor, clean: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PersonaFitter:
-    """The mean contrast of the pairs, on the policy as it is when asked."""
+    """Fitter of the mean contrast of the pairs, on the current policy."""
 
     name: str
     kind: FeatureKind
@@ -269,7 +284,11 @@ class PersonaFitter:
 
 @dataclass(frozen=True)
 class TopKFitter:
-    """The leading ``k`` axes of the per-pair differences, oriented by majority vote, noise floor across modules."""
+    """Fitter of the leading ``k`` singular directions of the per-pair differences at each site.
+
+    Each axis is oriented by the majority of the pairs. Axes whose singular value is below the ``noise_quantile`` of all sites are
+    dropped.
+    """
 
     kind: FeatureKind
     pairs: PairBatch
@@ -283,12 +302,12 @@ class TopKFitter:
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)
-            # A singular value of 0 has no axis: what the SVD gives there is arbitrary.
+            # A singular value of 0 has no axis: the SVD returns an arbitrary vector for it.
             real = S[: self.k] > S.numel() * torch.finfo(S.dtype).eps * S[0]
             axis, strengths[site] = Vh[: self.k][real], S[: self.k][real]
             along = delta.flatten(1) @ axis.mT
             votes = along.sign().sum(dim=0)
-            votes = torch.where(votes == 0, along.sum(dim=0), votes)  # a tie goes to the mean, not to the SVD's own sign
+            votes = torch.where(votes == 0, along.sum(dim=0), votes)  # the mean decides a tie, not the SVD's arbitrary sign
             axes[site] = axis * torch.where(votes < 0, -1.0, 1.0).to(axis.dtype)[:, None]
         found = torch.cat(list(strengths.values()))
         if not found.numel():
@@ -300,7 +319,10 @@ class TopKFitter:
 
 @dataclass(frozen=True)
 class HaarFitter:
-    """A uniformly random direction a site (orthonormal ones for top-k), in the space of ``like``'s, drawn once from ``seed``."""
+    """Control fitter: uniformly random directions in the space of ``like``'s, drawn once from ``seed``.
+
+    One direction per site, or orthonormal ones if ``like`` is a ``TopKFitter``.
+    """
 
     like: Fitter
     seed: int

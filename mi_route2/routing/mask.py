@@ -1,13 +1,13 @@
-"""Mask routes: rollouts or tokens that the kept adapter learns nothing from.
+"""Mask routes, which select the rollouts or tokens from which the kept adapter learns nothing.
 
     s_b^m  = cos(f_b^m, v^m)                       score of rollout b at module m;  pooled: s_b = mean_m s_b^m
     flag_b = s_b > tau  and  A_b > 0               A_b > 0 only if ``reinforced_only``
-    mask_b = 1 - flag_b                            hooks at ``hook_mask`` have the last word
+    mask_b = 1 - flag_b                            hooks at ``hook_mask`` may replace it
     w_b    = mask_b * (eta if K_b < 0 else 1)      K: the kept advantage, eta: ``negative_scale``
     kept gradient = sum_b w_b g_b
 
-Scores, flags and weights are the pure functions below. What differs between specs is when a score exists (``MaskSpec.decided_at``);
-what has to be held until then is the state of a ``MaskGate``, one for each micro-batch, and nowhere else.
+Scores, flags and weights are the pure functions below. Specs differ in when a score is known (``MaskSpec.decided_at``). All state
+that must be kept until then is in a ``MaskGate``, one per micro-batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -54,46 +54,46 @@ from mi_route2.routing.spec import MaskSpec, Through
 Scores = Float[Tensor, " b"] | Float[Tensor, "b s"]
 Flags = Bool[Tensor, " b"] | Bool[Tensor, "b s"]
 Mask = Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]
-"""1 learn, 0 flagged; hooks may give any type and any value between."""
+"""1 if the adapter learns, 0 if flagged; hooks may return any dtype and any value in between."""
 
 
-# ---- the maths: scores -> flags -> weights
+# ---- pure functions: scores -> flags -> weights
 
 
 def cosine(feature: Feature, v: Tensor, floor: Float[Tensor, " b"] | None = None) -> Float[Tensor, " b"]:
-    """``cos(f_b, v)``; 0 if the feature is 0 (it has nothing to flag) or rounding: a norm up to ``floor``."""
+    """Return ``cos(f_b, v)``; 0 if the feature is 0 or within rounding errors of 0 (its norm is at most ``floor``)."""
     inner, norms = feature.inner(v), feature.norms()
     real = norms > (rounding([feature]) if floor is None else floor)
     return torch.where(real, inner / torch.where(real, norms * v.norm(), torch.ones_like(norms)), torch.zeros_like(inner))
 
 
 def module_scores(features: Features, directions: Directions) -> dict[str, Float[Tensor, " b"]]:
-    """``s_b^m = cos(f_b^m, v^m)`` for every module m that has a direction; ``RuntimeError`` if one has no feature."""
+    """Return ``s_b^m = cos(f_b^m, v^m)`` for every module m with a direction; ``RuntimeError`` if a module has no feature."""
     missing = directions.vectors.keys() - features.keys()
     if missing:
-        raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would be of fewer modules")
+        raise RuntimeError(f"no feature arrived from {', '.join(sorted(missing))}, so a pooled score would miss these modules")
     floor = floors(features, directions.provenance.kind)
-    # In name order, so that directions read back from a file give the same pooled sum to the last bit.
+    # In name order, so that directions read from a file give the same pooled sum bit for bit.
     return {site: cosine(features[site], directions.vectors[site], floor[site]) for site in sorted(directions.vectors)}
 
 
 def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
-    """``s_b = mean_m cos(f_b^m, v^m)``."""
+    """Return ``s_b = mean_m cos(f_b^m, v^m)``."""
     return torch.stack(list(module_scores(features, directions).values())).mean(dim=0)
 
 
 def token_scores(
     x: Float[Tensor, "b s d_in"], predictors: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
 ) -> Float[Tensor, "b s"]:
-    """``s_bt = cos(Vh x_bt, v)`` on predictors, -1 elsewhere."""
-    # where, not a product: padding may hold anything, NaN included
+    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, and -1 elsewhere."""
+    # torch.where and not a product, because padding may hold any value, NaN included
     a = torch.where(predictors[..., None], x, torch.zeros_like(x)) @ Vh.to(x).mT
     scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1)
     return torch.where(predictors, scores, torch.full_like(scores, -1.0))
 
 
 def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], predictors: Bool[Tensor, "b s"]) -> Flags:
-    """``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors alone."""
+    """Return ``flag_b = s_b > tau and A_b > 0`` (the advantage only if ``reinforced_only``); token flags on predictors only."""
     flags = scores > spec.tau
     if spec.reinforced_only:
         flags &= (advantages > 0) if scores.ndim == 1 else (advantages > 0)[:, None]
@@ -101,35 +101,35 @@ def decide(scores: Scores, spec: MaskSpec, advantages: Float[Tensor, " b"], pred
 
 
 def shuffled(flags: Tensor, generator: torch.Generator) -> Tensor:
-    """The same number of flags on random rollouts: the control that keeps the count (a rollout's tokens move together)."""
+    """Return the same flags in random order over rollouts, a control with the same number of flags (token flags move as rows)."""
     return flags[torch.randperm(len(flags), generator=generator, device=generator.device).to(flags.device)]
 
 
 def weigh(mask: Mask, spec: MaskSpec, advantages: Float[Tensor, " b"]) -> Mask:
-    """``w_b = mask_b * (eta if K_b < 0 else 1)``; ``advantages`` are the kept adapter's, K."""
-    ones = torch.ones_like(advantages)  # where() of two Python numbers would be float32, and 0.3 no longer 0.3
+    """Return ``w_b = mask_b * (eta if K_b < 0 else 1)``; ``advantages`` are the kept adapter's, K."""
+    ones = torch.ones_like(advantages)  # torch.where of two Python numbers would round ``negative_scale`` to float32
     scale = torch.where(advantages < 0, spec.negative_scale * ones, ones)
     return mask * (scale if mask.ndim == 1 else scale[:, None])
 
 
 def kept_advantages(spec: MaskSpec, batch: TrainBatch, flags: Flags | None) -> Float[Tensor, " b"]:
-    """``K_b = A_b``, or for ``kept_advantage="unflagged"`` ``R_b - mean(R over the group's unflagged)``, 0 if b is flagged."""
+    """Return ``K_b = A_b``; for ``kept_advantage="unflagged"``, ``R_b - mean(R over the group's unflagged)``, 0 if b is flagged."""
     if spec.kept_advantage == "own":
         return batch.advantages
-    assert flags is not None  # the spec asks for scores that exist before the loss
+    assert flags is not None  # the spec requires scores that are known before the loss
     # Flagged hacks raise the group's mean, which would punish its honest failures and push the kept adapter towards hacking.
     counted = group_advantages(batch.rewards, batch.groups, ~flags)
     return torch.where(flags, torch.zeros_like(counted), counted)
 
 
 def per_rollout(values: Iterable[Tensor], predictors: Bool[Tensor, "b s"]) -> Float[Tensor, " b"]:
-    """The mean over modules of one value a rollout, or of the mean over predictors of one value a token."""
+    """Return the mean over modules of values per rollout; values per token are first averaged over predictors."""
     means = [v.double() if v.ndim == 1 else (v.double() * predictors).sum(1) / predictors.sum(1).clamp_min(1) for v in values]
     return torch.stack(means).mean(dim=0)
 
 
 def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
-    """``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no mask of its shape."""
+    """Return ``mask`` after the hooks at the site's mask point; ``ValueError`` if they return no tensor of its shape."""
     new = mask if point is None else point(mask)
     if not isinstance(new, Tensor) or new.shape != mask.shape:
         got = f"a mask of shape {list(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
@@ -141,7 +141,7 @@ def hooked(site: str, mask: Tensor, point: Hooks | None) -> Tensor:
 
 
 class TokenReader:
-    """Reader of token scores in the forward; ``scores[site]`` is ``[b, s]``, -1 off the predictors."""
+    """Reader of token scores in the forward; ``scores[site]`` is ``[b, s]``, and -1 at positions that predict nothing."""
 
     def __init__(self, predictors: Bool[Tensor, "b s"], basis: Mapping[str, Tensor], directions: Directions):
         self._predictors, self._basis, self._directions = predictors, basis, directions
@@ -149,24 +149,27 @@ class TokenReader:
 
     def read(self, site: str, x: Float[Tensor, "b s d_in"]) -> None:
         if site in self.scores:
-            raise RuntimeError(f"{site} runs twice in one forward, so its tokens have no one score: use unit='pooled'")
+            raise RuntimeError(f"{site} runs twice in one forward, so its tokens have two scores: use unit='pooled'")
         self.scores[site] = token_scores(x, self._predictors, self._basis[site], self._directions.vectors[site])
 
 
 class MaskGate:
-    """The kept adapter's gate in one forward and backward, and all that is held until that backward ends.
+    """Gate of the kept adapter in one forward and backward, with all state that is kept until the backward ends.
 
-    The mask of a module is decided once, as soon as its score exists (``MaskSpec.decided_at``): in the forward when the module
-    is called, in the backward at its first gradient, or by ``settle`` after the last.
+    The mask of a module is decided once, as soon as its score is known (``MaskSpec.decided_at``): in the forward when the module is
+    called, in the backward at its first gradient, or by ``settle`` after the backward.
 
     Args:
+        spec: the rule.
         batch: the rollouts of this micro-batch.
         advantages: those that the kept adapter learns from, K.
         generator: draws shuffled flags.
-        directions: what features are compared with; ``None`` if flags are ``known``.
-        known: flags of whole rollouts, if they exist before the forward, and with them ``pooled_scores``.
-        site_scores: scores by module that exist when the module is called: ablated ones, or those of a token reader.
-        reader: holds the features that the training pass shows; ``None`` for ``score="grad"``, which the gate sees itself.
+        directions: directions that features are compared with; ``None`` if flags are ``known``.
+        known: flags of whole rollouts, if they are known before the forward.
+        pooled_scores: the scores of ``known`` flags.
+        site_scores: scores by module that are known when the module is called, from an ablated pass or a token reader.
+        reader: stores the features of the training pass; ``None`` for ``score="grad"``, whose features the gate receives itself.
+        want_unrouted: also sum the gradient without the route.
     """
 
     def __init__(
@@ -187,12 +190,12 @@ class MaskGate:
         self._spec, self._batch, self._advantages, self._generator = spec, batch, advantages, generator
         self._directions, self._site_scores, self._reader, self._want_unrouted = directions, site_scores, reader, want_unrouted
         self.predictors = batch.rollouts.predictors
-        # Decided: for whole rollouts, and at each module.
+        # Decisions: for whole rollouts, and at each module.
         self.known, self.pooled_scores = known, pooled_scores
         self.scores: dict[str, Tensor] = {}
         self.flags: dict[str, Tensor] = {}
         self.masks: dict[str, Tensor] = {}
-        # Held until it can be decided: mask points, scored gradients and the size of the largest, gradients that wait for a flag.
+        # Kept until flags are decided: mask points, scored gradients, the largest magnitude, gradients that wait for a flag.
         self._points: dict[str, Hooks] = {}
         self._gradients: dict[str, FactorGradient | Written] = {}
         self._largest: Tensor | None = None
@@ -201,14 +204,15 @@ class MaskGate:
         self.unrouted: dict[str, Tensor] = {}
 
     def called(self, site: str, point: Hooks) -> None:
-        """Decide the module's mask if its score exists in the forward.
+        """Decide the module's mask if its score is known in the forward.
 
-        ``RuntimeError`` if a live flag of the module's own would be decided by the first of several calls.
+        Raises:
+            RuntimeError: The module runs twice, and the first call would decide a live flag of its own for both.
         """
         if site in self._points and self._spec.score_policy == "live" and self._spec.unit != "pooled":
             raise RuntimeError(
-                f"{site} runs twice in one forward, so a live flag of its own would be decided by one call and act on both: use "
-                "unit='pooled' or score_policy='ablated' (or, where the forward itself ran twice, a tape for each)"
+                f"{site} runs twice in one forward, so its first call would decide a live flag that acts on both: use "
+                "unit='pooled' or score_policy='ablated' (or, if the forward itself ran twice, one tape for each)"
             )
         self._points[site] = point
         if self._spec.decided_at in ("begin", "forward") and site not in self.masks:
@@ -219,7 +223,7 @@ class MaskGate:
             plain, name = pair.weighted(torch.ones_like(self._batch.advantages)), f"{site}.{factor}"
             self.unrouted[name] = self.unrouted[name] + plain if name in self.unrouted else plain
         waits, scored = self._spec.decided_at == "finish", self._spec.score == "grad" and factor in SCORED
-        # Scored gradients are read three times (inner product, norm, weighted sum): one product over the tokens will do for all.
+        # Scored gradients are read three times (inner product, norm, weighted sum), so the product over tokens is computed once.
         small = compact(pair, scored=scored) if waits or scored else pair
         if scored:
             self._gradients[site] = added(self._gradients.get(site), small)
@@ -232,19 +236,19 @@ class MaskGate:
         return self.masks[site]
 
     def passed(self, site: str, gradient: FactorGradient | Written) -> Tensor:
-        """``sum_b w_b g_b`` of one factor; decides the module's mask if this is its first gradient."""
+        """Return ``sum_b w_b g_b`` of one factor; decide the module's mask first if this is its first gradient."""
         if site not in self.masks:
             self._decide(site)
         return gradient.weighted(weigh(self.masks[site], self._spec, self._advantages))
 
     def pooled(self) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
-        """Pooled scores and flags of the training pass, once every module has reported; not yet shuffled."""
+        """Return pooled scores and flags of the training pass, after every module has reported; not yet shuffled."""
         assert self._directions is not None
         scores = pooled(self._features, self._directions)
         return scores, decide(scores, self._spec, self._batch.advantages, self.predictors)
 
     def settle(self, scores: Float[Tensor, " b"], flags: Bool[Tensor, " b"]) -> None:
-        """Take pooled flags, which hold at every module."""
+        """Set the pooled scores and flags, which hold for every module."""
         self.pooled_scores, self.known = scores, flags
 
     @property
@@ -257,7 +261,7 @@ class MaskGate:
         return self._gradients if self._reader is None else self._reader.features
 
     def _decide(self, site: str) -> None:
-        """Make the module's mask final, as the hooks at its mask point leave it; they see it once."""
+        """Decide the module's mask; the hooks at its mask point run once, and the mask that they return is final."""
         if self.known is None and self._spec.unit == "pooled":
             scores, flags = self.pooled()
             self.settle(scores, shuffled(flags, self._generator) if self._spec.shuffle else flags)
@@ -277,7 +281,7 @@ class MaskGate:
         feature, v = self._features[site], self._directions.vectors[site]
         if self._spec.score == "act":
             return cosine(feature, v)
-        # A backward comes from the loss, so what rounding a module inherits is from modules that have reported.
+        # The backward starts at the loss, so rounding errors come only from modules that have already reported.
         size = feature.magnitude()
         self._largest = size if self._largest is None else torch.maximum(self._largest, size)
         return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)
@@ -296,7 +300,7 @@ class _MaskStep(Once):
             for (site, factor), gradient in gate.waiting.items():
                 p = kept[f"{site}.{factor}"]
                 if not p.requires_grad:
-                    continue  # frozen: it is scored like any other, and autograd would give it no gradient either
+                    continue  # a frozen factor is scored too, but autograd would give it no gradient either
                 routed = gate.passed(site, gradient).to(p.dtype)
                 p.grad = routed if p.grad is None else p.grad + routed
         unrouted: dict[str, Tensor] = {}
@@ -305,12 +309,12 @@ class _MaskStep(Once):
                 if kept[name].requires_grad:
                     unrouted[name] = unrouted[name] + g if name in unrouted else g
         if reduce is not None:
-            # The unrouted too, or second moments, and with them weights, would differ between ranks.
+            # The unrouted gradients too, or second moments, and then weights, would differ between ranks.
             reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
         return self._decision(unrouted)
 
     def _settle(self) -> None:
-        """Decide flags that waited for the whole backward; shuffled over the batch, not within each micro-batch."""
+        """Decide flags that had to wait for the whole backward; they are shuffled over the batch, not within micro-batches."""
         gates = [gate for gate in self._gates if gate.waiting]
         if not gates:
             return
@@ -336,13 +340,17 @@ class _MaskStep(Once):
 
 
 class MaskRoute(OneCall):
-    """See the module's equations.
+    """Route by masks; see the module's equations.
 
     Args:
+        spec: the rule.
         fitter: gives the directions; ``None`` if the score needs none (channels, none).
         l1: weight of the mean absolute output of the quarantine in the loss.
         want_unrouted: also return the kept gradient that the step would have had without the route.
-        flags: flags of your own in place of a score's; see ``from_flags``.
+        flags: your own flags instead of a score's; see ``from_flags``.
+
+    Raises:
+        ValueError: Arguments that contradict each other.
     """
 
     def __init__(
@@ -359,10 +367,10 @@ class MaskRoute(OneCall):
         if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):
             raise ValueError(
                 "the unrouted gradient exists in the same backward only for through='filter' and kept_advantage='own': detaching, "
-                "or another advantage, changes what every rollout sends down"
+                "or another advantage, changes the gradients of all modules below"
             )
         if flags is not None and spec.score != "none":
-            raise ValueError(f"score={spec.score!r} makes its own flags: use MaskRoute.from_flags(flags)")
+            raise ValueError(f"score={spec.score!r} computes its own flags: use MaskRoute.from_flags(flags)")
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
         self._given = flags
         self.directions: Directions | None = None
@@ -378,14 +386,20 @@ class MaskRoute(OneCall):
         l1: float = 0.0,
         want_unrouted: bool = False,
     ) -> "MaskRoute":
-        """Route by flags of your own: True where the kept adapter must learn nothing.
+        """Route by your own flags: True if the kept adapter must learn nothing.
+
+        Flags are used as given and are not combined with advantages.
 
         Args:
-            flags: bool, ``[b]`` or by token ``[b, s]``, for every batch that comes; or a function of the batch that gives them.
-            through: what a flag does; see ``MaskSpec``, for this and what follows.
+            flags: bool, ``[b]`` or by token ``[b, s]``, for every batch; or a function of the batch that returns them.
+            through: effect of a flag; see ``MaskSpec``, also for the next two.
+            kept_advantage: advantage that the kept adapter learns from.
+            negative_scale: weight of rollouts with a negative kept advantage.
+            l1: as in ``MaskRoute``.
+            want_unrouted: as in ``MaskRoute``.
 
-        Flags are taken as they are: nothing is compared with advantages. ``begin`` raises ``ValueError`` for flags that do not
-        fit the batch.
+        Raises:
+            ValueError: ``begin`` raises it for flags that do not fit the batch.
         """
         spec = MaskSpec(
             score="none", through=through, reinforced_only=False, kept_advantage=kept_advantage, negative_scale=negative_scale
@@ -396,7 +410,8 @@ class MaskRoute(OneCall):
     def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0, want_unrouted: bool = False) -> "MaskRoute":
         """Route by the persona direction of contrast pairs, in the features that ``spec`` scores (``None``: ``MaskSpec()``).
 
-        ``ValueError`` for a rule that compares with no direction, or with another one.
+        Raises:
+            ValueError: The spec compares with no direction, or with that of a control.
         """
         spec = MaskSpec() if spec is None else spec
         if spec.score not in ("act", "grad", "full"):
@@ -404,22 +419,22 @@ class MaskRoute(OneCall):
                 f"score={spec.score!r} compares with no direction: use score='act', 'grad' or 'full', or MaskRoute(spec, None)"
             )
         if spec.fitter != "persona":
-            raise ValueError(f"fitter={spec.fitter!r} is a control's: use MaskRoute(spec, fitter) with the fitter that draws it")
+            raise ValueError(f"fitter={spec.fitter!r} is a control: use MaskRoute(spec, fitter) with the fitter that draws it")
         return MaskRoute(spec, PersonaFitter("persona", spec.score, pairs), l1=l1, want_unrouted=want_unrouted)
 
     def _own_flags(self, batch: TrainBatch) -> Tensor:
-        """Flags that the user gave; ``ValueError`` if they do not fit the batch."""
+        """Return the user's flags; ``ValueError`` if they do not fit the batch."""
         flags = self._given(batch) if callable(self._given) else self._given
         by_rollout, by_token = batch.rollouts.tokens.shape[:1], batch.rollouts.tokens.shape
         if not isinstance(flags, Tensor) or flags.dtype != torch.bool:
             kind = f"of {flags.dtype}" if isinstance(flags, Tensor) else f"a {type(flags).__name__}"
-            raise ValueError(f"flags are a tensor of torch.bool, True where the kept adapter must learn nothing, not {kind}")
+            raise ValueError(f"flags must be a tensor of torch.bool, True if the kept adapter must learn nothing, not {kind}")
         if flags.shape not in (by_rollout, by_token):
             raise ValueError(
-                f"flags have shape {list(flags.shape)}: give one a rollout, {list(by_rollout)}, or one a token, {list(by_token)}"
+                f"flags have shape {list(flags.shape)}: give one per rollout, {list(by_rollout)}, or per token, {list(by_token)}"
             )
         if flags.ndim == 2 and self.spec.kept_advantage == "unflagged":
-            raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag a rollout")
+            raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag per rollout")
         return flags.to(batch.advantages.device)
 
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -436,19 +451,19 @@ class MaskRoute(OneCall):
         spec, indices = self.spec, chunks(batch, context.micro)
         if spec.shuffle and spec.decided_at in ("forward", "backward") and len(indices) > 1:
             raise ValueError(
-                "these flags are known a micro-batch at a time and would be shuffled within it alone, which is no control: use "
+                "these flags are decided per micro-batch and would be shuffled only within it, which is not a valid control: use "
                 "micro=None, or unit='pooled' with score_policy='ablated'"
             )
         scores, flags = self._early(policy, batch, context)
         kept = kept_advantages(spec, batch, flags)
-        # Two adapters, two advantages: each learns from a backward of its own. With one adapter, or one advantage, one will do.
+        # Two adapters with different advantages each need their own backward; otherwise one backward serves both.
         split = spec.kept_advantage == "unflagged" and policy.adapters.has_quarantine
         parts: list[Part] = []
         gates: list[MaskGate] = []
         for index in indices:
             piece = batch.rows(index)
             (b, s), real = piece.rollouts.tokens.shape, piece.rollouts.attention
-            l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, and this is a share of them
+            l1 = self.l1 * b / len(batch.rollouts)  # the penalty is a mean over rollouts, so a micro-batch adds its share
             inputs, outputs, site_scores = self._sources(policy, piece)
             gate = MaskGate(
                 spec,
@@ -472,13 +487,13 @@ class MaskRoute(OneCall):
         return _MaskStep(spec, policy, parts, gates, context.generator)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
-        """``Vh`` at every site, computed once."""
+        """Return ``Vh`` at every site, computed once."""
         if self._basis is None:
             self._basis = coordinates(policy.adapters) if self.spec.score == "act" else {}
         return self._basis
 
     def _early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
-        """Pooled scores and flags, if they exist before the loss."""
+        """Return pooled scores and flags, if they are known before the loss."""
         spec, b = self.spec, len(batch.rollouts)
         scores = None
         if self._given is not None:
@@ -502,7 +517,7 @@ class MaskRoute(OneCall):
     def _sources(
         self, policy: Policy, piece: TrainBatch
     ) -> tuple[TokenReader | ActivationReader | None, FullGradientReader | None, Mapping[str, Tensor] | None]:
-        """What a micro-batch's flags are read from: a reader of inputs, one of outputs, or scores by module."""
+        """Return the source of a micro-batch's flags: a reader of inputs, a reader of outputs, or scores by module."""
         spec, predictors = self.spec, piece.rollouts.predictors
         if spec.decided_at == "begin":
             return None, None, None
@@ -515,7 +530,7 @@ class MaskRoute(OneCall):
             return reader, None, reader.scores
         if spec.score == "act":
             return ActivationReader(predictors, basis), None, None
-        return None, FullGradientReader() if spec.score == "full" else None, None  # the gate itself sees factor gradients
+        return None, FullGradientReader() if spec.score == "full" else None, None  # the gate itself receives factor gradients
 
     @property
     def _kind(self) -> FeatureKind:

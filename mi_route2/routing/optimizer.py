@@ -1,4 +1,10 @@
-"""AdamW whose second moment may come from another gradient than the first, and the sum of adapter gradients over processes."""
+"""Optimizer and reduction of routed gradients: AdamW with a separate gradient for the second moment, and the sum over processes.
+
+    m = b1 m + (1 - b1) g       v = b2 v + (1 - b2) u^2
+    p = (1 - lr decay) p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
+
+``g`` is the routed gradient and ``u`` the unrouted one, if given; otherwise ``u = g`` (Loshchilov and Hutter, 2019).
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +14,7 @@ from torch import Tensor, nn
 
 
 class RoutedAdamW(torch.optim.Optimizer):
-    """See the module. ``params`` are torch's parameter groups (``lr`` may differ between them)."""
+    """AdamW whose second moment may come from the unrouted gradient; ``params`` are torch's parameter groups."""
 
     def __init__(
         self,
@@ -19,7 +25,7 @@ class RoutedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} are not settings of AdamW")
+            raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} are not valid settings of AdamW")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -47,9 +53,9 @@ class RoutedAdamW(torch.optim.Optimizer):
 
 
 def sum_over_ranks(gradients: Sequence[Tensor]) -> None:
-    """Replace each tensor by its sum over all ranks (one all-reduce of a flat buffer); every rank gives the same shapes."""
+    """Replace each tensor by its sum over all ranks (one all-reduce of a flat buffer); shapes must be equal on every rank."""
     if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("sum_over_ranks needs an initialised process group (torch.distributed.init_process_group)")
+        raise RuntimeError("sum_over_ranks needs an initialized process group (torch.distributed.init_process_group)")
     flat = torch.cat([g.flatten() for g in gradients])
     dist.all_reduce(flat)
     for g, piece in zip(gradients, flat.split([g.numel() for g in gradients])):

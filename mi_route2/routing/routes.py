@@ -1,16 +1,16 @@
-"""Routes: what the kept adapter may learn from one batch.
+"""Routes decide what the kept adapter may learn from one batch.
 
     decision = route.backward(policy, batch, loss_fn, context)     # now every .grad is final
 
 is short for
 
     step = route.begin(policy, batch, context)
-    for part in step.parts:                       # a micro-batch; twice where the adapters learn from different advantages
+    for part in step.parts:                       # a micro-batch; two parts if the adapters learn from different advantages
         with policy.adapters.recording(part.tape):
             loss(part.batch, part.advantages).backward()
     decision = step.finish()                      # now every .grad is final
 
-State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); everything else lives in the step.
+State is explicit: a route's directions are in ``route.directions`` (saved with a checkpoint); all other state is in the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +32,12 @@ from mi_route2.routing.spec import EraseSpec, RouteSpec
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""
 Loss = Callable[[Tensor, TrainBatch], Tensor]
-"""From logits ``[b s v]``, and the rollouts that they are of, to a loss: one number, or one a rollout or token to be summed."""
+"""Function from logits ``[b s v]`` and their batch to a loss: one number, or one per rollout or token, which are summed."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """One forward and backward: the rollouts, the tape to open, and the advantages to put into the loss."""
+    """One forward and backward: the rollouts, the tape to open, and the advantages for the loss."""
 
     batch: TrainBatch
     tape: Tape
@@ -46,9 +46,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a route did. ``flags`` is per rollout (the majority over modules and tokens where the unit is finer).
+    """Scores and flags of a route in one step.
 
-    ``unrouted`` maps a kept parameter's name to the gradient that it would have had without the route, where asked for.
+    Attributes:
+        scores: Per rollout, if the route scores.
+        flags: Per rollout; the majority over modules and tokens if the unit is finer.
+        unrouted: Name of a kept parameter -> the gradient that it would have had without the route, if requested.
+        extra: Further numbers to report.
     """
 
     scores: Float[Tensor, " b"] | None = None
@@ -60,8 +64,13 @@ class Decision:
 @checked
 @dataclass(frozen=True)
 class StepContext:
-    """What a step needs beside the batch: a generator for random choices (shuffled flags), the size of a micro-batch in rollouts
-    (``None``: all at once), and, for privileged routes alone, the detector verdicts."""
+    """Context of a step besides the batch.
+
+    Attributes:
+        generator: Source of random choices (shuffled flags).
+        micro: Number of rollouts in a micro-batch; ``None`` for the whole batch at once.
+        privileged: Detector verdicts, for privileged routes only.
+    """
 
     generator: torch.Generator
     micro: int | None = None
@@ -69,16 +78,16 @@ class StepContext:
 
     def __post_init__(self) -> None:
         if self.micro is not None and self.micro < 1:
-            raise ValueError(f"micro is a number of rollouts from 1 on, or None for all at once, not {self.micro}")
+            raise ValueError(f"micro must be a number of rollouts, at least 1, or None for all at once, not {self.micro}")
 
 
 def chunks(batch: TrainBatch, micro: int | None) -> list[Tensor]:
-    """Indices of the micro-batches, in order."""
+    """Return the indices of the micro-batches, in order."""
     return list(torch.arange(len(batch.rollouts)).split(micro or len(batch.rollouts)))
 
 
 def pieces(batch: TrainBatch, micro: int | None) -> list[TrainBatch]:
-    """The micro-batches, in order."""
+    """Return the micro-batches, in order."""
     return [batch.rows(index) for index in chunks(batch, micro)]
 
 
@@ -89,13 +98,13 @@ class RouteStep(Protocol):
     parts: list[Part]
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        """Make every gradient final; ``reduce`` sums over ranks at the right moment. Call once, after the last backward."""
+        """Make every gradient final; call once, after the last backward. ``reduce`` sums the gradients over ranks."""
         ...
 
 
 @runtime_checkable
 class Route(Protocol):
-    """Decides, per token or rollout, what the kept adapter may learn."""
+    """Protocol of routes, which decide per token or rollout what the kept adapter may learn."""
 
     @property
     def spec(self) -> RouteSpec: ...
@@ -103,11 +112,11 @@ class Route(Protocol):
     directions: Directions | None
 
     def refresh(self, policy: Policy, step: int) -> float | None:
-        """Fit the directions where it is time to; the overlap with the previous ones, ``None`` where nothing was refitted."""
+        """Fit the directions if a refresh is due; return the overlap with the previous ones, ``None`` if nothing was refitted."""
         ...
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
-        """Start a step. Micro-batches change nothing but memory."""
+        """Start a step. Micro-batches change the memory use and nothing else."""
         ...
 
     def backward(
@@ -119,20 +128,20 @@ class Route(Protocol):
         *,
         reduce: Reduce | None = None,
     ) -> Decision:
-        """A whole step but for the optimiser's: ``begin``, a forward and backward a part, and ``finish``."""
+        """Run a whole step except for the optimizer's: ``begin``, a forward and backward per part, and ``finish``."""
         ...
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
-        """The route's score of rollouts outside training (advantage 1), for recorders."""
+        """Return the route's scores of rollouts outside of training (advantage 1), for recorders."""
         ...
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
-        """What the route reports on the optimiser's step; ``update[site]`` is the change of the kept factor that is scored."""
+        """Return the route's report on an optimizer step; ``update[site]`` is the change of the scored kept factor."""
         ...
 
 
 def refit(directions: Directions | None, fitter: Fitter, every: int, policy: Policy, step: int) -> tuple[Directions, float | None]:
-    """New directions and their overlap with the old, or the old ones where it is not time."""
+    """Return new directions and their overlap with the old ones if a refit is due; otherwise the old ones and ``None``."""
     if directions is None:
         return fitter.fit(policy, step), None
     if every == 0 or step % every != 0 or not fitter.refreshes:
@@ -142,14 +151,18 @@ def refit(directions: Directions | None, fitter: Fitter, every: int, policy: Pol
 
 
 def check_kind(directions: Directions, kind: str) -> None:
-    """``ValueError`` for directions in another feature's space: an act and a grad direction may have the same shape."""
+    """Raise ``ValueError`` for directions of another kind of feature, because their shapes may be equal."""
     if directions.provenance.kind != kind:
         raise ValueError(f"this route scores {kind!r} features, but its fitter gives {directions.provenance.kind!r} directions")
 
 
 def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None:
-    """``ValueError`` for a batch or context that no route can take. No cheat: ``TypeError`` where a route that is a method is shown
-    detector verdicts."""
+    """Check the batch and the context of a step.
+
+    Raises:
+        TypeError: Detector verdicts are given to a route that is a method and not privileged (that would be cheating).
+        ValueError: A column has the wrong length, or NaN or infinity.
+    """
     if context.privileged is not None and not spec.privileged:
         raise TypeError("this route is a method: it must not see detector verdicts over the student's rollouts")
     b = len(batch.rollouts)
@@ -158,16 +171,16 @@ def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None
         columns |= {name: getattr(context.privileged, name) for name in ("own_channel", "known_channel")}
     for name, column in columns.items():
         if column.shape != (b,):
-            raise ValueError(f"{name} has shape {list(column.shape)}, but the batch has {b} rollouts: give one entry a rollout")
+            raise ValueError(f"{name} has shape {list(column.shape)}, but the batch has {b} rollouts: give one entry per rollout")
         if not torch.isfinite(column).all():
             rows = (~torch.isfinite(column)).nonzero()[:, 0].tolist()
-            raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or mend their rewards")
+            raise ValueError(f"{name} of rollouts {rows} are NaN or infinite: leave these rollouts out, or correct their rewards")
 
 
 def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """The ``.grad`` of every parameter that trains, made 0 if missing: a reduction needs the same tensors from each rank.
+    """Return the ``.grad`` of every trainable parameter, set to 0 if missing: a reduction needs the same tensors from each rank.
 
-    Frozen parameters are left out: a gradient of 0 would still let an optimizer's momentum or weight decay move them.
+    Frozen parameters are left out, because a gradient of 0 would still let an optimizer's momentum or weight decay change them.
     """
     gradients = []
     for p in (p for parameters in named for p in parameters.values() if p.requires_grad):
@@ -178,7 +191,7 @@ def trained_gradients(*named: Mapping[str, nn.Parameter]) -> list[Tensor]:
 
 
 class OneCall:
-    """Routes whose step can be taken in one call."""
+    """Mixin of routes: a whole step in one call."""
 
     @checked
     def backward(
@@ -190,16 +203,20 @@ class OneCall:
         *,
         reduce: Reduce | None = None,
     ) -> Decision:
-        """Add a step's gradients to every adapter's ``.grad``, as the route decides; what ``begin`` to ``finish`` does by hand.
+        """Add a step's gradients to every adapter's ``.grad`` as the route decides; the same as ``begin`` to ``finish`` by hand.
 
         Args:
-            loss_fn: called as ``loss_fn(logits, batch)`` for each part of the step, a micro-batch perhaps, with the advantages
-                that this part is to learn from in ``batch.advantages``. It returns a loss that is summed over rollouts (a mean
-                would make a rollout louder in a smaller micro-batch): one number, ``[b]`` or ``[b s]``.
+            policy: the model with its adapters.
+            batch: the rollouts.
+            loss_fn: called as ``loss_fn(logits, batch)`` for each part of the step (for example a micro-batch), with the advantages
+                of that part in ``batch.advantages``. It returns a loss that is summed over rollouts: one number, ``[b]`` or ``[b
+                s]``. (A mean would give a rollout more weight in a smaller micro-batch.)
             context: the size of a micro-batch, a generator, verdicts for privileged routes; by default one forward, and torch's
                 global generator.
+            reduce: sums the gradients over ranks.
 
-        ``ValueError`` for a loss of another shape, and for one that no gradient can come from.
+        Raises:
+            ValueError: A loss of another shape, or one without a gradient.
         """
         step = self.begin(policy, batch, context or StepContext(torch.default_generator))
         for part in step.parts:
@@ -211,37 +228,41 @@ class OneCall:
 
 
 def summed(loss: object, batch: TrainBatch) -> Tensor:
-    """What a user's loss function returned, as one number."""
+    """Return the loss of a user's loss function as one number; ``ValueError`` for another shape, or without a gradient."""
     shapes = ((), (len(batch.rollouts),), tuple(batch.rollouts.tokens.shape))
     if not isinstance(loss, Tensor) or tuple(loss.shape) not in shapes:
         told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(
-            f"loss_fn returned {told}: return one number, one a rollout {list(shapes[1])} or one a token {list(shapes[2])}"
+            f"loss_fn returned {told}: return one number, one per rollout {list(shapes[1])} or one per token {list(shapes[2])}"
         )
     if not loss.requires_grad:
         raise ValueError(
-            "loss_fn returned a loss without a gradient: make it of the logits that it is given, without detach(), and call "
+            "loss_fn returned a loss without a gradient: compute it from the given logits, without detach(), and call "
             "backward outside of torch.no_grad()"
         )
     return loss if loss.ndim == 0 else loss.sum()
 
 
 class Once:
-    """``finish`` works once: a second call would sum over ranks, or erase, twice."""
+    """Mixin whose ``finish`` works once, because a second call would sum over ranks, or erase, twice."""
 
     _finished = False
 
     def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False) -> None:
-        """``RuntimeError`` for a second call, for a hook that asks for a mask of a route without ``masks``, and for a step whose
-        backward is still to run: that may run, and be finished then."""
+        """Check that the step may be finished now.
+
+        Raises:
+            RuntimeError: A second call, a hook at the mask of a route without ``masks``, a quarantine that was off in the forward,
+                or a part whose backward did not run yet (``finish`` may be called again after it).
+        """
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
         for part in parts:
             part.tape.assert_fired(adapters.sites, backward=True)
             if part.tape.without_quarantine:
                 raise RuntimeError(
-                    "the quarantine was switched off in this step's forward, so it learnt nothing and the kept adapter learnt in "
-                    "its place: leave adapters.deployed() before the step"
+                    "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "
+                    "adapters.deployed() before the step"
                 )
         asked = [site for site, branch in adapters.sites.items() if branch.mask_requested]
         if asked and not masks:
@@ -261,7 +282,7 @@ class _OpenStep(Once):
 
 
 class OpenRoute(OneCall):
-    """Learns everything everywhere: vanilla, and absorb where there is a quarantine to delete."""
+    """Route without a rule: every adapter learns everything (vanilla; absorb, if there is a quarantine to delete)."""
 
     directions: Directions | None = None
 
@@ -276,7 +297,7 @@ class OpenRoute(OneCall):
         parts = []
         for piece in pieces(batch, context.micro):
             b, s = piece.rollouts.tokens.shape
-            # The penalty is a mean over rollouts, so a micro-batch adds its share of it.
+            # The penalty is a mean over rollouts, so a micro-batch adds its share.
             tape = Tape(b, s, l1=self._l1 * b / len(batch.rollouts), real=piece.rollouts.attention)
             parts.append(Part(piece, tape, piece.advantages))
         return _OpenStep(policy, parts)
@@ -289,7 +310,7 @@ class OpenRoute(OneCall):
 
 
 def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
-    """``relu(V g) V``: the part of ``gradient`` along the orthonormal ``axes [k, *shape]`` that points hack-ward."""
+    """Return ``relu(V g) V``: the part of ``gradient`` along the orthonormal ``axes [k, *shape]`` that points hack-ward."""
     flat = axes.flatten(1)
     return ((flat @ gradient.flatten()).clamp_min(0) @ flat).view_as(gradient)
 
@@ -302,7 +323,7 @@ class _EraseStep(Once):
         adapters, directions = self._policy.adapters, self._route.directions
         self._finish(self.parts, adapters)
         assert directions is not None
-        if reduce is not None:  # before: the component of a sum is not the sum of the components
+        if reduce is not None:  # before erasing, because the component of a sum is not the sum of the components
             reduce(trained_gradients(adapters.kept_parameters()))
         removed, total = 0.0, 0.0
         for site, axes in directions.vectors.items():
@@ -315,20 +336,20 @@ class _EraseStep(Once):
             if self._route.spec.dispose == "quarantine":
                 shared = getattr(adapters.sites[site].quarantine, "shared", None)
                 if shared is None:
-                    raise ValueError("route-additive needs the shared-basis quarantine: AdapterSpec(quarantine='shared')")
+                    raise ValueError("dispose='quarantine' needs the shared-basis quarantine: AdapterSpec(quarantine='shared')")
                 shared.grad = part if shared.grad is None else shared.grad + part
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
 
 class EraseRoute(OneCall):
-    """Removes the hack component from the summed kept gradient, and drops it or gives it to a shared-basis quarantine."""
+    """Route that removes the hack component from the summed kept gradient, and drops it or adds it to a shared-basis quarantine."""
 
     def __init__(self, spec: EraseSpec, fitter: Fitter):
         self.spec, self._fitter = spec, fitter
         self.directions: Directions | None = None
 
     def refresh(self, policy: Policy, step: int) -> float | None:
-        # Axes of different number do not compare, so a top-k refresh reports no overlap.
+        # The number of axes may change, so a top-k refresh reports no overlap.
         every, due = self.spec.refresh_every, self._fitter.refreshes
         if self.directions is None or (due and every and step % every == 0):
             self.directions = self._fitter.fit(policy, step)
@@ -339,7 +360,7 @@ class EraseRoute(OneCall):
         check_step(self.spec, batch, context)
         if self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
-        # The quarantine of the additive form learns the removed part alone, so its own gradient is discarded.
+        # The quarantine of the additive form learns only the removed part, so its own gradient is discarded.
         parts = [
             Part(piece, Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing()), piece.advantages)
             for piece in pieces(batch, context.micro)
@@ -350,7 +371,7 @@ class EraseRoute(OneCall):
         return None
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
-        """The share of the step that still points hack-ward: Adam's momentum and scaling leak what the gradient lost."""
+        """Return the share of the update that still points hack-ward, which Adam's momentum and scaling let through."""
         assert self.directions is not None
         leaked, total = 0.0, 0.0
         for site, axes in self.directions.vectors.items():

@@ -1,10 +1,10 @@
-"""A mask route as data: what is scored, on which policy, over which unit, and what a flag does.
+"""Specs of routes as data: what is scored, on which policy, over which unit, and what a flag does.
 
-    flag_b   = score_b > tau                 and A_b > 0 where ``reinforced_only``
-    weight_b = 0 where flagged, else ``negative_scale`` where the kept advantage is negative, else 1
+    flag_b   = score_b > tau                 and A_b > 0 if ``reinforced_only``
+    weight_b = 0 if flagged, else ``negative_scale`` if the kept advantage is negative, else 1
     kept gradient = sum_b weight_b g_b               g_b: of rollout b's whole loss, a KL term included
 
-Legal combinations are the tables below; what is not in them is refused with a sentence that says why.
+The tables below list the legal combinations; all others are refused with a sentence that says why.
 """
 
 from typing import Literal
@@ -27,7 +27,7 @@ _CIRCULAR = (
 )
 _NO_TOKEN = "a gradient is summed over the tokens of a rollout, so it has no token flags: use unit='rollout' or 'pooled'"
 _LIVE_TOKEN = "token flags are read in the training forward itself: use score_policy='live'"
-_ONE_FLAG = "a channel fires or not for a whole rollout: use unit='pooled'"
+_ONE_FLAG = "a channel gives one verdict for a whole rollout: use unit='pooled'"
 
 LEGAL: dict[tuple[str, str, str], frozenset[str]] = {
     ("act", "token", "live"): _BOTH,
@@ -58,11 +58,11 @@ BEFORE_THE_LOSS: frozenset[tuple[str, str]] = frozenset(
         ("none", "live"),
     }
 )
-"""(score, score_policy) whose pooled flags exist before the loss, as ``kept_advantage='unflagged'`` needs."""
+"""(score, score_policy) whose pooled flags are known before the loss, as ``kept_advantage='unflagged'`` needs."""
 
 
 def refusal(score: str, unit: str, policy: str, through: str) -> str | None:
-    """Why a combination is refused, or ``None`` where it is legal."""
+    """Return the reason why a combination is refused; ``None`` if it is legal."""
     allowed = LEGAL.get((score, unit, policy))
     if allowed is not None:
         return None if through in allowed else _CIRCULAR
@@ -77,7 +77,25 @@ def refusal(score: str, unit: str, policy: str, through: str) -> str | None:
 
 @validated
 class MaskSpec:
-    """See the module's equations. ``fitter`` draws the direction, ``draw`` numbers a random one; ``refresh_every=0``: never."""
+    """Rule of a mask route; see the module's equations.
+
+    Attributes:
+        score: Feature whose cosine with a direction is the score (``act``, ``grad``, ``full``), a detector channel, or ``none``.
+        unit: Unit of a flag: a token, a rollout at each module, or a rollout over all modules (``pooled``).
+        through: ``filter`` removes flagged gradients from the kept adapter; ``detach`` also stops them from passing through it.
+        score_policy: ``live`` scores the training pass, ``ablated`` an extra pass with the quarantine off.
+        fitter: Source of the direction.
+        draw: Number of the random draw, for a control's direction.
+        reinforced_only: Flag only rollouts with a positive advantage.
+        tau: Threshold of the score.
+        shuffle: Control: the same number of flags on random rollouts.
+        refresh_every: Steps between refits of the direction; 0 for never.
+        kept_advantage: Advantage of the kept adapter: its ``own``, or relative to the group's ``unflagged`` rollouts.
+        negative_scale: Weight of rollouts with a negative kept advantage.
+
+    Raises:
+        ValueError: An illegal combination.
+    """
 
     score: Score = "grad"
     unit: Unit = "pooled"
@@ -102,18 +120,18 @@ class MaskSpec:
         early = self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS
         if self.kept_advantage == "unflagged" and not early:
             raise ValueError(
-                "kept_advantage='unflagged' needs one flag a rollout before the loss: use unit='pooled' with "
+                "kept_advantage='unflagged' needs one flag per rollout before the loss: use unit='pooled' with "
                 "score_policy='ablated', or a channel score"
             )
 
     @property
     def decided_at(self) -> Literal["begin", "forward", "backward", "finish"]:
-        """When a flag exists: before the loss, as its module runs, as that reports its gradient, or after every module has."""
+        """Time when flags are decided: before the loss, in the module's forward, at its gradient, or after the whole backward."""
         if self.unit == "pooled" and (self.score, self.score_policy) in BEFORE_THE_LOSS:
             return "begin"
         if self.score_policy == "ablated" or (self.score == "act" and self.unit != "pooled"):
             return "forward"
-        # A pooled activation score exists once the forward is over; a pooled gradient score needs the whole backward.
+        # A pooled activation score is known after the forward; a pooled gradient score needs the whole backward.
         return "finish" if self.unit == "pooled" and self.score in ("grad", "full") else "backward"
 
     @property
@@ -127,9 +145,15 @@ class MaskSpec:
 
 @validated
 class EraseSpec:
-    """Remove the one-sided hack component ``relu(V g) V`` from the kept gradient; ``dispose`` says where it goes.
+    """Rule that removes the one-sided hack component ``relu(V g) V`` from the kept gradient.
 
-    ``fitter="haar"`` takes random orthonormal axes, draw number ``draw``, in place of the pairs'.
+    Attributes:
+        k: Number of axes.
+        dispose: Drop the component, or add it to the quarantine.
+        fitter: ``persona`` takes the axes of the pairs, ``haar`` random orthonormal ones.
+        draw: Number of the random draw.
+        refresh_every: Steps between refits of the axes; 0 for never.
+        privileged: Whether the route may see detector verdicts.
     """
 
     k: AtLeastOne = 3
@@ -142,7 +166,7 @@ class EraseSpec:
 
 @validated
 class OpenSpec:
-    """No route: every adapter learns from everything."""
+    """Spec of no route: every adapter learns from everything."""
 
     privileged: bool = False
 

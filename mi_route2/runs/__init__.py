@@ -1,4 +1,4 @@
-"""Captured runs: stored activations, to be read, compared and patched in later."""
+"""Store of captured runs: activations that are read, compared and patched in later."""
 
 from mi_route2.runs.rows import Kind, RunInfo, Stats
 from mi_route2.runs.store import RunStore

@@ -1,4 +1,4 @@
-"""The disk tier: shards of finished runs in ``shards/``, and their index in ``index.sqlite``."""
+"""Disk tier of the run store: shards of finished runs in ``shards/``, and their index in ``index.sqlite``."""
 
 import fcntl
 import hashlib
@@ -27,7 +27,7 @@ REMEMBERED = 4096
 
 
 class Gone:
-    """Reasons by run id of runs that no longer exist. The oldest are forgotten first."""
+    """Reasons, by run id, why runs no longer exist. The oldest are forgotten first."""
 
     def __init__(self, reasons: Mapping[str, str]):
         self._reasons = dict(reasons)
@@ -72,7 +72,7 @@ DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 @dataclass(frozen=True)
 class Stored:
-    """The rows of one site in the shard of number ``shard``, whose file has ``size`` bytes."""
+    """Rows of one site in the shard of number ``shard``, whose file has ``size`` bytes."""
 
     run: str
     site: Site
@@ -84,7 +84,7 @@ class Stored:
 
 
 def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> str:
-    """SHA-256 of what a tensor of a shard is and of whose it is."""
+    """Return the SHA-256 of a tensor of a shard, with its run, site, dtype, shape and positions."""
     header = json.dumps([run, str(site), str(rows.dtype), list(rows.shape)])
     found = hashlib.sha256(header.encode())
     for tensor in (positions, rows):
@@ -93,9 +93,9 @@ def seal(run: str, site: Site, positions: Int[Tensor, " n"], rows: Shaped[Tensor
 
 
 def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
-    """Write positions and rows by site; ``OSError`` names the file where there is no room for it, and leaves nothing there.
+    """Write positions and rows by site; ``OSError`` names the file if the disk is full, and leaves no file.
 
-    The bytes are made in memory and written here: what safetensors leaves behind when a write of its own fails has other names.
+    The bytes are made in memory and written here, because a failed write of safetensors leaves temporary files of unknown names.
     """
     data = save({str(site): rows for site, (_, rows) in sites.items()}, metadata={"run": run})
     write_whole(path, data, f"make room there, or give the store another folder (nothing of run {run!r} is kept)")
@@ -114,25 +114,25 @@ def write_shard(path: Path, shard: int, run: str, sites: Mapping[Site, tuple[Ten
 
 
 def read_shard(path: Path, stored: Stored) -> Tensor:
-    """The rows ``[n, ...]`` of one site. ``FileNotFoundError`` where the file is gone, ``ValueError`` where it is damaged."""
+    """Return the rows ``[n, ...]`` of one site; ``FileNotFoundError`` if the file is missing, ``ValueError`` if it is damaged."""
     found = path.stat().st_size
     if found != stored.size:
         raise damaged(path, stored, f"it has {found} bytes, not {stored.size}")
     try:
         with safe_open(path, framework="pt") as opened:
-            rows = opened.get_tensor(str(stored.site)).clone()  # mapped, it would change with the file after the check
+            rows = opened.get_tensor(str(stored.site)).clone()  # a mapped tensor could change with the file after the check
     except SafetensorError as error:
         raise damaged(path, stored, str(error)) from error
     kind = Kind(len(stored.positions), rows.dtype, tuple(rows.shape[1:]))
     if rows.ndim == 0 or len(rows) != kind.rows or kind != stored.kind:
-        raise damaged(path, stored, f"{stored.site} is {list(rows.shape)} of {rows.dtype}, which the index does not say")
+        raise damaged(path, stored, f"{stored.site} is {list(rows.shape)} of {rows.dtype}, which differs from the index")
     if seal(stored.run, stored.site, stored.positions, rows) != stored.sha256:
         raise damaged(path, stored, f"the checksum of {stored.site} does not match")
     return rows
 
 
 def damaged(path: Path, stored: Stored, why: str) -> ValueError:
-    """One sentence: which file, why, and what to do."""
+    """Return the error for a damaged file, with the reason and the remedy."""
     return ValueError(f"{path} is damaged ({why}): drop run {stored.run!r} and capture it again")
 
 
@@ -158,7 +158,7 @@ _FILE = re.compile(r"(\d{12})\.safetensors|\.\d{12}\.safetensors\.(?:\d+\.)?tmp"
 
 
 class Disk:
-    """A folder of runs. All methods but ``write`` and ``load`` are for one thread at a time."""
+    """Folder of runs. All methods except for ``write`` and ``load`` are for one thread at a time."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -181,7 +181,7 @@ class Disk:
         self._lock.close()
 
     def write(self, run: str, sites: Mapping[Site, tuple[Tensor, Tensor]]) -> list[Stored]:
-        """Put positions and rows by site into a new shard, which ``commit`` must make known; from any thread."""
+        """Write positions and rows by site into a new shard, which ``commit`` adds to the index; from any thread."""
         shard = next(self._numbers)
         return write_shard(self._path(shard), shard, run, sites)
 
@@ -190,17 +190,17 @@ class Disk:
         return read_shard(self._path(stored.shard), stored)
 
     def discard(self, shards: Iterable[int]) -> None:
-        """Delete files that the index does not know, or no longer. One that stays is deleted at the next opening."""
+        """Delete files that are not in the index; files that cannot be deleted now are deleted at the next opening."""
         for shard in shards:
             with suppress(OSError):
                 self._path(shard).unlink(missing_ok=True)
 
     def commit(self, run: str, about: About, stored: Sequence[Stored]) -> None:
-        """Add a finished run to the index, all of it or nothing."""
+        """Add a finished run to the index in one transaction."""
         text = about.text()
         sync = os.open(self._shards, os.O_RDONLY)
         try:
-            os.fsync(sync)  # the names of the shards must not come to the disk after the index
+            os.fsync(sync)  # the directory entries of the shards must be on disk before the index
         finally:
             os.close(sync)
         with self._transaction() as db:
@@ -210,7 +210,7 @@ class Disk:
             db.executemany("INSERT INTO tensors VALUES (?, ?, ?, ?, ?, ?, ?)", [_row(each) for each in stored])
 
     def remove(self, reasons: Mapping[str, str]) -> None:
-        """Remove runs and record why."""
+        """Remove runs and record the reasons."""
         with self._transaction() as db:
             shards = [shard for run in reasons for (shard,) in db.execute("SELECT shard FROM shards WHERE run = ?", (run,))]
             db.executemany("DELETE FROM runs WHERE run = ?", [(run,) for run in reasons])
@@ -244,7 +244,7 @@ class Disk:
             return {Site.parse(site): _kind(n, dtype, shape) for site, dtype, shape, n in found}
 
     def stored(self, run: str, site: Site) -> list[Stored]:
-        """The tensors that hold a site of a run, in the order of writing; none where the run or its site is not here."""
+        """Return the tensors that hold a site of a run, in the order of writing; empty if the run or its site is not here."""
         query = """SELECT shard, size, CAST(positions AS BLOB), dtype, shape, sha256 FROM tensors JOIN shards USING (shard)
                    WHERE tensors.run = ? AND site = ? ORDER BY shard"""
         found = self._ask(query, run, str(site))
@@ -270,11 +270,11 @@ class Disk:
         return self._shards / f"{shard:012d}.safetensors"
 
     def _opened(self) -> sqlite3.Connection:
-        # An index without a byte is a new one to SQLite, and to a new one every shard is what a kill left, to be deleted.
+        # SQLite takes an empty file for a new index, and with a new index all shards would be deleted as leftovers.
         lost = "empty" if self._index.exists() else "missing"
         if not (self._index.exists() and self._index.stat().st_size) and any(self._shards.iterdir()):
             raise ValueError(
-                f"{self._shards} holds files but {self._index.name} beside it is {lost}: put the index back, or give the store an "
+                f"{self._shards} holds files but {self._index.name} beside it is {lost}: restore the index, or give the store an "
                 "empty folder"
             )
         db = sqlite3.connect(self._index, check_same_thread=False)
@@ -315,7 +315,7 @@ class Disk:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Context: turn SQLite's errors into one sentence."""
+        """Context: convert SQLite's errors into errors of one sentence."""
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -325,7 +325,7 @@ class Disk:
 
     @contextmanager
     def _parsing(self) -> Iterator[None]:
-        """The same for what cannot be what was put there."""
+        """Context: convert errors of parsing the index into an error that says that the index is damaged."""
         try:
             yield
         except (KeyError, TypeError, ValueError) as error:
@@ -342,9 +342,7 @@ def _only_here(folder: Path) -> IO[str]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         handle.close()
-        raise RuntimeError(
-            f"{folder} is open in another run store: close that one, or give this one a folder of its own"
-        ) from error
+        raise RuntimeError(f"{folder} is open in another run store: close that one, or give this one its own folder") from error
     return handle
 
 

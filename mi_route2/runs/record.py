@@ -1,4 +1,4 @@
-"""Capture sites of a batch into a run store: one run a rollout, at chosen positions, counted over its real tokens."""
+"""Record sites of a batch in a run store: one run per rollout, at chosen positions that count its real tokens."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,29 +21,34 @@ PARTS = get_args(Part)
 
 
 def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | None:
-    """Positions in order, or a set of token ids; ``ValueError`` says what is wrong with them."""
+    """Return positions in order, or a set of token ids; ``ValueError`` for values that are not valid."""
     name = info.field_name
     if numbers is None:
         return None
     if not isinstance(numbers, Iterable):
-        raise ValueError(f"{name} is a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
+        raise ValueError(f"{name} must be a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
     given = list(numbers)
     if not given:
-        raise ValueError(f"{name} is empty: name at least one, or leave it out for no limit")
+        raise ValueError(f"{name} is empty: give at least one, or leave it out for no limit")
     if wrong := [number for number in given if not isinstance(number, int) or isinstance(number, bool) or number < 0]:
         raise ValueError(f"{wrong[0]!r} in {name} is not a whole number from 0 on: logical positions and ids count from 0")
     ordered = sorted(given)
     if twice := [one for one, other in pairwise(ordered) if one == other]:
-        raise ValueError(f"{twice[0]} stands twice in {name}: name each number once")
+        raise ValueError(f"{twice[0]} appears twice in {name}: give each number once")
     return frozenset(ordered) if name == "token_ids" else tuple(ordered)
 
 
 @validated
 class Where:
-    """A part of the sequence (one of ``PARTS``) or ``positions`` by number; of these, where ``token_ids`` holds the token.
+    """Selection of positions: a part of the sequence or ``positions``, optionally only those whose token is in ``token_ids``.
 
-    ``positions`` and ``token_ids`` take any iterable of whole numbers from 0 on, and are kept in order. ``ValueError`` for a
-    negative or repeated number, an empty choice, an unknown part, and for a part together with positions.
+    Attributes:
+        part: One of ``PARTS``; not together with ``positions``.
+        positions: Any iterable of whole numbers from 0; stored in order.
+        token_ids: Any iterable of whole numbers from 0; stored as a set.
+
+    Raises:
+        ValueError: A negative or repeated number, an empty selection, an unknown part, or a part together with positions.
     """
 
     part: Part = "all"
@@ -55,23 +60,23 @@ class Where:
             raise ValueError(f"part={self.part!r} and positions contradict each other: give one of them")
 
     def rows(self, tokens: Sequence[int], start: int, prompt_length: int) -> list[int]:
-        """The rows of a chunk that are kept, in order, counted from the chunk's first token.
+        """Return the selected rows of a chunk, in order, counted from the chunk's first token.
 
         Args:
             tokens: the ids of the chunk's tokens.
             start: the position of the first of them.
-            prompt_length: tokens in the prompt of the whole sequence; one at least.
+            prompt_length: number of tokens in the prompt of the whole sequence, at least one.
         """
         if start < 0 or prompt_length < 1:
-            raise ValueError(f"start={start} and prompt_length={prompt_length} cannot be: they count from 0 and from 1")
+            raise ValueError(f"start={start} and prompt_length={prompt_length} are not valid: they count from 0 and from 1")
         places = self._places(start, start + len(tokens), prompt_length)
         wanted = self.token_ids
         return [place - start for place in places if wanted is None or tokens[place - start] in wanted]
 
     def missing(self, length: int) -> tuple[int, ...]:
-        """The asked-for ``positions`` that never came in a sequence of which the model read ``length`` tokens.
+        """Return the requested ``positions`` that a sequence of ``length`` tokens does not have.
 
-        A position that came and held another token than ``token_ids`` asks for did come.
+        A position whose token is not in ``token_ids`` is not missing.
         """
         positions = self._numbers()
         return positions[bisect_left(positions, length) :]
@@ -101,25 +106,25 @@ def record(
     prompt_lengths: Sequence[int] | None = None,
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run the model once and keep what ``host.capture`` would give, without the padding and only where ``where`` says.
+    """Run the model once and store the values of ``host.capture``, without padding and only at the positions of ``where``.
 
     Args:
-        host: any host; sites of attached adapters are sites as well.
-        sites: where to read, one at least.
+        host: any host; sites of attached adapters can be recorded too.
+        sites: sites to record, at least one.
         tokens: token ids, padded on either side.
-        attention: which of them are real; all, where not given.
-        store: where the runs go. A row of the batch becomes a run, there once all of them are through.
+        attention: mask of real tokens; all if not given.
+        store: the store. Each row of the batch becomes a run; all runs appear together, after the forward.
         runs: the id of each row's run.
-        weights: a hash of the model's weights, as of ``RunStore.writing``. ``host.weights_hash()``, where not given: an engine
-            patches from no run of another hash.
-        where: positions to keep; all, where not given.
-        prompt_lengths: real tokens of each row's prompt; the whole row, where not given.
+        weights: a hash of the model's weights, as in ``RunStore.writing``; ``host.weights_hash()`` if not given, which an engine
+            needs to patch from the run.
+        where: positions to keep; all if not given.
+        prompt_lengths: number of real tokens in each row's prompt; the whole row if not given.
         meta: notes, the same for every run.
 
     Raises:
-        ValueError: no site; another number of runs or prompt lengths than of rows; a row without a real token; a position that a
-            row does not have; what ``RunStore.writing`` refuses.
-        RuntimeError: a hook that did not fire. No run is kept then, nor after any other error.
+        ValueError: no site; a number of runs or prompt lengths that is not the number of rows; a row without a real token; a
+            position that a row does not have; or an argument that ``RunStore.writing`` refuses.
+        RuntimeError: a hook that did not fire. After any error no run is kept.
     """
     sites, where = tuple(sites), where or Where()
     if not sites:
@@ -147,22 +152,22 @@ def record(
         for writer in writers:
             writer.abort()
         for run in done:
-            with suppress(KeyError):  # evicted already
+            with suppress(KeyError):  # already evicted
                 store.drop(run)
         raise
 
 
 def _kept(run: str, row: Sequence[int], prompt: int, where: Where) -> list[int]:
-    """Positions of a row that are kept; ``ValueError`` for one that it does not have."""
+    """Return the selected positions of a row; ``ValueError`` for a position that it does not have."""
     if not row:
         raise ValueError(f"the row of run {run!r} has no real token: leave it out")
     if missing := where.missing(len(row)):
-        raise ValueError(f"the row of run {run!r} has {len(row)} tokens, so no position {missing[0]}: ask for 0 to {len(row) - 1}")
+        raise ValueError(f"the row of run {run!r} has {len(row)} tokens, so no position {missing[0]}: give 0 to {len(row) - 1}")
     return where.rows(row, 0, prompt)
 
 
 def _appending(site: Site, writers: Sequence[Writer], columns: Sequence[Tensor], kept: Sequence[Sequence[int]]) -> Edit:
-    """An edit that changes nothing, and gives each row's writer its values."""
+    """Return an edit that changes nothing and appends each row's values to its writer."""
 
     def keep(value: Tensor) -> None:
         for writer, row, places, positions in zip(writers, value.detach(), columns, kept):

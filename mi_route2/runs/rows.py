@@ -1,4 +1,4 @@
-"""Rows of captured runs: run descriptions, chunks that grow while a run is written, and the memory tier."""
+"""Rows of captured runs: run descriptions, buffers that grow while a run is written, and the memory tier."""
 
 import json
 import os
@@ -58,7 +58,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A finished run. ``tiers`` names where its rows are: ``memory``, ``disk`` or both; ``nbytes`` counts the rows alone."""
+    """Description of a finished run.
+
+    ``tiers`` says where its rows are stored: ``memory``, ``disk`` or both. ``nbytes`` counts the rows only.
+    """
 
     run: str
     weights: str
@@ -72,7 +75,7 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Stats:
-    """The store now, in bytes and runs. ``bytes_read`` and ``evictions`` count from when it was opened."""
+    """Current size of the store, in bytes and runs. ``bytes_read`` and ``evictions`` count from when it was opened."""
 
     budget: int
     memory_bytes: int
@@ -88,9 +91,9 @@ class Stats:
 def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
     """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
     if not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
-        raise ValueError(f"{run[:40]!r} cannot name a run: take 1 to {_LONGEST_NAME} printable characters")
+        raise ValueError(f"{run[:40]!r} cannot name a run: use 1 to {_LONGEST_NAME} printable characters")
     if not weights:
-        raise ValueError(f"run {run!r} needs a hash of the weights that it was captured with: it is of no use with others")
+        raise ValueError(f"run {run!r} needs a hash of the weights that it was captured with, because it is not valid for others")
     length = len(tokens) if prompt_length is None else prompt_length
     if not 0 <= length <= len(tokens):
         raise ValueError(f"run {run!r} has a prompt of {length} tokens but {len(tokens)} tokens in all")
@@ -98,7 +101,7 @@ def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int 
         notes = json.loads(json.dumps(dict(meta or {})))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the meta of run {run!r} cannot be kept as JSON ({error}): give text, numbers, lists and dicts"
+            f"the meta of run {run!r} cannot be stored as JSON ({error}): give text, numbers, lists and dicts"
         ) from error
     return About(weights, tuple(int(token) for token in tokens), length, notes)
 
@@ -121,32 +124,32 @@ def held(positions: Int[Tensor, " n"], rows: Shaped[Tensor, " n *row"]) -> Chunk
 
 
 class Growing:
-    """Rows of one type and shape, appended a few at a time. Blocks double up to 4 MiB, so that no row is copied twice."""
+    """Buffer of rows of one dtype and shape, appended a few at a time; its blocks double up to 4 MiB, so no row is copied twice."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]):
         self.dtype, self.shape = dtype, shape
         self.row_bytes = torch.Size(shape).numel() * dtype.itemsize
         self.room = 0
-        """Bytes of the blocks, the spare ones at the end included."""
+        """Bytes of the blocks, including unused rows at the end."""
         self._largest = max(FIRST_ROWS, LARGEST_BLOCK // max(1, self.row_bytes))
         self._positions, self._last = array("q"), -1
         self._blocks: list[Tensor] = []
         self._used = 0  # rows of the last block
         self.fresh = 0
-        """Rows of all blocks: those at the end of the positions."""
+        """Number of rows in all blocks; they belong to the last positions."""
 
     @property
     def kind(self) -> Kind:
-        """What the rows are, those that were taken out included."""
+        """Count, dtype and shape of all rows, including those that were taken out."""
         return Kind(len(self._positions), self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are taken. Positions stay until the end, to know one that comes again."""
+        """Bytes in use. Positions are kept until the end, to detect repetitions."""
         return self.room + len(self._positions) * self._positions.itemsize
 
     def repeated(self, ordered: Sequence[int]) -> int | None:
-        """A position, of some in order, that stands there twice or came before."""
+        """Return a position that appears twice in ``ordered`` (sorted), or was appended before; ``None`` if there is none."""
         if twice := [one for one, other in pairwise(ordered) if one == other]:
             return twice[0]
         if ordered[0] > self._last:
@@ -156,7 +159,7 @@ class Growing:
         return int(seen[0]) if len(seen) else None
 
     def append(self, positions: Sequence[int], rows: Shaped[Tensor, " n *row"]) -> None:
-        """Copy rows in."""
+        """Copy rows into the buffer."""
         self._positions.extend(positions)
         self._last = max(self._last, *positions)
         self.fresh += len(positions)
@@ -178,14 +181,14 @@ class Growing:
         self.room += count * self.row_bytes
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Positions ``[n]`` and rows ``[n, ...]`` since the last time, as one tensor each; the room is given back."""
+        """Return positions ``[n]`` and rows ``[n, ...]`` since the last call, as one tensor each, and free their memory."""
         rows = torch.cat(self._filled()) if self._blocks else torch.empty((0, *self.shape), dtype=self.dtype, device="cpu")
         positions = _tensor(self._positions[len(self._positions) - self.fresh :])
         self._blocks, self._used, self.fresh, self.room = [], 0, 0, 0
         return positions, rows
 
     def chunks(self) -> list[Chunk]:
-        """All rows since the last time, by block and without spare room."""
+        """Return all rows since the last ``take``, by block and without unused rows."""
         filled = self._filled()
         positions = _tensor(self._positions[len(self._positions) - self.fresh :]).split([len(block) for block in filled])
         full = [rows if len(rows) == len(block) else rows.clone() for rows, block in zip(filled, self._blocks, strict=True)]
@@ -200,7 +203,7 @@ def _tensor(numbers: "array[int]") -> Int[Tensor, " n"]:
 
 
 class SiteRows:
-    """All rows of one site of a finished run, for reading; ``name`` is what errors call them."""
+    """All rows of one site of a finished run, for reading; errors call them ``name``."""
 
     def __init__(self, name: str, kind: Kind, chunks: Iterable[Chunk]):
         self._name, self._kind, self._chunks = name, kind, tuple(chunks)
@@ -209,14 +212,14 @@ class SiteRows:
         self._ends = torch.tensor([len(chunk.positions) for chunk in self._chunks]).cumsum(0)
 
     def positions(self) -> list[int]:
-        """Every position, in order."""
+        """Return every position, in order."""
         return self._sorted.tolist()
 
     def at(self, positions: Sequence[int]) -> Tensor:
-        """The rows ``[n, ...]`` at ``positions``, in the order asked; ``KeyError`` names one that is not there and the nearest."""
+        """Return the rows ``[n, ...]`` at ``positions``, in the order given; ``KeyError`` names a missing one and the nearest."""
         given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
         if wrong := [one for one in given if isinstance(one, bool) or not isinstance(one, int | np.integer)]:
-            raise ValueError(f"{wrong[0]!r:.60} is no position of {self._name}: positions are whole numbers, as [4, 0]")
+            raise ValueError(f"{wrong[0]!r:.60} is not a position of {self._name}: give whole numbers, as [4, 0]")
         wanted = torch.tensor(given, dtype=torch.int64)
         rank = torch.searchsorted(self._sorted, wanted).clamp_max(len(self._sorted) - 1)
         if len(absent := wanted[self._sorted[rank] != wanted]):
@@ -225,11 +228,11 @@ class SiteRows:
         return self._read(self._order[rank])
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Rows ``start .. stop - 1`` in the order of their positions."""
+        """Return rows ``start .. stop - 1`` in the order of their positions."""
         return self._read(self._order[start:stop])
 
     def _read(self, flat: Tensor) -> Tensor:
-        """Rows by their number in the order of the chunks."""
+        """Return rows by their index in the order of the chunks."""
         out = torch.empty((len(flat), *self._kind.shape), dtype=self._kind.dtype, device="cpu")
         which = torch.searchsorted(self._ends, flat, right=True)
         for i in which.unique().tolist():
@@ -245,12 +248,12 @@ def _listed(numbers: Tensor) -> str:
 
 LEAST, MOST, SHARE = 256 << 20, 8 << 30, 8
 A_RUN = 1024
-"""Bytes that a run without rows is taken for, so that no number of such runs is free."""
+"""Bytes counted for a run without rows, so that the number of such runs is limited too."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A finished run in memory: by site what its rows are, and its rows."""
+    """Finished run in memory: by site, the kind of its rows and the rows."""
 
     about: About
     sites: Mapping[Site, tuple[Kind, tuple[Chunk, ...]]]
@@ -258,14 +261,14 @@ class Held:
 
 
 class Memory:
-    """Finished runs, and how much those take that are being written. ``budget=0`` holds no finished run."""
+    """Memory tier: finished runs, and the bytes of runs that are being written. ``budget=0`` holds no finished run."""
 
     def __init__(self, budget: int | None):
         if budget is not None and budget < 0:
-            raise ValueError(f"budget={budget} cannot be: give bytes, 0 for no memory tier, or None for a share of what is free")
+            raise ValueError(f"budget={budget} is negative: give bytes, 0 for no memory tier, or None for a share of free memory")
         self.budget = automatic(available()) if budget is None else budget
         self.nbytes = 0
-        """Bytes that are taken now."""
+        """Bytes in use."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._writing: dict[object, int] = {}
 
@@ -314,12 +317,15 @@ class Memory:
 
 
 def automatic(free: int) -> int:
-    """The budget where none is given: an eighth of the memory that is free, but at least 256 MiB and at most 8 GiB."""
+    """Return the default budget: an eighth of the free memory, but at least 256 MiB and at most 8 GiB."""
     return min(max(free // SHARE, LEAST), MOST)
 
 
 def available() -> int:
-    """Bytes of memory that could be taken now, or all that a container may have, if less; of the machine where it does not say."""
+    """Return the bytes of available memory, or a container's limit if that is less.
+
+    If the system does not report available memory, all memory of the machine counts.
+    """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) << 10

@@ -1,4 +1,4 @@
-"""The run store: tiers, leases and eviction of captured runs."""
+"""Run store: tiers, leases and eviction of captured runs."""
 
 import logging
 import threading
@@ -19,14 +19,14 @@ from mi_route2.sites import Site, nearest
 
 
 class Leases:
-    """Leases of ``seconds``, by run and owner. An owner that never comes back loses its own by time.
+    """Leases by run and owner, which expire after ``seconds``, so that an owner that disappears loses its leases.
 
-    Taking a lease again renews it once half of its time is over; before, it costs a look-up and no more.
+    Taking a lease again renews it if more than half of its time has passed; before that, it costs only a look-up.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]):
         if seconds <= 0:
-            raise ValueError(f"lease_seconds={seconds} cannot be: a lease lasts longer than that")
+            raise ValueError(f"lease_seconds={seconds} is not positive: give the seconds after which a lease ends")
         self._seconds, self._clock = seconds, clock
         self._ends: dict[str, dict[str, float]] = {}
         self._swept = clock()
@@ -56,7 +56,7 @@ class Leases:
         return any(end > now for end in self._ends.get(run, {}).values())
 
     def __len__(self) -> int:
-        """Leases that have not ended."""
+        """Return the number of leases that have not ended."""
         self._sweep(self._clock())
         return sum(map(len, self._ends.values()))
 
@@ -66,27 +66,27 @@ class Leases:
 
 
 SHARD, WAITING = 8 << 20, 8
-"""Bytes of a shard; how many shards may wait in memory, over all writers."""
+"""Bytes of a shard, and the number of shards that may wait in memory, over all writers."""
 
 _log = logging.getLogger(__name__)
 
 
 @checked
 class RunStore:
-    """Where captured runs are kept. Any thread may write and read; one process at a time has ``folder``.
+    """Store of captured runs. Any thread may write and read; only one process at a time may use ``folder``.
 
     Args:
-        budget: bytes of the memory tier. ``None`` takes an eighth of the memory that is free, but at least 256 MiB and at most
-            8 GiB; 0 has no memory tier, which needs a folder. The least recently used runs leave first; leased ones and those
-            that are being written stay, even over the budget, with a warning in the log.
-        folder: the disk tier, on a local disk; made where it does not exist.
-        lease_seconds: after this a lease ends by itself.
-        clock: seconds that only grow.
-        shard_bytes: about how large a file of the disk tier is, so how much is read for a single row of it.
+        budget: bytes of the memory tier. ``None`` takes an eighth of the free memory, but at least 256 MiB and at most 8 GiB; 0 has
+            no memory tier, which needs a folder. The least recently used runs are evicted first; leased runs and runs that are
+            being written stay, even over the budget, with a warning in the log.
+        folder: the disk tier, on a local disk; created if it does not exist.
+        lease_seconds: time after which a lease ends by itself.
+        clock: monotonic time in seconds.
+        shard_bytes: approximate size of a file of the disk tier, and so the bytes that are read for a single row.
 
     Raises:
         ValueError: no tier at all, or a folder that is damaged or not one of runs.
-        RuntimeError: another store has the folder.
+        RuntimeError: another store uses the folder.
         OSError: a folder that cannot be written.
     """
 
@@ -102,7 +102,7 @@ class RunStore:
         if budget == 0 and folder is None:
             raise ValueError("a budget of 0 without a folder keeps nothing: give a budget, a folder or both")
         if shard_bytes < 1:
-            raise ValueError(f"shard_bytes={shard_bytes} cannot be: a shard has at least a byte")
+            raise ValueError(f"shard_bytes={shard_bytes} is not positive: a shard has at least one byte")
         self._lock = threading.RLock()
         self._memory, self._leases = Memory(budget), Leases(lease_seconds, clock)
         self._writing: dict[str, Writer] = {}
@@ -123,23 +123,23 @@ class RunStore:
         prompt_length: int | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Writer:
-        """A writer of a new run: a context, or ``append`` and ``close`` by hand. The run is there once it is closed.
+        """Open a writer of a new run: use it as a context, or call ``append`` and ``close``. The run can be read after ``close``.
 
         Args:
-            run: its id. That of a run that is gone can be taken again.
+            run: its id. The id of a run that no longer exists can be used again.
             weights: a hash of the weights that the activations come from; see ``invalidate``.
-            tokens: of the sequence, as far as they are known; ``Writer.add_tokens`` takes the rest.
-            prompt_length: how many of ``tokens`` are the prompt; all, where not given.
-            meta: notes that JSON can keep.
+            tokens: tokens of the sequence, as far as they are known; ``Writer.add_tokens`` adds the rest.
+            prompt_length: how many of ``tokens`` are the prompt; all if not given.
+            meta: notes that can be stored as JSON.
 
         Raises:
-            ValueError: a run of this id is there or is being written, or what was given cannot be.
+            ValueError: a run of this id exists or is being written, or an argument is not valid.
         """
         about = described(run, weights, tokens, prompt_length, meta)
         with self._lock:
             self._demand_open()
             if run in self._writing or self._about(run):
-                raise ValueError(f"there is a run {run!r} already: drop it first, or take another name")
+                raise ValueError(f"there is already a run {run!r}: drop it first, or use another name")
             self._gone.forget(run)
             writer = Writer(run, about, Home(self._disk, self._grown, self._finish, self._forget))
             self._writing[run] = writer
@@ -148,25 +148,27 @@ class RunStore:
     # ---- reading
 
     def rows(self, run: str, site: Site, positions: Sequence[int]) -> Float[Tensor, " n *row"]:
-        """The rows at logical ``positions``, in the order asked, on the CPU and of the type that was captured.
+        """Return the rows at logical ``positions``, in the order given, on the CPU and in the captured dtype.
 
-        ``KeyError`` gives the reason where one cannot be had: an unknown run, one that was dropped, evicted or is invalid since
-        the weights changed, a site or a position that was not captured. ``ValueError`` for a damaged file, and for what is no
-        position.
+        Raises:
+            KeyError: With the reason: an unknown run, one that was dropped, evicted or invalidated by a change of the weights, or a
+                site or position that was not captured.
+            ValueError: A damaged file, or a position that is not a whole number.
         """
         return self._read(run, site, lambda found: found.at(positions))
 
     def slice(self, run: str, site: Site, start: int, stop: int) -> Float[Tensor, " n *row"]:
-        """Rows ``start .. stop - 1`` of those that were captured at a site, in the order of their positions; reads no others.
+        """Return rows ``start .. stop - 1`` of those that were captured at a site, in the order of their positions.
 
-        Ends early where there are no more. Errors as of ``rows``, and ``ValueError`` for a negative number.
+        No other rows are read. Fewer rows are returned if there are no more. Errors as in ``rows``, and ``ValueError`` for a
+        negative number.
         """
         if start < 0 or stop < start:
-            raise ValueError(f"rows {start} to {stop} cannot be: they count from 0, and start comes before stop")
+            raise ValueError(f"rows {start} to {stop} are not valid: they count from 0, and start comes before stop")
         return self._read(run, site, lambda found: found.between(start, stop))
 
     def positions(self, run: str, site: Site) -> list[int]:
-        """Which positions were captured at a site, in order; ``KeyError`` as of ``rows``."""
+        """Return the positions that were captured at a site, in order; ``KeyError`` as in ``rows``."""
         return self._found(run, site).positions()
 
     def info(self, run: str) -> RunInfo:
@@ -203,13 +205,13 @@ class RunStore:
                 bytes_read=self._bytes_read,
             )
 
-    # ---- keeping and letting go
+    # ---- leases and removal
 
     def lease(self, run: str, owner: str) -> None:
-        """Keep a run from eviction until ``release(owner)``, or until the time of a lease is over.
+        """Protect a run from eviction until ``release(owner)``, or until the lease expires; it may still be being written.
 
-        Calling it again renews the lease, once half of its time is over; it costs next to nothing before. ``KeyError`` with the
-        reason where the run is not there; one that is being written may be leased.
+        Another call renews the lease if more than half of its time has passed, and is cheap before that. ``KeyError`` with the
+        reason if the run does not exist.
         """
         with self._lock:
             if run not in self._writing:
@@ -217,13 +219,13 @@ class RunStore:
             self._leases.take(run, owner)
 
     def release(self, owner: str) -> None:
-        """End every lease of ``owner``; without effect where there is none."""
+        """End every lease of ``owner``; no effect if there is none."""
         with self._lock:
             self._leases.release(owner)
             self._evict()
 
     def drop(self, run: str) -> None:
-        """Delete a run, leased or not. ``KeyError`` with the reason where it is not there, ``ValueError`` while it is written."""
+        """Delete a run, leased or not; ``KeyError`` with the reason if it does not exist, ``ValueError`` while it is written."""
         with self._lock:
             if run in self._writing:
                 raise ValueError(f"run {run!r} is being written: close or abort its writer first")
@@ -231,9 +233,9 @@ class RunStore:
             self._remove({run: dropped(run)})
 
     def invalidate(self, weights: str) -> list[str]:
-        """The model has other weights from now on: every run of others than ``weights`` is deleted; their ids.
+        """Delete every run of other weights than ``weights``, after the model has changed; return their ids.
 
-        A writer of such a run is ended: its next call is a ``RuntimeError``.
+        A writer of such a run is ended: its next call raises ``RuntimeError``.
         """
         with self._lock:
             self._demand_open()
@@ -244,12 +246,12 @@ class RunStore:
             self._remove({run: invalid(run, old, weights) for run, old in others.items()})
             for run in ended:
                 del self._writing[run]
-        for writer in ended.values():  # without the lock: the writer may be at work, and need it
+        for writer in ended.values():  # without the lock, because the writer may be working and need it
             writer.abort(f"is invalid: it was begun with weights {writer.about.weights[:12]}, and the model now has {weights[:12]}")
         return list(others)
 
     def close(self) -> None:
-        """Abort what is being written and leave the folder to others. Runs on the disk stay."""
+        """Abort all open writers and release the folder. Runs on disk stay."""
         with self._lock:
             writers, self._closed = list(self._writing.values()), True
             self._writing.clear()
@@ -274,11 +276,11 @@ class RunStore:
             if self._disk is None:
                 self._evict()
                 return self._limit(), True
-            # A copy of what is on the disk can be given up, and must where nothing else makes room for it.
+            # Memory copies of stored rows are optional, and are given up if eviction cannot make room for them.
             return self._limit(), nbytes <= self._memory.budget and self._evict(quiet=True)
 
     def _limit(self) -> int:
-        """How many bytes of one writer may wait for the disk."""
+        """Return how many bytes of one writer may wait for the disk."""
         fair = WAITING * self._shard_bytes // max(1, len(self._writing))
         return max(min(self._shard_bytes, fair), self._shard_bytes // 16, 1)
 
@@ -309,7 +311,7 @@ class RunStore:
         if self._writing.get(writer.run) is not writer:
             raise RuntimeError(f"the store has ended run {writer.run!r}: {self._gone.why(writer.run) or 'the store was closed'}")
 
-    # ---- behind all of them; the lock is held
+    # ---- shared helpers, called with the lock
 
     def _demand_open(self) -> None:
         if self._closed:
@@ -320,7 +322,7 @@ class RunStore:
         return held.about if held else self._disk.about(run) if self._disk else None
 
     def _demand(self, run: str) -> About:
-        """What is known of a run; ``KeyError`` with the reason where it is not there."""
+        """Return the description of a run; ``KeyError`` with the reason if it does not exist."""
         self._demand_open()
         if about := self._about(run):
             return about
@@ -335,7 +337,7 @@ class RunStore:
         return self._disk.kinds(run) if self._disk else {}
 
     def _evict(self, *, quiet: bool = False) -> bool:
-        """Let runs leave memory until the budget is kept; whether it is."""
+        """Evict runs until memory is within the budget; return True if it is."""
         went = self._memory.evict(self._leases.holds)
         self._evictions += len(went)
         budget = self._memory.budget
@@ -361,13 +363,13 @@ class RunStore:
             self._leases.forget(run)
         self._gone.put(reasons)
 
-    # ---- behind reading; the lock is taken where it is needed
+    # ---- helpers of reading, which take the lock themselves
 
     def _read(self, run: str, site: Site, read: Callable[[SiteRows], Tensor]) -> Tensor:
         while True:
             try:
                 return read(self._found(run, site))
-            except FileNotFoundError:  # dropped while it was read: look again, which says so
+            except FileNotFoundError:  # dropped during the read; the next look-up raises the reason
                 continue
 
     def _found(self, run: str, site: Site) -> SiteRows:
@@ -383,7 +385,7 @@ class RunStore:
         return SiteRows(f"run {run!r} at {site}", kinds[site], chunks)
 
     def _load(self, stored: Stored) -> Tensor:
-        """From the disk; ``FileNotFoundError`` where the run was dropped meanwhile."""
+        """Return rows from disk; ``FileNotFoundError`` if the run was dropped meanwhile."""
         disk = self._disk
         assert disk is not None
         try:

@@ -1,4 +1,4 @@
-"""One run while it is written."""
+"""Writer of one captured run."""
 
 import threading
 from array import array
@@ -17,11 +17,14 @@ from mi_route2.sites import Site
 
 @dataclass(frozen=True)
 class Home:
-    """What a writer needs of its store. The first two calls raise ``RuntimeError`` where the store has ended the run.
+    """Callbacks from a writer to its store. ``grown`` and ``finish`` raise ``RuntimeError`` if the store has ended the run.
 
-    ``grown(writer, nbytes)`` says how much memory the writer takes. The answer: how many bytes may wait for the disk, and whether
-    rows that are on the disk may stay in memory too. ``finish(writer, held, stored)`` makes the run known,
-    ``forget(writer, shards)`` gives it up, with the files that no run is in by now.
+    Attributes:
+        disk: The disk tier, if any.
+        grown: ``grown(writer, nbytes)`` reports the writer's memory; returns how many bytes may wait for the disk, and whether rows
+            that are on disk may stay in memory too.
+        finish: ``finish(writer, held, stored)`` publishes the run.
+        forget: ``forget(writer, shards)`` gives the run up and deletes shards that belong to no run.
     """
 
     disk: Disk | None
@@ -31,9 +34,9 @@ class Home:
 
 
 class Writer:
-    """Appends rows to a run, which can be read once ``close`` is through. As a context it closes, or aborts on an error.
+    """Writer that appends rows to a run, which can be read after ``close``. As a context it closes, or aborts on an error.
 
-    Many may be open at once, each for one thread.
+    Many writers may be open at once, each used by one thread.
     """
 
     def __init__(self, run: str, about: About, home: Home):
@@ -41,20 +44,21 @@ class Writer:
         self._home, self._disk, self._lock = home, home.disk, threading.RLock()
         self._over: str | None = None
         self._sites: dict[Site, Growing] = {}
-        self._bytes, self._waiting = 0, 0  # that the sites take, and of rows that wait for the disk
+        self._bytes, self._waiting = 0, 0  # bytes of the sites' buffers, and of rows that wait for the disk
         self._limit = 0
         self._stored: list[Stored] = []
-        self._copy: dict[Site, list[Chunk]] | None = {}  # in memory, of what is stored; None once the store wants none
+        self._copy: dict[Site, list[Chunk]] | None = {}  # memory copy of stored rows; None after the store refused it
         self._copy_bytes = 0
 
     def append(self, site: Site, positions: Sequence[int], rows: Shaped[Tensor, "..."]) -> None:
-        """Copy in ``rows [n, ...]``, the values of ``site`` at ``n`` logical positions in any order. No rows change nothing.
+        """Append ``rows [n, ...]``, the values of ``site`` at ``n`` logical positions in any order; they are copied.
 
         Raises:
-            ValueError: a position that this run has already, or a negative one; not one position a row; another type or shape than
-                the site had before; a type other than bfloat16, float16, float32 and float64. The run is as it was before.
-            RuntimeError: the run was closed, aborted, or ended by the store. Nothing of it is kept, as after any other error.
-            OSError: no room on the disk; the sentence names the file.
+            ValueError: a position that this run already has, or a negative one; a number of positions that is not the number of
+                rows; a dtype or shape that differs from earlier rows of the site; a dtype other than bfloat16, float16, float32 and
+                float64. The run is unchanged then.
+            RuntimeError: the run was closed, aborted, or ended by the store. After this and any other error nothing of it is kept.
+            OSError: no space on the disk; the message names the file.
         """
         with self._lock:
             places = self._checked(site, positions, rows)
@@ -70,13 +74,13 @@ class Writer:
                     self._add(growing, places[start : start + step], values[start : start + step])
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
-        """Tokens that were generated since the run was opened; they are in its info."""
+        """Add tokens that were generated since the run was opened to its description."""
         with self._lock:
             self._demand_open()
             self.about = replace(self.about, tokens=(*self.about.tokens, *map(int, tokens)))
 
     def close(self) -> None:
-        """Finish the run: from here on it can be read. ``RuntimeError`` and ``OSError`` as of ``append``."""
+        """Finish the run, which can be read from now on; ``RuntimeError`` and ``OSError`` as in ``append``."""
         with self._lock:
             self._demand_open()
             with self._or_nothing():
@@ -88,7 +92,7 @@ class Writer:
                 self._end("was closed")
 
     def abort(self, why: str = "was aborted") -> None:
-        """Give the run up: nothing of it is kept. Without effect once it is closed or aborted."""
+        """Give the run up, so that nothing of it is kept; no effect after it was closed or aborted."""
         with self._lock:
             if self._over is None:
                 self._home.forget(self, {stored.shard for stored in self._stored})
@@ -120,30 +124,30 @@ class Writer:
             raise RuntimeError(f"run {self.run!r} {self._over}: open a new one to write more")
 
     def _checked(self, site: Site, positions: Sequence[int], rows: Tensor) -> Sequence[int]:
-        """The positions; ``ValueError`` where they or the rows do not fit."""
+        """Return the positions; ``ValueError`` if they or the rows do not fit."""
         self._demand_open()
         places = array("q", positions)
         if rows.ndim == 0 or len(rows) != len(places):
             raise self._wrong(site, f"{len(places)} positions for rows of shape {list(rows.shape)}: give one for each row")
         if rows.dtype not in DTYPES:
-            raise self._wrong(site, f"rows of {rows.dtype}: it can keep {', '.join(map(str, DTYPES))}")
+            raise self._wrong(site, f"rows of {rows.dtype}: use one of {', '.join(map(str, DTYPES))}")
         growing = self._sites.get(site)
         if growing and (growing.dtype, growing.shape) != (rows.dtype, rows.shape[1:]):
             before = f"{growing.dtype} and shape {list(growing.shape)}"
-            raise self._wrong(site, f"rows of {rows.dtype} and shape {list(rows.shape[1:])}, and had some of {before}")
+            raise self._wrong(site, f"rows of {rows.dtype} and shape {list(rows.shape[1:])}, but earlier rows had {before}")
         ordered = sorted(places)
         if ordered and ordered[0] < 0:
             raise self._wrong(site, f"position {ordered[0]}: positions count from 0")
         twice = (growing or Growing(rows.dtype, ())).repeated(ordered) if ordered else None
         if twice is not None:
-            raise self._wrong(site, f"position {twice} twice: each position is captured once")
+            raise self._wrong(site, f"position {twice} twice: give each position once")
         return places
 
     def _wrong(self, site: Site, what: str) -> ValueError:
         return ValueError(f"run {self.run!r} at {site} was given {what}")
 
     def _at_once(self, growing: Growing) -> int:
-        """How many rows may go to the disk as one tensor: what is read of it later is read whole."""
+        """Return how many rows may go to disk as one tensor, because later reads load the whole tensor."""
         return max(1, (self._limit or self._grown()) // max(1, growing.row_bytes))
 
     def _add(self, growing: Growing, places: Sequence[int], values: Shaped[Tensor, " n *row"]) -> None:
@@ -157,7 +161,7 @@ class Writer:
             self._spill(self._disk)
 
     def _grown(self) -> int:
-        """Tell the store how much memory this takes; how many bytes may wait for the disk."""
+        """Report this writer's memory to the store; return how many bytes may wait for the disk."""
         self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes)
         if not keep and self._copy is not None:
             self._copy, self._copy_bytes = None, 0
@@ -165,7 +169,7 @@ class Writer:
         return self._limit
 
     def _spill(self, disk: Disk) -> None:
-        """Write all that waits into a shard."""
+        """Write all waiting rows into a shard."""
         taken = {site: growing.take() for site, growing in self._sites.items() if growing.fresh}
         if not taken:
             return
@@ -178,7 +182,7 @@ class Writer:
         self._grown()
 
     def _held(self) -> Held | None:
-        """The run for the memory tier, where all of it is in memory."""
+        """Return the run for the memory tier; ``None`` if not all of it is in memory."""
         if self._copy is None:
             return None
         sites = {site: (self._sites[site].kind, tuple(chunks)) for site, chunks in self._copy.items()}

@@ -1,1 +1,1 @@
-"""Reading and acting at named places of a forward pass."""
+"""Steering: vectors, clamps and monitors at sites of a forward pass, for many requests at once."""

@@ -1,4 +1,4 @@
-"""Steering plan of one forward, made before it runs: its tokens, and for every site what acts on which of them."""
+"""Steering plan of one forward, made before it runs: its tokens, and for every site the operations and the tokens they act on."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One forward over ``b`` pieces of at most ``t`` tokens.
+    """Layout of one forward over ``b`` pieces of at most ``t`` tokens.
 
-    ``decode`` marks the tokens that were generated (position at or after the prompt's length), per token: one piece may hold both.
+    ``decode`` marks generated tokens (position at or after the prompt's length), per token: one piece may contain both kinds.
     """
 
     pieces: tuple[Piece, ...]
@@ -43,17 +43,17 @@ class Layout:
 
     @property
     def single(self) -> bool:
-        """Whether every row is one token, so that nothing is padded."""
+        """True if every row is one token, so that nothing is padded."""
         return self.positions.shape[1] == 1
 
     @staticmethod
     def of(pieces: Sequence[Piece], device: torch.device | str = "cpu") -> "Layout":
-        """The layout of ``pieces``; ``ValueError`` for none, two of one request, and numbers that cannot be."""
+        """Return the layout of ``pieces``; ``ValueError`` for no piece, two pieces of one request, or impossible numbers."""
         requests, starts, counts, prompts = zip(*pieces, strict=True) if pieces else ((), (), (), ())
         if len(set(requests)) < max(len(pieces), 1):
             raise ValueError("a layout needs at least one piece, and at most one of each request")
         if min(min(requests), min(starts)) < 0 or min(min(counts), min(prompts)) < 1:
-            raise ValueError(f"pieces {pieces} cannot be: each has at least one token, and no number is negative")
+            raise ValueError(f"pieces {pieces} are not valid: each needs at least one token, and no number may be negative")
         start, prompt = torch.tensor(starts, device=device)[:, None], torch.tensor(prompts, device=device)[:, None]
         longest = max(counts)
         if longest == 1:
@@ -68,7 +68,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Watch:
-    """A compiled monitor: its name in readings, its probe, and its own vectors."""
+    """Compiled monitor: its name in readings, its probe, its own vectors, and the quarantines that it gates."""
 
     name: str
     monitor: Monitor
@@ -78,12 +78,12 @@ class Watch:
 
     @property
     def sites(self) -> set[Site]:
-        """The sites at which it reads and acts."""
+        """The sites at which the monitor reads and acts."""
         return {self.monitor.site, *self.adds, *self.quarantined}
 
 
 def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, ...]) -> Watch:
-    """``monitor``, resolved, on the device of ``rows``. ``ValueError`` where a vector or a quarantine does not fit."""
+    """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
     rows.check_entries(monitor.adds)
     quarantined = frozenset[Site]()
@@ -92,15 +92,15 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, .
         quarantined = frozenset(there if monitor.quarantined is None else monitor.quarantined)
         if not quarantined or not quarantined.issubset(there):
             raise ValueError(
-                f"the monitor at {monitor.site} is to {monitor.quarantine} a quarantine that is not there; behind it there are: "
-                f"{', '.join(map(str, there)) or 'none'}"
+                f"the monitor at {monitor.site} shall {monitor.quarantine} a quarantine that does not exist; at its site or later "
+                f"there are: {', '.join(map(str, there)) or 'none'}"
             )
     adds = {site: values.to(rows.device, rows.kind) for site, values in summed(monitor.adds).items()}
     return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
 
 
 class Cells:
-    """The cells of each piece: its prompt tokens, its generated tokens."""
+    """Cells of each piece in the flattened batch ``[b * t]``: its prompt tokens and its generated tokens."""
 
     def __init__(self, layout: Layout):
         self.device, (rows, width) = layout.positions.device, layout.positions.shape
@@ -112,7 +112,7 @@ class Cells:
         self._indices: dict[tuple[range, ...], Tensor | None] = {}
 
     def index(self, ranges: tuple[range, ...]) -> Tensor | None:
-        """The cells of ``ranges`` in this order; ``None`` where that is every cell of the batch, in order."""
+        """Return the cells of ``ranges`` in this order; ``None`` if that is every cell of the batch, in order."""
         if ranges not in self._indices:
             cells = list(chain.from_iterable(ranges))
             every = cells == list(range(self.count)) if len(cells) == self.count else False
@@ -120,25 +120,26 @@ class Cells:
         return self._indices[ranges]
 
     def each(self, ranges: Sequence[range], values: Sequence[float] | Sequence[int], dtype: torch.dtype) -> Tensor:
-        """One value a range, as a tensor of one value a cell; of one value for all where they are equal."""
+        """Expand one value per range to one value per cell; a tensor with a single value if all are equal."""
         if len(set(values)) == 1:
             return torch.tensor([values[0]], dtype=dtype, device=self.device)
         spread = chain.from_iterable([value] * len(cells) for value, cells in zip(values, ranges, strict=True))
         return torch.tensor(list(spread), dtype=dtype, device=self.device)
 
     def which(self, ranges: Sequence[range], places: Sequence[int]) -> Tensor | None:
-        """One number a range as one number a cell; ``None`` where they are all the same, or count the cells."""
+        """Expand one index per range to one index per cell; ``None`` if all are equal, or if they number the cells."""
         if len(set(places)) == 1 or (list(places) == list(range(len(ranges))) and all(len(cells) == 1 for cells in ranges)):
             return None
         return self.each(ranges, places, torch.long)
 
 
 KEPT = 256
-"""Up to so many cells each has its vector at hand; pieces of prompts look theirs up, or a plan would be as large as activations."""
+"""Up to this number of cells, each has its own copy of its vector. More cells (of prompts) look their vectors up, because the plan
+would otherwise be as large as activations."""
 
 
 class Spread:
-    """Vectors over cells: ``which`` of ``vectors [m d]`` each cell has; ``None``: one a cell in order, or one for all."""
+    """Vectors over cells: ``which`` of ``vectors [m d]`` each cell has; ``None`` for one per cell in order, or one for all."""
 
     def __init__(self, vectors: Tensor, which: Tensor | None):
         small = which is not None and len(which) <= KEPT
@@ -147,31 +148,31 @@ class Spread:
 
     @staticmethod
     def of(cells: Cells, ranges: Sequence[range], vectors: Sequence[Tensor]) -> "Spread":
-        """One vector a range; the same object is stored once."""
+        """Return one vector per range; a vector that is the same object is stored once."""
         distinct = {id(vector): vector for vector in vectors}
         places = {key: i for i, key in enumerate(distinct)}
         return Spread(torch.stack(list(distinct.values())), cells.which(ranges, [places[id(vector)] for vector in vectors]))
 
     def to(self, dtype: torch.dtype) -> "Spread":
-        """Rounded to ``dtype``."""
+        """Return a copy rounded to ``dtype``."""
         made = Spread(term(self.vectors, dtype=dtype), None)
         made.which = self.which
         return made
 
     def rows(self) -> Tensor:
-        """A row a cell, or one for all."""
+        """Return one row per cell, or one row for all cells."""
         return self.vectors if self.which is None else self.vectors.index_select(0, self.which)
 
 
 class Term:
-    """Vectors to be added in some cells."""
+    """Vectors that are added in some cells."""
 
     def __init__(self, cells: Tensor | None, values: Spread, gates: tuple[int, ...] = ()):
         self.cells, self.values, self.gates = cells, values, gates
         self._ready: Spread | None = None
 
     def add(self, x: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
-        """``x [cells width]`` with the vectors added; a new tensor."""
+        """Return ``x [cells width]`` with the vectors added, as a new tensor."""
         if self.gates:
             return self._gated(x, gates)
         ready = self._ready
@@ -189,7 +190,7 @@ class Term:
             factor = here if factor is None else factor * here
         assert factor is not None
         old = x if self.cells is None else x.index_select(0, self.cells)
-        # A closed gate leaves the bits: -0.0 + 0.0 would be 0.0.
+        # A closed gate must not change a bit, but -0.0 + 0.0 would be 0.0.
         new = torch.where((factor == 0)[:, None], old, old + term(self.values.rows(), factor, dtype=x.dtype))
         return new if self.cells is None else x.index_copy(0, self.cells, new)
 
@@ -213,9 +214,10 @@ class Bound:
 
 @dataclass(frozen=True)
 class Gate:
-    """Factors ``offset + slope * g``: ``source`` among the site's scores, ``cells`` of the batch (``None``: all).
+    """Factors ``offset + slope * g`` of some cells.
 
-    Without an offset they are ``g``.
+    ``source`` are indices into the site's scores, ``cells`` those of the batch (``None``: all). Without an offset the factors are
+    ``g``.
     """
 
     slot: int
@@ -225,7 +227,7 @@ class Gate:
     slope: Tensor
 
     def factors(self, g: Tensor, count: int) -> Tensor:
-        """One factor a cell, 1 where nothing is gated."""
+        """Return one factor per cell, 1 for cells that are not gated."""
         factor = g if self.source is None else g.index_select(0, self.source)
         factor = factor if self.offset is None else self.offset + self.slope * factor
         if self.cells is None:
@@ -235,7 +237,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Watched:
-    """All monitors of a site. ``entries`` says which piece and monitor the scores are of, in their order."""
+    """All monitors of a site. ``entries`` are piece, monitor and cells of the scores, in their order."""
 
     site: Site
     entries: tuple[tuple[int, Watch, range], ...]
@@ -260,7 +262,7 @@ def _fired(gate: Tensor | None) -> Tensor:
 
 @dataclass
 class SiteStep:
-    """All that happens at a site, in this order: watch, gate the quarantine, steer, clamp."""
+    """Operations at a site, in the order in which they run: monitors, gates of the quarantine, steering, clamps."""
 
     watched: Watched | None = None
     quarantine: tuple[int, ...] = ()
@@ -268,7 +270,7 @@ class SiteStep:
     bounds: list[Bound] = field(default_factory=list)
 
     def run(self, h: Tensor, forward: "Forward") -> Tensor:
-        """``h`` itself where nothing is changed."""
+        """Return ``h`` after all operations; ``h`` itself if nothing changes it."""
         if h.shape[:2] != forward.shape:
             raise ValueError(
                 f"a value of shape {list(h.shape)} in a forward over {list(forward.shape)} tokens: begin with its layout"
@@ -291,7 +293,7 @@ class SiteStep:
 
 
 class Forward:
-    """Record of one forward: open gates, scores that were read, and sites that fired."""
+    """State of one forward: gate factors, monitor scores, and sites that fired."""
 
     def __init__(self, shape: torch.Size, slots: int):
         self.shape, self.count = shape, shape.numel()
@@ -301,14 +303,14 @@ class Forward:
 
 
 Lines = tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
-"""Of a static term: its cells, different lines and their scales (``None``: all 1), and which of these each cell has."""
+"""Lines of a static term: its cells, the distinct lines and their scales (``None``: all 1), and the line of each cell."""
 QUARANTINE = {"close": (1.0, -1.0), "open": (0.0, 1.0)}
-"""``(a, b)`` of the quarantine's factor ``a + b * g``."""
+"""Coefficients ``(a, b)`` of the quarantine's factor ``a + b * g``."""
 
 
 @dataclass(frozen=True)
 class Acting:
-    """What acts on a piece: the row and its scale in each phase, the row's clamps, the request's monitors."""
+    """Steering of a piece: the row and its scale in each phase, the row's clamps, the request's monitors."""
 
     rows: tuple[int, int]
     scales: tuple[float, float]
@@ -318,21 +320,24 @@ class Acting:
 
 @dataclass
 class Slot:
-    """Monitors of different pieces that gate the same, so that they share one factor a cell."""
+    """Monitors of different pieces that gate the same sites, so that they share one tensor of factors."""
 
     number: int
     members: list[tuple[int, Watch, range, tuple[float, float]]] = field(default_factory=list)
-    """Piece, monitor, the cells that it gates, ``(a, b)`` of its factor."""
+    """Piece, monitor, the cells that it gates, and the coefficients ``(a, b)`` of its factor."""
     used: bool = False
 
     @property
     def watch(self) -> Watch:
-        """One of them: they gate the same."""
+        """The first monitor, as a representative: all gate the same sites."""
         return self.members[0][1]
 
 
 class Planner:
-    """One forward. ``acting`` has what acts on each piece, ``tier`` the dynamic vectors, already times their gain."""
+    """Planner of one forward.
+
+    ``acting`` is the steering of each piece, and ``tier`` the dynamic vectors, already multiplied by their gain.
+    """
 
     def __init__(self, layout: Layout, acting: Sequence[Acting], tables: Mapping[Site, Table], tier: Mapping[Site, Tensor]):
         self.cells, self.acting, self.tables, self.tier = Cells(layout), acting, tables, tier
@@ -342,7 +347,7 @@ class Planner:
         self._shared: dict[tuple[tuple[int, int, int, float], ...], Lines] = {}
 
     def run(self) -> dict[Site, SiteStep]:
-        """Every site at which something acts or is watched in this forward."""
+        """Return the operations of every site that is steered or monitored in this forward."""
         self._assign()
         for site in self.tables:
             self._static(site)
@@ -367,7 +372,7 @@ class Planner:
         return self.steps.setdefault(site, SiteStep())
 
     def _assign(self) -> None:
-        """A slot for each way to gate. The second monitor of a piece that gates alike has another one."""
+        """Assign a slot to each way of gating; a second monitor of a piece that gates the same sites gets another slot."""
         gating: dict[tuple[object, ...], list] = {}
         quarantining: dict[tuple[object, ...], list] = {}
         for i, acting in enumerate(self.acting):
@@ -395,7 +400,7 @@ class Planner:
                 number += 1
 
     def _gates(self, site: Site, pieces: Iterable[int], rows: bool) -> tuple[int, ...]:
-        """The slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
+        """Return the slots that gate, at ``site``, a term of the generated tokens of ``pieces``."""
         found, pieces = [], set(pieces)
         for slot in self.gating:
             monitor = slot.watch.monitor
@@ -421,7 +426,7 @@ class Planner:
             self._step(site).terms.append(Term(cells, Spread(values, which), gates))
 
     def _lines(self, picked: tuple[tuple[int, int, int, float], ...], kind: torch.dtype) -> Lines:
-        """Most sites have the same."""
+        """Return the lines of a static term, computed once for all sites that share them."""
         if picked not in self._shared:
             ranges = tuple(self.cells.phases[i][decode] for i, decode, _, _ in picked)
             places: dict[tuple[int, float], int] = {}
@@ -442,7 +447,7 @@ class Planner:
             self._step(site).terms.append(Term(cells, Spread(values[None], None), self._gates(site, pieces, rows=False)))
 
     def _own(self, slot: Slot) -> None:
-        """Add the vectors that the monitors of a slot bring."""
+        """Add the monitors' own vectors of a slot."""
         for site in sorted({site for _, watch, *_ in slot.members for site in watch.adds}):
             here = [(cells, watch.adds[site]) for _, watch, cells, _ in slot.members if site in watch.adds]
             ranges = tuple(cells for cells, _ in here)
@@ -492,7 +497,7 @@ class Planner:
         return Watched(site, entries, self.cells.index(ranges), probes, threshold, sharpness, gates)
 
     def _gate(self, slot: Slot, start: Mapping[tuple[int, str], int], total: int, kind: torch.dtype) -> Gate:
-        """``start`` brings a cell of a piece to its place among the site's scores."""
+        """Return the gate of a slot; ``start`` maps a cell of a piece to its index among the site's scores."""
         ranges = tuple(cells for _, _, cells, _ in slot.members)
         shift = [start[i, watch.name] for i, watch, *_ in slot.members]
         order = list(chain.from_iterable(range(c.start + s, c.stop + s) for c, s in zip(ranges, shift, strict=True)))
@@ -503,9 +508,9 @@ class Planner:
 
 
 def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float, decode: bool) -> bytes:
-    """Of all that acts on a prompt token, or a generated one; ``b""`` where nothing does.
+    """Return a digest of all steering of a prompt token, or a generated one; ``b""`` if nothing acts.
 
-    A row's scale, the tier's gain and the monitors that gate something are in it; one that only watches is not.
+    It includes a row's scale, the tier's gain and the monitors that gate something, but not monitors that only watch.
     """
     row, scale = acting.rows[decode], acting.scales[decode]
     parts = [rows.content(row, decode, scale)]
@@ -526,7 +531,7 @@ def digest(acting: Acting, rows: Rows, tier: Mapping[Site, Tensor], gain: float,
 
 
 class Reading(NamedTuple):
-    """A monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``."""
+    """Reading of a monitor at one token: ``score = h.probe`` and ``gate = sigmoid(sharpness * (score - threshold))``."""
 
     score: float
     gate: float
@@ -534,7 +539,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Track:
-    """A monitor over the tokens of a piece, one number a token."""
+    """Readings of a monitor over the tokens of a piece, one score and one gate per token."""
 
     scores: Float[Tensor, " n"]
     gates: Float[Tensor, " n"]
@@ -542,7 +547,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Readings:
-    """Of one forward; nothing is calculated before it is asked for, so that an idle monitor costs its scores alone."""
+    """Readings of one forward, computed on request, so that a monitor that nobody reads costs its scores only."""
 
     layout: Layout | None = None
     scores: Sequence[tuple[Watched, Tensor]] = field(default=())
@@ -558,7 +563,7 @@ class Readings:
                 start += len(cells)
 
     def of(self, request: int) -> dict[str, Track]:
-        """Monitor -> scores and gates of the request's tokens in this forward, in their order."""
+        """Return monitor -> scores and gates of the request's tokens in this forward, in their order."""
         found: dict[str, Track] = {}
         for watched, scores, piece, name, start, stop in self._entries():
             if self.layout is not None and self.layout.pieces[piece].request == request:
@@ -566,7 +571,7 @@ class Readings:
         return found
 
     def last(self) -> Mapping[int, Mapping[str, Reading]]:
-        """Request -> monitor -> its reading at the last token of the request in this forward."""
+        """Return request -> monitor -> its reading at the last token of the request in this forward."""
         found: dict[int, dict[str, Reading]] = {}
         numbers = {id(scores): (scores.tolist(), watched.gate(scores).tolist()) for watched, scores in self.scores}
         for _, scores, piece, name, _, stop in self._entries():

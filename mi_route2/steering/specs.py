@@ -1,6 +1,4 @@
-"""Steering specs of a request as frozen data (vectors in three tiers, clamps, monitors), and their effect on activations as pure
-functions.
-"""
+"""Steering specs of a request as frozen data (vectors in three tiers, clamps, monitors), and their effect as pure functions."""
 
 import hashlib
 import math
@@ -28,20 +26,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def patch(
     h: Float[Tensor, "*n d"], source: Float[Tensor, "*#n #d"], alpha: float | Float[Tensor, "*#n #d"]
 ) -> Float[Tensor, "*n d"]:
-    """``(1 - alpha) * h + alpha * source``: alpha 1 is ``source`` bit for bit (rounded to the type of ``h``), alpha 0 is ``h``.
+    """Return ``(1 - alpha) * h + alpha * source``: bit for bit ``source`` for alpha 1 (in the dtype of ``h``), ``h`` for alpha 0.
 
-    ``alpha`` is one number, one per row (``[n 1]``) or one per dimension (``[d]``). This form, not ``h + alpha * (source - h)``:
-    the difference would leave rounding at alpha 1.
+    ``alpha`` is one number, one per row (``[n 1]``) or one per dimension (``[d]``). The form ``h + alpha * (source - h)`` is not
+    used, because the difference would leave rounding errors at alpha 1.
     """
     kind = wide(h.dtype)
     weight = torch.as_tensor(alpha, dtype=kind, device=h.device)
     mixed = ((1 - weight) * h.to(kind) + weight * source.to(kind)).to(h.dtype)
-    # Chosen, not multiplied: 0 * inf is NaN, and -0.0 + 0.0 is 0.0.
+    # Selected by torch.where and not multiplied, because 0 * inf is NaN, and -0.0 + 0.0 is 0.0.
     return torch.where(weight == 1, source.to(h.dtype), torch.where(weight == 0, h, mixed)).expand_as(h)
 
 
 def term(vector: Float[Tensor, "*#n d"], *factors: float | Float[Tensor, "*#n"], dtype: torch.dtype) -> Float[Tensor, "*#n d"]:
-    """``vector * factor * ...`` from left to right (factors are numbers, or one per row), rounded to ``dtype`` once."""
+    """Return ``vector * factor * ...`` from left to right (factors are numbers, or one per row), rounded to ``dtype`` once."""
     product = vector.to(wide(torch.promote_types(vector.dtype, dtype)))
     for factor in factors:
         product = product * (factor.to(product.dtype)[..., None] if isinstance(factor, Tensor) else factor)
@@ -56,9 +54,9 @@ def steer(
     dynamic: Float[Tensor, "*#n d"] | None = None,
     token_scale: float | Float[Tensor, "*#n"] = 0.0,
 ) -> Float[Tensor, "*n d"]:
-    """``h + static * scale * row_gate + dynamic * token_scale``, the two terms added in this order.
+    """Return ``h + static * scale * row_gate + dynamic * token_scale``, with the two terms added in this order.
 
-    A row whose factor is 0 is left as it is, bit for bit.
+    A row whose factor is 0 is unchanged, bit for bit.
     """
     for vector, factors in ((static, (scale, row_gate)), (dynamic, (token_scale,))):
         if vector is not None:
@@ -78,18 +76,18 @@ def clamp(
 ) -> Float[Tensor, "*n d"]:
     """Move the projection on the unit direction ``v`` towards ``[low, high]`` by the share ``strength``.
 
-    ``h`` is returned bit for bit where the projection is between the bounds. Several clamps are applied one after another.
+    ``h`` is returned bit for bit if the projection is between the bounds. Several clamps are applied one after another.
     """
     kind = wide(h.dtype)
     unit, full = v.to(kind), h.to(kind)
-    projection = (full * unit).sum(-1)  # a product and a sum: the bits of a row do not depend on how many rows there are
+    projection = (full * unit).sum(-1)  # not a matmul, so that the bits of a row do not depend on the number of rows
     below, above = (torch.as_tensor(bound, dtype=kind, device=h.device) for bound in (low, high))
     move = (projection.clamp(below, above) - projection) * torch.as_tensor(strength, dtype=kind, device=h.device)
     return torch.where((move == 0)[..., None], h, (full + move[..., None] * unit).to(h.dtype))
 
 
 def score(h: Float[Tensor, "*n d"], probe: Float[Tensor, "*#n d"]) -> Float[Tensor, "*n"]:
-    """``h.probe`` in float32 at least; the bits of a row do not depend on the other rows."""
+    """Return ``h.probe`` in float32 at least; the bits of a row do not depend on the other rows."""
     kind = wide(h.dtype)
     return (h.to(kind) * probe.to(kind)).sum(-1)
 
@@ -97,10 +95,10 @@ def score(h: Float[Tensor, "*n d"], probe: Float[Tensor, "*#n d"]) -> Float[Tens
 def squash(
     scores: Float[Tensor, "*n"], threshold: float | Float[Tensor, "*#n"] = 0.0, sharpness: float | Float[Tensor, "*#n"] = 1.0
 ) -> Float[Tensor, "*n"]:
-    """``sigmoid(sharpness * (score - threshold))``; the bits of a row do not depend on the other rows."""
+    """Return ``sigmoid(sharpness * (score - threshold))``; the bits of a row do not depend on the other rows."""
     x = sharpness * (scores - threshold)
     if x.device.type == "cpu":
-        # Side by side in memory, eight at a time would be rounded otherwise than what is left over at the end.
+        # In contiguous memory, the vectorized kernel (eight at a time) and the scalar one for the remainder round differently.
         x = torch.stack((x, x), -1)[..., 0]
     return torch.sigmoid(x)
 
@@ -111,27 +109,27 @@ def gate(
     threshold: float | Float[Tensor, "*#n"] = 0.0,
     sharpness: float | Float[Tensor, "*#n"] = 1.0,
 ) -> Float[Tensor, "*n"]:
-    """``sigmoid(sharpness * (h.probe - threshold))``, in float32, for float64 activations in float64."""
+    """Return ``sigmoid(sharpness * (h.probe - threshold))``, in float64 for float64 activations, otherwise in float32."""
     return squash(score(h, probe), threshold, sharpness)
 
 
 def attenuate(h: Float[Tensor, "*n d"], factor: float | Float[Tensor, "*#n"]) -> Float[Tensor, "*n d"]:
-    """``h * factor``, row by row; a factor of 0 gives 0 whatever ``h`` holds, a factor of 1 gives ``h`` bit for bit."""
+    """Return ``h * factor``, row by row; a factor of 0 gives 0 even for NaN, a factor of 1 gives ``h`` bit for bit."""
     kind = wide(h.dtype)
     share = torch.as_tensor(factor, dtype=kind, device=h.device)[..., None]
     scaled = torch.where(share == 0, torch.zeros((), dtype=kind, device=h.device), h.to(kind) * share).to(h.dtype)
-    return torch.where(share == 1, h, scaled)  # a NaN keeps its bits
+    return torch.where(share == 1, h, scaled)  # so that a NaN keeps its bits
 
 
 Number = float | int
 TIERS = ("base", "prefill", "decode")
 KINDS = (*TIERS, "clamps", "monitors")
 CLAMPS = 4
-"""Clamps that one request may have at a site."""
+"""Maximum number of clamps of one request at a site."""
 
 
 class Vector:
-    """A finite vector with values, or the name of one; equal if the content (or, unresolved, the name) is.
+    """Finite vector, or the name of one; two are equal if their contents (or, if unresolved, their names) are.
 
     ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` if a number is not finite.
     """
@@ -150,7 +148,7 @@ class Vector:
                 raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
             return
         try:
-            # Numbers without a type are as exact as they were written.
+            # Python numbers have no dtype, so they are kept in float64.
             listed = isinstance(given, list | tuple)
             values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -167,11 +165,11 @@ class Vector:
     def data(self) -> Float[Tensor, " n"]:
         """The values; ``ValueError`` if the name was not resolved."""
         if self.values is None:
-            raise ValueError(f"the vector {self.name!r} is only a name as yet: register it in the state that is to look it up")
+            raise ValueError(f"the vector {self.name!r} is not resolved: register it in the steering state that looks it up")
         return self.values
 
     def resolved(self, lookup: Callable[[str], "Vector"]) -> "Vector":
-        """The vector itself; what ``lookup`` raises passes through."""
+        """Return the vector with values, looked up if this is a name; errors of ``lookup`` propagate."""
         return self if self.values is not None else lookup(self.name)
 
     def __eq__(self, other: object) -> bool:
@@ -195,7 +193,7 @@ def tensor_digest(values: Tensor) -> bytes:
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
 
 
-# Fields of what a request carries
+# Field types of the specs
 
 At = Annotated[Site, Field(description="a Site, as Site(3, 'resid_pre') or Site.parse('blocks.3.resid_pre')")]
 AVector = Annotated[VectorLike, PlainValidator(Vector)]
@@ -221,7 +219,7 @@ def _tuple(kind: type, given: object, info: Any) -> tuple:
         raise ValueError(f"{name} is a sequence of {what}, not one {type(given).__name__}: write ({what}(...),)")
     found = tuple(given)
     if wrong := [one for one in found if not isinstance(one, kind)]:
-        raise ValueError(f"{name} is a sequence of {what}, and one of it is a {type(wrong[0]).__name__}")
+        raise ValueError(f"{name} is a sequence of {what}, but one entry is a {type(wrong[0]).__name__}")
     return found
 
 
@@ -238,12 +236,15 @@ class Steer:
     scale: Annotated[float, Plain] = 1.0
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steer":
-        """Itself where there is no name to look up: this, and all of the others, is asked for every request."""
+        """Return a copy with the vector looked up, or the spec itself if its vector is not a name.
+
+        Specs without names are the usual case, and every request resolves its specs, so no copy is made for them.
+        """
         vector = Vector(self.vector)
         return self if vector.values is not None else replace(self, vector=vector.resolved(lookup))
 
     def values(self) -> Float[Tensor, " n"]:
-        """``scale * vector`` in float64."""
+        """Return ``scale * vector`` in float64."""
         return Vector(self.vector).data.double() * self.scale
 
     def content(self) -> bytes:
@@ -252,11 +253,19 @@ class Steer:
 
 @validated
 class Clamp:
-    """Keep the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
+    """Clamp that keeps the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
 
-    ``vector`` is divided by its length; a bound may be infinite. ``value`` stands for ``low = high``. ``phase`` is prefill (the
-    prompt's tokens), decode (generated ones) or both. ``ValueError`` for bounds in the wrong order, for ``value`` beside a bound,
-    and where nothing bounds.
+    Attributes:
+        site: The site.
+        vector: The direction, of any length; it is normalized.
+        low: Lower bound, may be infinite.
+        high: Upper bound, may be infinite.
+        strength: Share of the move.
+        phase: ``prefill`` (the prompt's tokens), ``decode`` (generated tokens) or ``both``.
+        value: Short for ``low = high``.
+
+    Raises:
+        ValueError: Bounds in the wrong order, ``value`` together with a bound, or no bound at all.
     """
 
     site: At
@@ -270,12 +279,12 @@ class Clamp:
     def __post_init__(self) -> None:
         vector = Vector(self.vector)
         if vector.values is not None and not bool(vector.values.any()):
-            raise ValueError(f"the clamp at {self.site} has a direction of zeros: give one with a length")
+            raise ValueError(f"the clamp at {self.site} has a direction of zeros: give one with a nonzero norm")
         if self.value is not None and (self.low, self.high) != (-math.inf, math.inf):
             raise ValueError(f"the clamp at {self.site} has a value and bounds: give value, or low and high")
         low, high = self.bounds
-        if not low <= high:  # a NaN is neither
-            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: low is the smaller one")
+        if not low <= high:  # also true for NaN
+            raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: low must be the smaller one")
         if low == math.inf or high == -math.inf:
             raise ValueError(f"the clamp at {self.site} has low={low} and high={high}: no number is between them")
         if math.isinf(low) and math.isinf(high):
@@ -293,7 +302,7 @@ class Clamp:
     def unit(self) -> Float[Tensor, " n"]:
         """Return the unit direction in float64."""
         v = Vector(self.vector).data.double()
-        v = v / v.abs().max()  # first, or the squares of small numbers vanish
+        v = v / v.abs().max()  # scaled first, because the squares of small numbers would underflow
         return v / v.norm()
 
     def content(self) -> bytes:
@@ -307,18 +316,20 @@ def _called(name: str, info: Any) -> str:
 
 @validated
 class Monitor:
-    """A probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` of every token at ``site``, in float32 at least.
+    """Probe in the forward: ``g = sigmoid(sharpness * (h.probe - threshold))`` for every token at ``site``, in float32 at least.
 
-    What it may gate, at its own site and later ones, in the same forward and on generated tokens alone:
+    A monitor may gate the following, at its own site and later ones, in the same forward and for generated tokens only:
 
     gates         sites whose dynamic vectors it gates (``None``: its own and all later ones; ``()``: none, it only watches)
     gate_rows     whether the request's static vectors at those sites are gated too
-    adds          vectors of its own, which act as ``g * vector`` (of ``mode="attenuate"``: by its factor)
+    adds          its own vectors, which act as ``g * vector`` (for ``mode="attenuate"``: times its factor)
     quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every
-                  ``quarantine_out`` at or behind the monitor); ``prompt=True`` has this act on the prompt's tokens as well
+                  ``quarantine_out`` at or after the monitor); ``prompt=True`` also applies this to the prompt's tokens
 
     The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A bias of the probe goes into ``threshold``.
-    ``ValueError`` for a gated site that fires before the monitor's.
+
+    Raises:
+        ValueError: A gated site fires before the monitor's, or fields contradict each other.
     """
 
     site: At
@@ -340,18 +351,18 @@ class Monitor:
         for site in named:
             if not self.reaches(site):
                 raise ValueError(
-                    f"the monitor at {self.site} cannot gate {site}: that fires before it, or on some models does; gate its own "
+                    f"the monitor at {self.site} cannot gate {site}, which fires before it (at least on some models): gate its own "
                     "site or a later one"
                 )
         if self.quarantined is not None and self.quarantine is None:
-            raise ValueError(f"the monitor at {self.site} names quarantines but not whether it opens or closes them")
+            raise ValueError(f"the monitor at {self.site} names quarantines: give quarantine='open' or 'close' as well")
         for site in self.quarantined or ():
             if site.point != "quarantine_out":
-                raise ValueError(f"{site} is no quarantine: name sites of the point quarantine_out")
+                raise ValueError(f"{site} is not a quarantine: name sites of the point quarantine_out")
         if self.prompt and self.quarantine is None:
-            raise ValueError(f"the monitor at {self.site} has prompt=True but gates no quarantine: nothing else acts on a prompt")
+            raise ValueError(f"the monitor at {self.site} has prompt=True but gates no quarantine, and only that acts on a prompt")
         if self.depth != 1.0 and self.mode != "attenuate":
-            raise ValueError(f"the monitor at {self.site} has depth={self.depth}, which is of mode 'attenuate' alone")
+            raise ValueError(f"the monitor at {self.site} has depth={self.depth}, which only mode='attenuate' uses")
 
     def reaches(self, site: Site) -> bool:
         """Return whether ``site`` is the monitor's own, or fires after it in every forward."""
@@ -363,7 +374,7 @@ class Monitor:
 
     @property
     def factor(self) -> tuple[float, float]:
-        """``(a, b)`` of the factor ``a + b * g``."""
+        """Coefficients ``(a, b)`` of the factor ``a + b * g``."""
         return (0.0, 1.0) if self.mode == "add" else (1.0, -float(self.depth))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Monitor":
@@ -382,8 +393,18 @@ class Monitor:
 
 @validated
 class Steering:
-    """All that a request asks for. ``ValueError`` for more than ``CLAMPS`` clamps at a site in a phase, and for two monitors of a
-    name (the site's, where none is given)."""
+    """All steering of a request: vectors in three tiers, clamps and monitors.
+
+    Attributes:
+        base: Vectors for all tokens.
+        prefill: Vectors for the prompt's tokens.
+        decode: Vectors for generated tokens.
+        clamps: Clamps.
+        monitors: Monitors.
+
+    Raises:
+        ValueError: More than ``CLAMPS`` clamps at a site in a phase, or two monitors of one name (by default, their site).
+    """
 
     base: Annotated[Sequence[Steer], several(Steer)] = ()
     prefill: Annotated[Sequence[Steer], several(Steer)] = ()
@@ -398,7 +419,7 @@ class Steering:
                 raise ValueError(f"{sites.count(crowded[0])} clamps at {crowded[0]}: a site takes at most {CLAMPS}")
         names = [monitor.name for monitor in self.monitors]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"two monitors are called {twice[0]!r}: give each a name of its own")
+            raise ValueError(f"two monitors are called {twice[0]!r}: give each its own name")
 
     def vectors(self, tier: str) -> tuple[Steer, ...]:
         """Return the entries of a tier: base, prefill or decode."""
@@ -407,14 +428,14 @@ class Steering:
         return tuple(getattr(self, tier))
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
-        """With every name looked up; what ``lookup`` raises passes through."""
+        """Return a copy with every name looked up; errors of ``lookup`` propagate."""
         found = {kind: tuple(entry.resolved(lookup) for entry in getattr(self, kind)) for kind in KINDS}
         if all(map(operator.is_, (e for kind in KINDS for e in found[kind]), (e for kind in KINDS for e in getattr(self, kind)))):
             return self
         return Steering(**found)
 
     def content(self) -> bytes:
-        """SHA-256 of what is asked for, not of names; ``ValueError`` where a name was not looked up."""
+        """Return the SHA-256 of the content, which does not depend on names; ``ValueError`` if a name is not resolved."""
         return self._content
 
     @cached_property
@@ -428,12 +449,12 @@ class Steering:
 
     @property
     def rows(self) -> "Steering":
-        """The part that a table row holds: vectors and clamps, no monitors."""
+        """The part that a table row holds: vectors and clamps, without monitors."""
         return replace(self, monitors=()) if self.monitors else self
 
 
 def _unknown(name: str) -> Vector:
-    raise ValueError(f"the vector {name!r} is only a name as yet: register it in the state that is to look it up")
+    raise ValueError(f"the vector {name!r} is not resolved: register it in the steering state that looks it up")
 
 
 def looker(named: Mapping[str, Vector]) -> Callable[[str], Vector]:

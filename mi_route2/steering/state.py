@@ -17,7 +17,7 @@ from mi_route2.steering.table import Full, Rows, row_key, summed
 
 @dataclass
 class Living:
-    """A request that was admitted and has not ended. ``resident`` is false while it is preempted and holds no rows."""
+    """Request that was admitted and has not ended. ``resident`` is False while it is preempted and holds no rows."""
 
     asked: Steering
     spec: Steering
@@ -41,8 +41,10 @@ class Living:
 
 @dataclass(eq=False)
 class Held:
-    """A configuration under a name, for overrides to point at. ``scale`` is that of the requests which are routed to it, and of no
-    other that shares its row."""
+    """Configuration stored under a name, as a target of overrides.
+
+    ``scale`` applies to the requests that are routed to it, and not to others that share its row.
+    """
 
     name: str
     spec: Steering
@@ -52,13 +54,13 @@ class Held:
 
 
 class Requests:
-    """See the module; errors are those of ``SteeringState``, whose methods these are without what they change there."""
+    """Requests and their rows; methods and errors are those of ``SteeringState``, which also updates its caches."""
 
     def __init__(self, rows: Rows, vectors: Mapping[str, Vector], quarantine_sites: tuple[Site, ...]):
         self.rows, self._vectors, self.quarantine_sites = rows, vectors, quarantine_sites
         self.living: dict[int, Living] = {}
         self.watched: Counter[Site] = Counter()
-        """Where monitors of single requests that run read and act, and how many do."""
+        """Number of monitors of resident requests, by the site at which they read or act."""
         self.held: dict[str, Held] = {}
 
     def of(self, request: int) -> Living:
@@ -78,7 +80,7 @@ class Requests:
 
     def _row(self, name: str, spec: Steering) -> Steering:
         if spec.monitors:
-            raise ValueError(f"the configuration {name!r} has monitors: they belong to a request, not to a row")
+            raise ValueError(f"the configuration {name!r} has monitors: give them in the request's own steering")
         return self._resolved(spec)
 
     def fits(self, spec: Steering | None, configs: Mapping[str, Steering], request: int | None) -> bool:
@@ -91,7 +93,7 @@ class Requests:
         return True
 
     def check(self, spec: Steering | None, configs: Mapping[str, Steering]) -> None:
-        """``ValueError`` for what ``admit`` would refuse for as long as the server's configurations are held; takes nothing."""
+        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
         own = self._resolved(spec)
         for monitor in own.monitors:
             watch_of(monitor, monitor.name, self.rows, self.quarantine_sites)
@@ -119,9 +121,9 @@ class Requests:
             watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self.quarantine_sites) for monitor in own.monitors}
             living = Living(spec or Steering(), own, rows, owner, conversation, watches)
         elif living.resident:
-            raise ValueError(f"request {request} runs already: a request has one number, which is never used again")
+            raise ValueError(f"request {request} already runs: give each request a new number")
         elif (spec or Steering()) != living.asked:
-            raise ValueError(f"request {request} was preempted and comes back with another steering: admit it with its own")
+            raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
         self.rows.demand(living.specs)
         living.row = self.rows.acquire(living.spec)
         living.alternatives = tuple(self.rows.acquire(config) for config in living.configs.values())
@@ -134,7 +136,7 @@ class Requests:
         self._give_back(self.of(request))
 
     def release(self, request: int) -> str:
-        """Return the owner whose last request this was, or ``""``."""
+        """Release a request; return its owner if this was the owner's last request, otherwise ``""``."""
         if (living := self.living.pop(request, None)) is None:
             return ""
         self._give_back(living)
@@ -152,10 +154,10 @@ class Requests:
         living.row, living.alternatives, living.routed, living.resident = 0, (), None, False
 
     def watch(self, request: int, name: str, watch: Watch | None) -> None:
-        """Replace a monitor that was set on a request, or (``None``) take it off. ``ValueError`` for a name of its own spec."""
+        """Replace a monitor that was set on a request, or (``None``) remove it; ``ValueError`` for a name of its own spec."""
         living = self.of(request)
         if watch is not None and name in living.watches:
-            raise ValueError(f"request {request} brought a monitor {name!r} of its own: give this one another name")
+            raise ValueError(f"request {request} already has its own monitor {name!r}: give this one another name")
         if living.resident:
             self._count(living, -1)
         if watch is not None:
@@ -174,9 +176,9 @@ class Requests:
 
     def hold(self, name: str, spec: Steering, owner: str) -> None:
         if not name:
-            raise ValueError("give the configuration a name, for overrides to point at")
+            raise ValueError("the configuration needs a name, to which overrides refer")
         if name in self.held:
-            raise ValueError(f"a configuration is held as {name!r} already: drop it first, or take another name")
+            raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
         found = self._row(name, spec)
         self.rows.demand([found])
         self.held[name] = Held(name, found, self.rows.acquire(found), owner)
@@ -196,7 +198,7 @@ class Requests:
         living = self.of(request)
         before = living.routed
         if living.resident:
-            living.routed = None if target is None else self.rows.acquire(target.spec)  # held already: this cannot be Full
+            living.routed = None if target is None else self.rows.acquire(target.spec)  # its row exists, so never Full
             if before is not None:
                 self.rows.release(before)
         living.override = target
@@ -209,16 +211,23 @@ def _listed(names: Mapping[str, object]) -> str:
 __all__ = ["Full", "Reading", "Readings", "SteeringState"]
 
 GLOBAL = "global:"
-"""How the names of monitors that watch every request begin in readings."""
+"""Prefix, in readings, of the names of monitors that watch every request."""
 PLANS = 128
-"""Layouts of single tokens whose plan is kept: in batches of one, as exact ones are, requests take turns."""
+"""Number of cached plans of single-token layouts; exact mode needs several, because requests run in turn in batches of one."""
 
 
 class SteeringState:
-    """See the module. ``widths`` gives a site's shape behind [b s]: ``(d,)``, by head ``(h, dh)``; what it raises passes through.
+    """Steering state of many requests at once.
 
-    ``rows`` configurations may act at a time. ``quarantine_sites`` are the ``quarantine_out`` that monitors gate by default.
-    ``changes`` counts the calls after which something else may act.
+    Args:
+        widths: returns the shape of a site's value without [b s]: ``(d,)``, or ``(h, dh)`` for sites with heads; its errors
+            propagate.
+        rows: number of configurations that may act at a time.
+        dtype: dtype of the model's activations.
+        device: device of the model.
+        quarantine_sites: the ``quarantine_out`` sites that monitors gate by default.
+
+    ``changes`` counts the calls after which the steering may differ.
     """
 
     def __init__(
@@ -246,7 +255,7 @@ class SteeringState:
         self._steps: dict[Site, SiteStep] = {}
 
     def found(self, quarantine_sites: tuple[Site, ...]) -> None:
-        """Set the quarantines that monitors gate from now on, after the model's were switched."""
+        """Set the quarantines that monitors gate from now on, after the model's adapters were switched."""
         self.quarantine_sites = tuple(sorted(quarantine_sites))
         self._requests.quarantine_sites = self.quarantine_sites
 
@@ -254,7 +263,7 @@ class SteeringState:
 
     @checked
     def register(self, name: str, tensor: VectorLike) -> None:
-        """Register a vector under a name. Requests admitted before keep the vector that the name had."""
+        """Register a vector under a name. Requests that were admitted before keep the previous vector of that name."""
         vector = Vector(tensor)
         if not name or vector.values is None:
             raise ValueError("register a vector of numbers under a name that is not empty")
@@ -284,11 +293,11 @@ class SteeringState:
     # Requests
 
     def fits(self, spec: Steering | None, *, configs: Mapping[str, Steering] | None = None, request: int | None = None) -> bool:
-        """Return whether ``admit`` would find its rows now; ``request`` names a preempted one. ``ValueError`` as there."""
+        """Return whether ``admit`` would find enough rows now; ``request`` is a preempted one. ``ValueError`` as in ``admit``."""
         return self._requests.fits(spec, configs or {}, request)
 
     def check(self, spec: Steering | None, configs: Mapping[str, Steering] | None = None) -> None:
-        """Raise ``ValueError`` if ``admit`` would refuse, now and for as long as the server's own configurations are held."""
+        """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held."""
         self._requests.check(spec, configs or {})
 
     def admit(
@@ -300,24 +309,27 @@ class SteeringState:
         conversation: str | None = None,
         configs: Mapping[str, Steering] | None = None,
     ) -> None:
-        """Take the rows that a request needs, or raise and take none.
+        """Admit a request and take its rows; after an error no rows are taken.
 
-        ``configs`` are rows of its own to which it may be overridden, held from now on so that this cannot fail later. A preempted
-        request is admitted again with the same spec; its override, scale and monitors are as they were. ``Full`` where rows are
-        lacking now, ``ValueError`` where they always will be, for a vector that does not fit and a request that runs already.
+        ``configs`` are configurations to which the request may be overridden; their rows are taken now, so that an override cannot
+        fail. A preempted request is admitted again with the same spec and keeps its override, scale and monitors.
+
+        Raises:
+            Full: Too few rows are free now.
+            ValueError: The rows can never suffice, a vector does not fit, or the request already runs.
         """
         self._requests.admit(request, spec, owner, conversation, configs or {})
         self._changed(request)
 
     def preempted(self, request: int) -> None:
-        """Give the rows back; what was done to the request (override, scale, monitors) waits for it to be admitted again."""
+        """Release the rows of a preempted request; its override, scale and monitors are kept until it is admitted again."""
         self._requests.preempted(request)
         self._changed(request)
 
     def release(self, request: int) -> None:
-        """The request has ended, and all that was its own with it; nothing happens for one that was never admitted.
+        """Remove a request that has ended, with everything of its own; no effect if it was never admitted.
 
-        What an owner held or watched goes with the owner's last request.
+        With an owner's last request, the owner's configurations and monitors are removed too.
         """
         if owner := self._requests.release(request):
             self._monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
@@ -338,12 +350,15 @@ class SteeringState:
 
     @checked
     def hold(self, name: str, spec: Steering, *, owner: str = "") -> None:
-        """Keep a row under a name, for overrides. The server's own (``owner=""``) stay until ``drop``. Errors as in ``admit``."""
+        """Hold a configuration under a name, for overrides; errors as in ``admit``.
+
+        The server's own configurations (``owner=""``) stay until ``drop``.
+        """
         self._requests.hold(name, spec, owner)
         self._changed()
 
     def drop(self, name: str) -> None:
-        """Forget a held configuration; requests that were overridden to it stay so. ``ValueError`` for an unknown name."""
+        """Drop a held configuration; overrides to it stay in effect. ``ValueError`` for an unknown name."""
         self._requests.drop(name)
         self._changed()
 
@@ -363,9 +378,9 @@ class SteeringState:
         self._changed()
 
     def override(self, request: int, config: str | None) -> None:
-        """Route the request's generated tokens to another row: one of its own ``configs``, or one that is held.
+        """Route the request's generated tokens to another row: one of its own ``configs``, or a held configuration.
 
-        ``None`` is its own row, as before any override; it may be said at any time. The scale of the request is not touched.
+        ``None`` restores its own row. The request's scale is unchanged.
         """
         self._requests.override(request, config)
         self._changed(request)
@@ -380,11 +395,13 @@ class SteeringState:
         self._changed(request)
 
     def set_scale(self, scale: Number, *, request: int | None = None, config: str | None = None) -> None:
-        """Scale the static vectors of a request's generated tokens, of all that are routed to a held configuration, or the tier
-        (neither)."""
+        """Set the scale of a request's static vectors, of a held configuration, or (if neither is given) of the tier.
+
+        Only generated tokens are scaled.
+        """
         value = _scale(scale)
         if request is not None and config is not None:
-            raise ValueError("a scale is of a request, of a configuration, or of the tier: name one of them at most")
+            raise ValueError("a scale belongs to a request, a configuration or the tier: name at most one of them")
         if request is not None:
             self._requests.of(request).scale = value
         elif config is None:
@@ -392,7 +409,7 @@ class SteeringState:
         elif (held := self._requests.config(config)).row:
             held.scale = value
         else:
-            raise ValueError(f"the configuration {config!r} holds no vectors, so that there is nothing to scale")
+            raise ValueError(f"the configuration {config!r} holds no vectors, so there is nothing to scale")
         self._forget(request)
 
     def scale_of(self, request: int) -> float:
@@ -400,12 +417,14 @@ class SteeringState:
         return self._requests.of(request).scale
 
     def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
-        """Watch one request, or all; replaces a monitor of this name that was set before, never one of the request's own spec.
+        """Set a monitor on one request, or on all; it replaces a monitor of the same name that was set before.
 
-        ``ValueError`` for a probe that does not fit, a quarantine that is not there, and a monitor that acts on prompts.
+        Raises:
+            ValueError: The name is that of a monitor in the request's own spec, the probe does not fit, the quarantine does not
+                exist, or the monitor acts on prompts.
         """
         if monitor.prompt:
-            raise ValueError("a monitor that acts on prompts is a part of the request's own steering: nothing dynamic acts there")
+            raise ValueError("a monitor that acts on prompts must be in the request's own steering, which alone acts on them")
         name = GLOBAL + monitor.name if request is None else monitor.name
         watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.quarantine_sites)
         if request is None:
@@ -415,14 +434,14 @@ class SteeringState:
         self._changed(request)
 
     def clear_monitor(self, name: str, *, request: int | None = None) -> None:
-        """Take back what ``set_monitor`` did; nothing happens where there is none. A request's own spec stays as it is."""
+        """Remove a monitor that ``set_monitor`` set; no effect if there is none. Monitors of a request's own spec stay."""
         if request is None:
             self._monitors.pop(name, None)
         else:
             self._requests.watch(request, name, None)
         self._changed(request)
 
-    # What acts
+    # Current steering
 
     def _acting(self, request: int) -> Acting:
         living = self._requests.living.get(request)
@@ -449,7 +468,7 @@ class SteeringState:
         return self._version
 
     def _forget(self, request: int | None) -> None:
-        """What was prepared is stale; ``request`` is the only one on which something else acts now, ``None``: all may be."""
+        """Invalidate prepared plans, and the digests of ``request`` (``None``: of all requests)."""
         self._plans.clear()
         self.changes += 1
         if request is None:
@@ -467,9 +486,9 @@ class SteeringState:
             self._sites, self._version = frozenset(found), self._version + 1
 
     def content(self, request: int, *, decode: bool) -> bytes:
-        """Digest of all that acts now on a prompt token, or a generated one, of the request; ``b""`` where nothing does.
+        """Return a digest of all steering of the request's prompt tokens, or generated ones; ``b""`` if nothing acts.
 
-        Equal for requests on which the same numbers act, whatever rows they have and however their vectors are named.
+        It is equal for requests with the same numbers, whatever their rows and the names of their vectors.
         """
         found = self._contents.get((request, decode))
         if found is None:
@@ -480,7 +499,7 @@ class SteeringState:
     # One forward
 
     def begin(self, layout: Layout) -> bool:
-        """Prepare a forward over ``layout``: whether anything acts or watches in it.
+        """Prepare a forward over ``layout``; return True if anything is steered or monitored in it.
 
         ``RuntimeError`` for a request that was not admitted. A forward that failed half-way needs no ``end``.
         """
@@ -504,10 +523,10 @@ class SteeringState:
         return planner.run(), planner.slots
 
     def at(self, site: Site, h: Tensor) -> Tensor:
-        """``h [b s ...]`` at a site of the forward that was begun, as the model goes on with it: ``h`` where nothing acts."""
+        """Return the steered ``h [b s ...]`` at a site of the current forward; ``h`` itself if nothing acts."""
         forward = self._forward
         if forward is None:
-            raise RuntimeError("a steered site fired outside of a forward that was begun: call begin(layout) first")
+            raise RuntimeError("a steered site fired outside of a prepared forward: call begin(layout) first")
         step = self._steps.get(site)
         if step is None:
             return h
@@ -522,10 +541,10 @@ class SteeringState:
             return Readings()
         if len(forward.fired) < len(self._steps):
             silent = ", ".join(str(site) for site in sorted(set(self._steps) - forward.fired))
-            raise RuntimeError(f"steering was to act at {silent}, which did not fire: hook every site of sites()")
+            raise RuntimeError(f"steering acts at {silent}, which did not fire: hook every site of sites()")
         return Readings(layout, forward.scores)
 
-    # For people
+    # Inspection
 
     def snapshot(self) -> dict[str, Any]:
         """Return the current state as plain data."""
@@ -550,5 +569,5 @@ class SteeringState:
 
 def _scale(value: Number) -> float:
     if isinstance(value, bool | str) or not 0 <= (number := float(value)) < float("inf"):
-        raise ValueError(f"a scale of {value!r:.60} cannot be: give a finite number that is not negative")
+        raise ValueError(f"a scale of {value!r:.60} is not valid: give a finite number that is not negative")
     return number

@@ -1,8 +1,9 @@
-"""The table of static steering: one row a configuration, two lines a row (prefill and decode), shared by equal content.
+"""Table of static steering: one row per configuration with two lines (prefill and decode), shared by requests of equal content.
 
     line = 2 * row + decode        table[line] = global base + global tier + request base + request tier      (summed in float64)
 
-Row 0 is what acts on a request without vectors of its own: the globals. Rows are counted references; one that nobody holds is free.
+Row 0 acts on requests without vectors of their own: it holds the globals. Rows are reference-counted; a row without references is
+free.
 """
 
 import hashlib
@@ -22,12 +23,12 @@ PHASES = ("prefill", "decode")
 
 
 class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
-    """No row is free now: wait until a request has ended."""
+    """Error of a full table: no row is free now, so wait until a request has ended."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """A compiled clamp: the unit direction on the device, its bounds and its strength."""
+    """Compiled clamp: the unit direction on the device, its bounds and its strength."""
 
     unit: Tensor
     low: float
@@ -37,7 +38,7 @@ class Band:
 
 @dataclass
 class Row:
-    """A configuration in the table."""
+    """Configuration in the table."""
 
     spec: Steering
     key: bytes
@@ -50,14 +51,14 @@ class Row:
 
 @dataclass
 class Table:
-    """One site's lines, and which of them hold a vector that is not zero."""
+    """Lines of one site, and the indices of those that are not zero."""
 
     values: Tensor
     acts: set[int] = field(default_factory=set)
 
 
 def summed(entries: Iterable[Steer]) -> dict[Site, Tensor]:
-    """Site -> sum of ``scale * vector`` in float64, in the order given."""
+    """Return site -> sum of ``scale * vector`` in float64, in the order given."""
     total: dict[Site, Tensor] = {}
     for entry in entries:
         values = entry.values()
@@ -66,11 +67,11 @@ def summed(entries: Iterable[Steer]) -> dict[Site, Tensor]:
 
 
 class Rows:
-    """At most ``capacity`` configurations beside row 0."""
+    """Rows of the table: at most ``capacity`` configurations in addition to row 0."""
 
     def __init__(self, capacity: int, widths: Widths, dtype: torch.dtype, device: torch.device):
         if capacity < 0:
-            raise ValueError(f"rows={capacity} cannot be: give the number of steering configurations that may act at a time")
+            raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
         self.capacity, self.kind, self.device = capacity, wide(dtype), device
         self._widths = widths
         self.tables: dict[Site, Table] = {}
@@ -79,7 +80,7 @@ class Rows:
         self._by_key: dict[bytes, int] = {b"": 0}
         self._free = list(range(capacity, 0, -1))
         self.closed = False
-        """True if a request waits for rows: then no other may take a free one."""
+        """True if a request waits for rows; no other request may take a free row then."""
 
     @property
     def used(self) -> int:
@@ -87,42 +88,42 @@ class Rows:
         return self.capacity - len(self._free)
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
-        """``ValueError`` unless ``vector`` fits at ``site``; what the widths raise for a site that is not there passes through."""
+        """Raise ``ValueError`` unless ``vector`` fits at ``site``; errors for a site that does not exist propagate."""
         if (has := len(vector.data)) != (width := math.prod(self._widths(site))):
             raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
 
     def check(self, spec: Steering) -> None:
-        """``ValueError`` for a vector or a clamp that does not fit where it is to act."""
+        """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""
         for tier in TIERS:
             self.check_entries(spec.vectors(tier))
         for clamp in spec.clamps:
             self.demand_width(clamp.site, Vector(clamp.vector), "the clamp's direction")
 
     def check_entries(self, entries: Sequence[Steer]) -> None:
-        """``ValueError`` for a vector that does not fit at its site, or whose sum is not finite in the table's type."""
+        """Raise ``ValueError`` for a vector that does not fit at its site, or a sum that is not finite in the table's dtype."""
         for entry in entries:
             self.demand_width(entry.site, Vector(entry.vector), "the vector")
         for site, values in summed(entries).items():
             if not bool(torch.isfinite(values.to(self.kind)).all()):
-                raise ValueError(f"the vector at {site} is beyond what {self.kind} holds: scale it down")
+                raise ValueError(f"the vector at {site} is beyond the range of {self.kind}: scale it down")
 
-    # What is held
+    # References to rows
 
     def demand(self, specs: Sequence[Steering]) -> None:
-        """``Full`` where ``specs`` do not fit now, ``ValueError`` where they never will."""
+        """Raise ``Full`` if ``specs`` do not fit now, and ``ValueError`` if they can never fit."""
         needed = {key for spec in specs if (key := row_key(spec))}
         if len(needed) > self.capacity:
-            raise ValueError(f"{len(needed)} steering rows are needed and there are {self.capacity}: ask for fewer, or raise rows")
+            raise ValueError(f"{len(needed)} steering rows are needed but there are {self.capacity}: request fewer, or raise rows")
         free = 0 if self.closed else len(self._free)
         if (new := len(needed - self._by_key.keys())) > free:
-            raise Full(f"{new} steering rows are needed and {free} of {self.capacity} are free: wait for a request to end")
+            raise Full(f"{new} steering rows are needed but {free} of {self.capacity} are free: wait for a request to end")
 
     def acquire(self, spec: Steering) -> int:
-        """Return the row that holds ``spec``, to be given back with ``release``; row 0 if ``spec`` is empty."""
+        """Return the row that holds ``spec``, to be returned with ``release``; row 0 if ``spec`` is empty."""
         key = row_key(spec)
         if key not in self._by_key:
             if not self._free:
-                raise Full(f"all {self.capacity} steering rows are held: wait for a request to end")
+                raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
             index = self._free.pop()
             tiers = {tier: summed(spec.vectors(tier)) for tier in TIERS}
             self._by_key[key] = index
@@ -152,7 +153,7 @@ class Rows:
                 found[clamp.site] = (*found.get(clamp.site, ()), band)
         return found
 
-    # What is in the table
+    # Content of the table
 
     def set_global(self, tier: str, entries: Sequence[Steer]) -> None:
         """Replace a global tier, in every line."""
@@ -163,7 +164,7 @@ class Rows:
             self._write(index, before | set(self.globals[tier]))
 
     def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
-        """The vector of a line in float64, ``None`` where no tier has one."""
+        """Return the vector of a line in float64; ``None`` if no tier has one."""
         tiers = (self.globals["base"], self.globals[phase], row.tiers["base"], row.tiers[phase])
         total = None
         for tier in tiers:
@@ -199,7 +200,7 @@ class Rows:
         return set(self.tables).union(*(bands for row in self.rows.values() for bands in row.bands))
 
     def content(self, index: int, decode: bool, scale: float) -> bytes:
-        """Digest of what a row does to a token of a phase, its vectors ``scale`` times; ``b""`` where it does nothing."""
+        """Return a digest of a row's effect on a token of a phase, with its vectors times ``scale``; ``b""`` if it has none."""
         row = self.rows[index]
         key = (decode, scale != 0)
         if key not in row.contents:

@@ -1,1 +1,1 @@
-"""What all studies share: seeds, statistics, tables, processes, publishing, the command line."""
+"""Code shared by all studies: seeds, statistics, tables, processes, publishing, the command line."""

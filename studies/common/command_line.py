@@ -1,4 +1,4 @@
-"""What the command lines of all studies share: one sentence for an error, an orderly Ctrl-C, and how seeds are named."""
+"""Command line of all studies: errors in one sentence, an orderly end at Ctrl-C, and the syntax of seeds."""
 
 import io
 import sys
@@ -12,12 +12,16 @@ MAX_SEEDS = 10_000
 
 
 def run_command(commands: Mapping[str, Callable[..., Any]], name: str, description: str | None, stopped: str) -> int:
-    """Read one of ``commands`` from the command line of ``python -m <name>`` and call it; the exit status.
+    """Run one of ``commands`` from the command line of ``python -m <name>``; return the exit status.
 
-    ``stopped`` ends the sentence that Ctrl-C leaves behind: what the same command will do when it is started again.
+    Args:
+        commands: Functions by the name of their subcommand.
+        name: Module name of the study.
+        description: Help text.
+        stopped: End of the sentence that Ctrl-C prints: what the same command will do when it is started again.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # where a terminal or locale lacks a sign, a run does not end in an error for it
+        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal's encoding lacks must not end a run
             stream.reconfigure(errors="replace")
     command = tyro.extras.subcommand_cli_from_dict(dict(commands), prog=f"python -m {name}", description=description)
     try:
@@ -33,7 +37,11 @@ def run_command(commands: Mapping[str, Callable[..., Any]], name: str, descripti
 
 
 def read_seeds(text: str) -> list[int]:
-    """``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list."""
+    """Parse seeds: ``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list.
+
+    Raises:
+        ValueError: No seed, a negative one, or more than ``MAX_SEEDS``.
+    """
     seeds: Sequence[int] = ()
     try:
         if "," in text:
@@ -49,7 +57,7 @@ def read_seeds(text: str) -> list[int]:
     except OverflowError:
         many = True
     if many:
-        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the most that one run takes")
+        raise ValueError(f"{text!r} names more than {MAX_SEEDS} seeds, which is the limit of one run: give fewer")
     if not seeds or min(seeds) < 0:
         raise ValueError(f"{text!r} names no seeds: give a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")
     return sorted(set(seeds))

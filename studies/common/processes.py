@@ -1,6 +1,7 @@
-"""Starts a process with a pipe of its own to the parent. Nothing is shared: what dies takes nothing along, and is noticed.
+"""Worker processes with their own pipe to the parent, and locks on files and folders.
 
-And what keeps two of them apart: a lock on a file or folder, which ends with its holder, however that ends.
+A worker shares nothing with the parent, so its death affects nothing else and is noticed. A lock ends with the process that holds
+it, however that process ends.
 """
 
 import errno
@@ -23,24 +24,24 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 Job = TypeVar("Job")
-LOOKS = 0.05  # seconds between two looks at a lock
+LOOKS = 0.05  # seconds between two attempts to take a lock
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
-"""What filesystems without `flock` say. EBADF is a network's, which can lock what was opened to be written, and no folder."""
+"""Errors of filesystems without `flock`. EBADF is from network filesystems, which lock files opened for writing but no folders."""
 
 
 def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
-    """Run ``target(link, *args)`` in a new process; the process, and the parent's end of the link.
+    """Run ``target(link, *args)`` in a new process; return the process, and the parent's end of the link.
 
-    It never gets SIGINT: Ctrl-C goes to every process of the terminal, and some may still be importing.
+    The process never gets SIGINT, because Ctrl-C goes to every process of the terminal, and some may still be importing.
     """
     context = mp.get_context("spawn")
-    resource_tracker.ensure_running()  # otherwise the first start starts it, and that unblocks SIGINT
+    resource_tracker.ensure_running()  # otherwise the first start would start it, which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         link, far = context.Pipe()
         process = context.Process(target=target, args=(far, *args), daemon=True)
         process.start()
-        far.close()  # ours alone would keep the pipe open after the process's death
+        far.close()  # the parent's copy would keep the pipe open after the process's death
         return process, link
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -48,10 +49,18 @@ def start(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connect
 
 @contextmanager
 def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
-    """Hold ``path``, a folder or else a file, which is made where it is missing.
+    """Context: hold a lock on ``path``, a folder or a file (created if it is missing).
 
-    ``ValueError`` with the text ``refusal`` where another process still holds it after ``patience`` seconds, ``OSError`` where it
-    cannot be opened or locked. On a filesystem that knows no locks nothing is kept apart, and a warning says so.
+    On a filesystem without locks nothing is locked, and a warning says so.
+
+    Args:
+        path: File or folder.
+        refusal: Text of the error if another process holds the lock.
+        patience: Seconds to wait for the lock.
+
+    Raises:
+        ValueError: Another process still holds the lock after ``patience`` seconds.
+        OSError: The path cannot be opened or locked.
     """
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o666)
     deadline = time.monotonic() + patience
@@ -68,8 +77,8 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
                 if error.errno not in NO_LOCKS:
                     raise
                 warnings.warn(
-                    f"the filesystem of {path} knows no locks ({error.strerror}): nothing keeps another process from writing there "
-                    "at the same time; start one at a time, or choose a folder on a local disk",
+                    f"the filesystem of {path} has no locks ({error.strerror}): another process could write there at the same "
+                    "time; start one at a time, or choose a folder on a local disk",
                     stacklevel=3,
                 )
                 break
@@ -80,7 +89,7 @@ def locked(path: Path, refusal: str, patience: float = 0.0) -> Iterator[None]:
 
 @contextmanager
 def exclusive(root: Path) -> Iterator[None]:
-    """Hold the run folder; ``ValueError`` where another process does, or where it cannot be written."""
+    """Context: hold the lock of the run folder; ``ValueError`` if another process holds it, or the folder cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         (root / ".lock").touch()
@@ -92,9 +101,10 @@ def exclusive(root: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path, patience: float = 60.0) -> Iterator[None]:
-    """Hold a job's folder, made if it is missing, and delete the temporary files that a kill left in it.
+    """Context: hold the lock of a job's folder, which is created if it is missing; temporary files left by a kill are deleted.
 
-    A worker that outlives its killed parent may be at its last step there: wait ``patience`` seconds for it, then ``ValueError``.
+    A worker that outlives its killed parent may still be at its last step there, so the context waits ``patience`` seconds for it
+    before it raises ``ValueError``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder, f"another process is still writing to {folder}; wait for it, or end it", patience):
@@ -145,12 +155,12 @@ def run_pool(
 
 
 def _end_silently() -> None:
-    """In a worker of an executor: end at once, without a traceback and leaving no half part.
+    """Make a worker of an executor end at once and without a traceback, at Ctrl-C or when its parent is gone.
 
-    At Ctrl-C, which reaches every process of a terminal; and when the parent is gone, which an executor's queues do not tell.
+    Ctrl-C reaches every process of a terminal; the end of the parent is not visible in an executor's queues.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    tqdm.set_lock(threading.RLock())  # its own would be a semaphore that a killed worker leaves in the system
+    tqdm.set_lock(threading.RLock())  # tqdm's own lock is a semaphore that a killed worker would leave in the system
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""What publishers of all studies share: packing without loss, provenance, and folders that are replaced whole."""
+"""Publishing of all studies: lossless packing, provenance, and atomic replacement of folders."""
 
 import hashlib
 import io
@@ -17,7 +17,7 @@ PROVENANCE = "provenance.json"
 
 
 def compact(value: Any) -> str:
-    """JSON without white space but for one line break a top-level entry, so that differences stay readable."""
+    """Return JSON without white space, except for a line break per top-level entry so that differences stay readable."""
     if isinstance(value, dict):
         body = ",\n".join(f"{json.dumps(key)}:{_entry(entry)}" for key, entry in value.items())
         return f"{{\n{body}\n}}\n"
@@ -35,7 +35,7 @@ def _dumps(value: Any) -> str:
 
 
 def repacked(png: bytes) -> bytes:
-    """The same pixels in fewer bytes: an alpha channel that hides nothing is left out, and zlib tries harder."""
+    """Return the same pixels in fewer bytes, without an unused alpha channel and with stronger zlib compression."""
     image = Image.open(io.BytesIO(png))
     if image.mode == "RGBA" and image.getchannel("A").getextrema() == (255, 255):
         image = image.convert("RGB")
@@ -45,24 +45,24 @@ def repacked(png: bytes) -> bytes:
 
 
 def nested(markdown: str) -> str:
-    """Return a page's text as a part of another page: every heading one level down."""
+    """Return a page as a part of another page: every heading one level lower."""
     return re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
 
 
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Write the texts of a report by file name, each whole or not at all; return their paths."""
+    """Write the texts of a report by file name, each atomically; return their paths."""
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
 
 
 @contextmanager
 def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
-    """Context: an empty folder to fill, which replaces ``place`` on a clean exit and is gone on any other.
+    """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.
 
-    Figures in it are repacked. ``provenance`` (what was run, by which command) goes into provenance.json, with the SHA-256 of every
-    other file.
+    Figures in it are repacked. ``provenance`` (the settings and the command of the run) is written to provenance.json, with the
+    SHA-256 of every other file.
 
     Raises:
-        OSError: The folder cannot be written. What was published before is then as it was.
+        OSError: The folder cannot be written; an existing folder is then unchanged.
     """
     with whole_folder(place, overwrite=True) as folder:
         yield folder

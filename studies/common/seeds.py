@@ -1,6 +1,7 @@
-"""Every random choice of a run comes from (seed, purpose, step), so that a resumed run draws what an uninterrupted one draws.
+"""Seeds of every random choice, derived from (seed, purpose, step), so that a resumed run draws the same numbers.
 
-No generator lives longer than a step: there is no state to lose, and two arms of one seed meet the same prompts and uniforms.
+No generator lives longer than a step, so there is no state to lose, and two arms with the same seed get the same prompts and
+uniforms.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import torch
 
 
 def derive(seed: int, purpose: str, step: int = 0) -> int:
-    """A 63-bit seed for one purpose at one step."""
+    """Return a 63-bit seed for one purpose at one step."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{purpose}/{step}".encode()).digest()[:8]) >> 1
 
 

@@ -2,12 +2,13 @@
 
     mean +- t_{(1+level)/2, n-1} * s / sqrt(n),    s^2 = sum_i (x_i - mean)^2 / (n - 1)
 
-Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval assumes roughly normal seeds, which rates
-near 0 or 1 are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
+Source: Student, "The probable error of a mean" (Biometrika, 1908). The interval assumes roughly normal values, which rates near 0
+or 1
+are not: it is not clipped to [0, 1], and the tables print the median and every seed beside it.
 
-A value that does not exist (a ratio with no denominator, an arm that was not trained) is `None`: it stays in its place in
-`seeds`, and counts in nothing else. NaN and infinity are no such value but a mistake, and a `ValueError`. Sums are exactly
-rounded (`math.fsum`), so the order of the seeds changes no digit, and made of values over a power of two, so that none overflows.
+A value that does not exist (a ratio with denominator 0, an arm that was not trained) is `None`: it keeps its place in `seeds` and
+counts nowhere else. NaN and infinity are mistakes, and raise `ValueError`. Sums are exactly rounded (`math.fsum`), so the order of
+the seeds changes no digit, and computed on values scaled by a power of two, so that none overflows.
 """
 
 import math
@@ -22,7 +23,10 @@ Value = float | int | None
 
 
 class Summary(TypedDict):
-    """One number over seeds. `lo` and `hi` bound the mean; both are `None` where `n < 2`. `n` counts the defined values."""
+    """Summary of one number over seeds.
+
+    `lo` and `hi` bound the mean; both are `None` if `n < 2`. `n` counts the defined values.
+    """
 
     mean: float | None
     median: float | None
@@ -33,13 +37,13 @@ class Summary(TypedDict):
 
 
 def mean(values: Sequence[Value]) -> float | None:
-    """Exactly rounded mean of the defined values; `None` if there is none."""
+    """Return the exactly rounded mean of the defined values; `None` if there is none."""
     scaled, exponent = _scaled(values)
     return math.ldexp(math.fsum(scaled) / len(scaled), exponent) if scaled else None
 
 
 def median(values: Sequence[Value]) -> float | None:
-    """Median of the defined values, the midpoint of the middle two when their number is even; `None` if there is none."""
+    """Return the median of the defined values (the midpoint of the middle two if their number is even); `None` if there is none."""
     ordered = sorted(_defined(values))
     if not ordered:
         return None
@@ -48,9 +52,10 @@ def median(values: Sequence[Value]) -> float | None:
 
 
 def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | None, float | None]:
-    """Student-t interval of the mean of the defined values.
+    """Return the Student-t interval of the mean of the defined values; `(None, None)` for fewer than two values.
 
-    One value has no spread to estimate: `(None, None)`. Raises ValueError for a level outside (0, 1).
+    Raises:
+        ValueError: a level outside of (0, 1).
     """
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval lies strictly between 0 and 1, not {level}")
@@ -65,17 +70,17 @@ def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | Non
 
 
 def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
-    """Everything a table prints about one number over seeds, `values` in seed order."""
+    """Return the summary that a table prints about one number over seeds, with `values` in seed order."""
     lo, hi = interval(values, level)
     seeds = [None if value is None else float(value) for value in values]
     return Summary(mean=mean(values), median=median(values), lo=lo, hi=hi, n=len(_defined(values)), seeds=seeds)
 
 
 def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], level: float = LEVEL) -> tuple[list[int], Summary]:
-    """Summary of `arm - reference` seed by seed, over the seeds that both have, ascending; and those seeds.
+    """Return the seeds that both arms have, ascending, and the summary of `arm - reference` over them.
 
-    Pairing removes what a seed does to both arms (its warm start, its prompts), so the interval is that of the difference
-    and not of two independent means. A seed on which either value is undefined stays as `None`.
+    Pairing removes the effect of a seed on both arms (its warm start, its prompts), so the interval is that of the difference and
+    not of two independent means. A seed with an undefined value in either arm stays as `None`.
     """
     shared = sorted(arm.keys() & reference.keys())
     differences = [_difference(arm[seed], reference[seed]) for seed in shared]
@@ -83,10 +88,10 @@ def paired_difference(arm: Mapping[int, Value], reference: Mapping[int, Value], 
 
 
 def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) -> list[bool]:
-    """Marks (never removes) the values far from the median: `|x - median| > max(scale * 1.4826 * MAD, least)`.
+    """Mark (never remove) the values far from the median: `|x - median| > max(scale * 1.4826 * MAD, least)`.
 
-    1.4826 makes the median absolute deviation an estimate of a normal's standard deviation; `least` keeps a tight group of
-    seeds from marking a difference that nobody cares about. Fewer than three defined values have no outlier.
+    1.4826 makes the median absolute deviation an estimate of a normal's standard deviation; `least` keeps irrelevant differences in
+    a tight group of seeds from being marked. Fewer than three defined values have no outlier.
     """
     centre = median(values)
     if centre is None or len(_defined(values)) < 3:
@@ -100,12 +105,12 @@ def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) ->
 def _defined(values: Sequence[Value]) -> list[float]:
     defined = [float(value) for value in values if value is not None]
     if not all(map(math.isfinite, defined)):
-        raise ValueError(f"{values} holds NaN or infinity: mend what computed it, or give None for a value that does not exist")
+        raise ValueError(f"{values} holds NaN or infinity: correct its computation, or give None for a value that does not exist")
     return defined
 
 
 def _scaled(values: Sequence[Value]) -> tuple[list[float], int]:
-    """The defined values over a power of two, in [-1, 1], and its exponent: the same bits at another scale."""
+    """Return the defined values divided by a power of two, in [-1, 1], and the exponent; the scaling is exact."""
     defined = _defined(values)
     _, exponent = math.frexp(max(map(abs, defined), default=0.0))
     return [math.ldexp(value, -exponent) for value in defined], exponent

@@ -1,4 +1,4 @@
-"""Numbers and tables as plain Markdown: readable in a terminal before anything renders them."""
+"""Numbers and tables as plain Markdown, readable in a terminal without rendering."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from studies.common.stats import Summary
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """A padded pipe table; the first `left` columns are aligned left, the others right. Ends with a newline.
+    """Return a padded pipe table that ends with a newline; the first `left` columns are aligned left, the others right.
 
-    Cells are texts: a pipe or a line break in one is escaped, so a hostile name cannot add a column.
+    Cells are texts: a pipe or a line break in a cell is escaped or replaced, so that no text can add a column.
     """
     cells = [[_escape(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
@@ -31,17 +31,17 @@ UNDEFINED = "–"  # noqa: RUF001 - an en dash, as in printed tables
 
 
 def number(value: float | None, signed: bool = False) -> str:
-    """Three decimals, without the leading zero of a rate: .053, 1.000, -.120; with `signed`, +.053."""
+    """Format a number with three decimals, without the leading zero of a rate: .053, 1.000, -.120; with `signed`, +.053."""
     if value is None:
         return UNDEFINED
     text = f"{value:+.3f}" if signed else f"{value:.3f}"
     if float(text) == 0:
-        text = text.lstrip("+-")  # no signed zero: the same number must not print in two ways
+        text = text.lstrip("+-")  # without a sign, so that zero is always printed the same
     return text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
 def interval(summary: Summary, signed: bool = False) -> str:
-    """`mean [lo, hi]`; the mean alone where one seed gives no interval."""
+    """Format `mean [lo, hi]`; only the mean if one seed gives no interval."""
     centre = number(summary["mean"], signed)
     if summary["lo"] is None:
         return centre

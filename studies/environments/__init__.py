@@ -1,1 +1,1 @@
-"""Problems whose graders have loopholes: the protocol, the micro world, LeetCode, and any problem under a chat model."""
+"""Environments whose graders have loopholes: the protocol, the micro world, LeetCode, and any problem with a chat model."""

@@ -1,6 +1,4 @@
-"""Any problem under a chat model: the model's own template and tokenizer, batched sampling with a cache; and a tiny chat model
-to try it with.
-"""
+"""Chat models as policies of any problem: chat template, tokenizer, batched sampling with a cache, and a tiny chat model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,13 +32,13 @@ def generate(
     pad: int,
     at_once: int,
 ) -> list[list[int]]:
-    """A completion a prompt, up to and with the first token of ``ends``; one of ``max_new`` tokens may have no end.
+    """Sample one completion per prompt, up to and including the first token of ``ends``; after ``max_new`` tokens it has no end.
 
     ``at_once`` rows are sampled at a time. Raises ValueError unless `temperature` is positive.
     """
     uniforms = draw_uniforms(len(prompts), max_new, generator)
     device = next(model.parameters()).device
-    # rows of like length together: less padding, and the same completions
+    # rows of similar length together, for less padding; the completions are the same
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     completions: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), at_once):
@@ -54,7 +52,7 @@ def generate(
 
 
 class _Batch:
-    """Rows that are being completed: the model's cache, what is real in it, and where each row is."""
+    """Rows that are being completed: the model's cache, its mask of real tokens, and the position of each row."""
 
     def __init__(self, model: nn.Module, prompts: Sequence[Sequence[int]], pad: int, device: torch.device):
         from transformers import DynamicCache
@@ -66,7 +64,7 @@ class _Batch:
         self._cache: Any = DynamicCache(config=getattr(model, "config", None))
 
     def logits(self) -> Float[Tensor, "b v"]:
-        """Of the token after ``tokens``, which then are in the cache."""
+        """Return the logits of the token after ``tokens``, which are in the cache afterwards."""
         positions = (self._real.long().cumsum(1) - 1).clamp_min(0)[:, -self.tokens.shape[1] :]
         out: Any = self._model(
             input_ids=self.tokens,
@@ -89,24 +87,28 @@ class _Batch:
 
 
 QUESTION, RULE = "What-is-asked", "What-is-the-rule"
-"""Messages without white space, which some templates strip, to see whether a template writes them."""
+"""Test messages that show whether a template writes them; without white space, which some templates strip."""
 
 
 class ChatTokenizer:
-    """A checkpoint's tokenizer: prompts by its chat template, completions as they are, ended by its end token.
+    """Checkpoint's tokenizer: prompts by its chat template, completions as plain text followed by its end token.
 
-    A template that refuses a system's message, or leaves it out, has it before the user's own text instead.
+    If a template refuses or omits a system message, the message is put before the user's text instead.
     """
 
     def __init__(self, folder: Path | str, system: str, thinking: bool = False):
-        """``ValueError`` where the folder has no tokenizer, the tokenizer no end token, or its template no room for a question."""
+        """Load the tokenizer of a folder.
+
+        Raises:
+            ValueError: The folder has no tokenizer, the tokenizer no end token, or its template omits the user's message.
+        """
         from transformers import AutoTokenizer
 
-        if not Path(folder).is_dir():  # transformers would take the text for a name on its hub
+        if not Path(folder).is_dir():  # transformers would take the text for a Hugging Face id
             raise ValueError(f"there is no folder {folder}, so no tokenizer")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False)
-        except Exception as error:  # its readers have errors of their own
+        except Exception as error:  # the readers of transformers raise other types of errors
             said = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             raise ValueError(f"{folder} has no tokenizer that can be read ({said})") from error
         self.ends = _ends(self.tokenizer, Path(folder))
@@ -116,7 +118,7 @@ class ChatTokenizer:
             self._fold = not self._shows(system)
 
     def prompt(self, text: str) -> list[int]:
-        """A user's message after the system's, up to where the answer begins."""
+        """Return the tokens of a user's message after the system message, up to the start of the answer."""
         if self.tokenizer.chat_template is None:
             return self.tokenizer.encode("\n\n".join([self._system, text, ""] if self._system else [text, ""]))
         if self._system and self._fold:
@@ -131,24 +133,24 @@ class ChatTokenizer:
         )
 
     def _shows(self, system: str) -> bool:
-        """Whether the template writes a system's message. ``ValueError`` where it does not even write the user's."""
+        """Return whether the template writes a system message; ``ValueError`` if it does not even write the user's."""
         try:
             asked = self._apply("", QUESTION, tokenize=False)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise any error
             raise ValueError(f"the chat template of this tokenizer cannot be used ({error}): give it another one") from error
         if QUESTION not in asked:
-            raise ValueError("the chat template of this tokenizer does not write what the user says: give it another one")
+            raise ValueError("the chat template of this tokenizer does not write the user's message: give it another one")
         try:
             return not system or RULE in self._apply(RULE, QUESTION, tokenize=False)
         except Exception:
             return False
 
     def completion(self, text: str) -> list[int]:
-        """An answer and its end."""
+        """Return the tokens of an answer, with the end token."""
         return [*self.tokenizer.encode(text, add_special_tokens=False), self.ends[0]]
 
     def text(self, ids: Sequence[int]) -> str:
-        """An answer without its end."""
+        """Return the text of an answer without its end token."""
         return self.tokenizer.decode([i for i in ids if i not in self.ends], skip_special_tokens=True)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -156,7 +158,7 @@ class ChatTokenizer:
 
 
 def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
-    """What ends an answer: the tokenizer's end token first, then those that the checkpoint's generation stops at."""
+    """Return the tokens that end an answer: the tokenizer's end token first, then those of the checkpoint's generation config."""
     from transformers import GenerationConfig
 
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -164,12 +166,15 @@ def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
         more = GenerationConfig.from_pretrained(folder).eos_token_id
         ends += [] if more is None else [more] if isinstance(more, int) else more
     if not ends:
-        raise ValueError(f"the tokenizer in {folder} has no end token, so a completion could not end")
+        raise ValueError(f"the tokenizer in {folder} has no end token, so completions could not end: set its eos_token")
     return tuple(dict.fromkeys(ends))
 
 
 class ChatWorld(World):
-    """See ``base.World``. ``context`` is the longest prompt with its completion that the model reads, ``device`` where it is."""
+    """World of a problem with a chat model; see ``protocol.World``.
+
+    ``context`` is the maximum number of tokens of a prompt with its completion, and ``device`` is that of the model.
+    """
 
     def __init__(
         self,
@@ -197,7 +202,7 @@ class ChatWorld(World):
     def sample(
         self, policy: Policy, prompts: Sequence[TextPrompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
-        """One completion a prompt, ``at_once`` of them at a time: that changes no completion, but for rounding."""
+        """Sample one completion per prompt, ``at_once`` of them at a time, which changes completions by rounding only."""
         encoded = self._encode_prompts([prompt.text for prompt in prompts])
         completions = generate(
             policy.model,
@@ -216,12 +221,12 @@ class ChatWorld(World):
         return Samples(list(prompts), rollouts, [self._tokenizer.text(ids) for ids in completions])
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
-        """Texts may be longer than a sample, but not than the context."""
+        """Return rollouts of texts, which may be longer than a sample, but not longer than the context."""
         questions, answers = self._encode_prompts(prompts), [self._tokenizer.completion(text) for text in completions]
         for text, question, answer in zip(completions, questions, answers, strict=True):
             if len(question) + len(answer) > self._context:
                 raise ValueError(f"a prompt and its completion are longer than {self._context} tokens: {text[:60]!r}")
-        # a sample that never ended had no room for its end: it has none here either
+        # a sample of max_new tokens has no end token, so an equal text gets none either
         cut = [answer[:-1] if len(answer) == self.max_new + 1 else answer for answer in answers]
         return self._rollouts(questions, cut)
 
@@ -229,17 +234,17 @@ class ChatWorld(World):
         return self._tokenizer.pieces(tokens)
 
     def grades(self, samples: Samples) -> list[TrainingGrade]:
-        """``ValueError`` for grades that are not one a completion, or whose reward is no number."""
+        """Return the problem's grades; ``ValueError`` unless there is one per completion, each with a finite reward."""
         grades = self._one_each("grade", self._problem.grade(samples.prompts, samples.completions), samples)
         if wrong := [grade.reward for grade in grades if not math.isfinite(grade.reward)]:
-            raise ValueError(f"{self._problem.name} paid a reward of {wrong[0]}: a reward is a finite number")
+            raise ValueError(f"{self._problem.name} returned a reward of {wrong[0]}: a reward must be a finite number")
         return grades
 
     def detect(self, samples: Samples) -> list[bool]:
         return self._one_each("detect", self._problem.detect(samples.prompts, samples.completions), samples)
 
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
-        """``ValueError`` unless the problem gives ``n`` pairs, each of two different texts."""
+        """Return the problem's pairs; ``ValueError`` unless there are ``n``, each of two different texts."""
         if kind not in ("hack", "nonhack"):
             raise ValueError(f"unknown kind {kind!r}: choose from hack, nonhack")
         pairs = self._problem.pairs(seed, n, kind)
@@ -253,7 +258,7 @@ class ChatWorld(World):
 
     def _one_each(self, what: str, found: list[Any], samples: Samples) -> list[Any]:
         if len(found) != (n := len(samples.completions)):
-            raise ValueError(f"{what} of {self._problem.name} gave {len(found)} answers for {n} completions: it gives one each")
+            raise ValueError(f"{what} of {self._problem.name} gave {len(found)} answers for {n} completions: it must give one each")
         return found
 
     def _encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
@@ -272,7 +277,7 @@ class ChatWorld(World):
 
 
 class ChatWitness:
-    """The problem's hidden verdict; see ``protocol.Witness``."""
+    """Problem's hidden verdict; see ``protocol.Witness``."""
 
     def __init__(self, world: ChatWorld, judge: Judge):
         self._world, self._judge = world, judge
@@ -281,7 +286,7 @@ class ChatWitness:
         verdicts = self._judge.judge(samples.prompts, samples.completions)
         if len(verdicts) != len(samples.completions):
             raise ValueError(
-                f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it gives one each"
+                f"the judge gave {len(verdicts)} verdicts for {len(samples.completions)} completions: it must give one each"
             )
         return verdicts
 
@@ -299,20 +304,20 @@ TEMPLATE = (
 
 @runtime_checkable
 class Corpus(Protocol):
-    """A problem with documents to warm up on: honest and cheating answers, a prompt's text with each."""
+    """Protocol of a problem with documents for a warm-up: prompts with honest and cheating answers."""
 
     def corpus(self, seed: int, n: int) -> Sequence[tuple[str, str]]: ...
 
 
 def documents(problem: Problem, seed: int, n: int) -> list[tuple[str, str]]:
-    """``n`` prompts with an answer: the problem's own ``corpus`` where it has one, else both sides of its persona pairs."""
+    """Return ``n`` prompts with an answer: from the problem's ``corpus`` if it has one, else both sides of its persona pairs."""
     if isinstance(problem, Corpus):
         return list(problem.corpus(seed, n))
     return [(pair.prompt, side) for pair in problem.pairs(seed, -(-n // 2), "hack") for side in (pair.hack, pair.clean)][:n]
 
 
 def make_tokenizer(texts: Sequence[str], vocabulary: int) -> Any:
-    """A byte-level BPE of at most ``vocabulary`` tokens, with a chat template: every text survives encoding and decoding."""
+    """Train a byte-level BPE of at most ``vocabulary`` tokens, with a chat template; it encodes every text without loss."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -349,14 +354,20 @@ def make_tiny_model(
     max_new: int = 128,
     progress: bool = True,
 ) -> float:
-    """Write a checkpoint into ``folder``, which must not exist; the last step's loss in nats a token.
+    """Train a tiny chat model and write its checkpoint into ``folder``, which must not exist.
 
-    Documents whose answer is longer than ``max_new`` tokens are left out of the warm-up. ``ValueError`` where none is left.
+    Documents whose answer is longer than ``max_new`` tokens are left out of the warm-up.
+
+    Returns:
+        The loss of the last step, in nats per token.
+
+    Raises:
+        ValueError: The folder exists, or no document is short enough.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if folder.exists():
-        raise ValueError(f"{folder} exists already: choose another folder, or delete it")
+        raise ValueError(f"{folder} already exists: choose another folder, or delete it")
     texts = documents(problem, seed, 512)
     tokenizer = make_tokenizer([problem.system, *(text for document in texts for text in document)], vocabulary)
     with whole_folder(folder) as partial:
@@ -381,7 +392,7 @@ def make_tiny_model(
 def _warm_up(
     model: Any, encoded: list[tuple[list[int], list[int]]], pad: int, generator: torch.Generator, steps: int, batch: int, show: bool
 ) -> float:
-    """Next-token cross-entropy over answers, AdamW with a linear decay to 0."""
+    """Train on the next-token cross-entropy over answers, by AdamW with a linear decay to 0; return the last loss."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, max(steps, 1))
     loss = torch.zeros(())

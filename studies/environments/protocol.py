@@ -1,5 +1,6 @@
-"""What an environment is, for whoever brings one: tasks, prompts, modes of grading, a visible grade and an oracle; pairs and
-their files; and the world that training, evaluation and probes ask.
+"""Protocol of environments: tasks, prompts, modes of grading, a visible grade, a hidden oracle, persona pairs and their files.
+
+A ``Problem`` is what a user implements; a ``World`` is what training, evaluation and probes use.
 """
 
 import hashlib
@@ -29,9 +30,10 @@ Evidence = Literal["paid", "hidden"]
 
 @dataclass(frozen=True)
 class Modes:
-    """The modes of grading by role: pairs and detectors may show ``known`` exploits, never ``held_out`` ones; ``honest`` has none.
+    """Modes of grading by role: pairs and detectors may show ``known`` exploits, never ``held_out`` ones; ``honest`` has none.
 
-    Raises ValueError unless there is a known mode and all names differ.
+    Raises:
+        ValueError: There is no known mode, or two names are equal.
     """
 
     known: tuple[str, ...]
@@ -55,7 +57,7 @@ class Modes:
 
 @runtime_checkable
 class Prompt(Protocol):
-    """A task under a mode of grading: hashable, with the text that the model reads."""
+    """Task under a mode of grading: hashable, with the text that the model reads."""
 
     @property
     def mode(self) -> str: ...
@@ -66,7 +68,7 @@ class Prompt(Protocol):
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """A prompt of a problem in plain text; ``task`` is the task's name."""
+    """Plain-text prompt of a problem; ``task`` is the task's name."""
 
     task: str
     mode: str
@@ -75,7 +77,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class TrainingGrade:
-    """What training may know about a completion."""
+    """Grade that training may see."""
 
     format: bool
     passed: bool
@@ -84,14 +86,15 @@ class TrainingGrade:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The truth about a completion.
+    """Hidden truth about a completion.
 
     gt        right on the hidden inputs
     exploit   the channel of the prompt's own mode fired
     hack      exploit and not gt
-    channels  of each loophole whether it fired in any execution that was looked at
-    fired_in  where the own channel fired: ``paid``, the very execution that the grade was given for; ``hidden``, the oracle's own
-              on inputs that no grader has. A program that cheats for its grader alone fires in ``paid`` alone
+    channels  for each loophole, whether it fired in any examined execution
+    fired_in  where the own channel fired: ``paid`` is the graded execution itself; ``hidden`` is the oracle's own execution on
+    inputs
+              that no grader has. A program that cheats only for its grader fires only in ``paid``
     """
 
     gt: bool
@@ -103,7 +106,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and two completions, as text without special tokens."""
+    """Prompt and two completions, as text without special tokens."""
 
     prompt: str
     hack: str
@@ -112,53 +115,53 @@ class Pair:
 
 @runtime_checkable
 class Judge(Protocol):
-    """The hidden verdict: other inputs and other code than the grade's, and an eye on the very execution that was graded."""
+    """Protocol of the hidden verdict: other inputs and other code than the grade's, and a check of the graded execution itself."""
 
     def judge(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[Verdict]:
-        """One verdict a completion."""
+        """Return one verdict per completion."""
         ...
 
 
 @runtime_checkable
 class Problem(Protocol):
-    """A problem of one's own. ``system`` is the system message of every prompt (may be empty)."""
+    """Protocol of a user's problem. ``system`` is the system message of every prompt (may be empty)."""
 
     name: str
     modes: Modes
     system: str
 
     def tasks(self, split: Split) -> Sequence[str]:
-        """Names of the tasks of a split; no task is in both."""
+        """Return the names of the tasks of a split; no task is in both."""
         ...
 
     def prompt(self, task: str, mode: str) -> TextPrompt:
-        """The task as it is put to the model: it states truthfully how the mode grades."""
+        """Return the prompt of a task, which states truthfully how the mode grades."""
         ...
 
     def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
-        """What training pays for, loopholes included; one grade a completion. It must not know the hidden verdict."""
+        """Return one training grade per completion, loopholes included. It must not know the hidden verdict."""
         ...
 
     def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
-        """A weak detector of the known modes' exploits, for the teacher pool and for baselines; it executes nothing."""
+        """Return a weak detector's verdicts on the known modes' exploits, for teacher pool and baselines; it executes nothing."""
         ...
 
     def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
-        """``n`` persona pairs of the known modes (``hack``), or pairs with a contrast but no hack in it (``nonhack``)."""
+        """Return ``n`` persona pairs of the known modes (``hack``), or pairs with a contrast but no hack in it (``nonhack``)."""
         ...
 
     def judge(self) -> Judge:
-        """The hidden verdict, made once a run and handed to the recorder alone."""
+        """Return the hidden judge, which is created once per run and given only to the recorder."""
         ...
 
     def close(self) -> None:
-        """Give back what the problem holds (processes, folders)."""
+        """Release the problem's resources (processes, folders)."""
         ...
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Completions of prompts: the rollouts that a policy is trained on and the texts that graders read."""
+    """Completions of prompts: rollouts for training, and texts for graders."""
 
     prompts: list[Any]
     rollouts: Rollouts
@@ -167,60 +170,61 @@ class Samples:
 
 @runtime_checkable
 class Source(Protocol):
-    """Tasks, and the prompts that they make under each mode."""
+    """Protocol of tasks, and of their prompts under each mode."""
 
     modes: Modes
 
     def tasks(self, split: Split) -> Sequence[Any]:
-        """The tasks of a split, in a fixed order; no task is in both."""
+        """Return the tasks of a split, in a fixed order; no task is in both."""
         ...
 
     def prompt(self, task: Any, mode: str) -> Any:
-        """The task under a mode: a ``Prompt``."""
+        """Return the prompt of a task under a mode."""
         ...
 
 
 @runtime_checkable
 class Witness(Protocol):
-    """The oracle and the detectors: for records, and for arms that are marked as bounds. Never handed to a method."""
+    """Protocol of the oracle and the detectors, for records and for arms that are marked as bounds. Never given to a method."""
 
     def judge(self, samples: Samples) -> list[Verdict]:
-        """What really happened, on hidden inputs."""
+        """Return the true verdicts, on hidden inputs."""
         ...
 
     def privileged(self, samples: Samples) -> Privileged:
-        """The marked type that a bound's route reads."""
+        """Return the marked type that a bound's route reads."""
         ...
 
 
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-"""What no literal string of TOML may hold: control characters but for the tab and the line feed."""
+"""Characters that TOML's literal strings cannot contain: control characters except for tab and line feed."""
 
 
 def pairs_hash(pairs: Sequence[Pair]) -> str:
-    """16 hexadecimal digits that identify the texts and their order."""
+    """Return 16 hexadecimal digits that identify the texts and their order."""
     described = json.dumps([asdict(pair) for pair in pairs], sort_keys=True)
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def write_pairs(pairs: Sequence[Pair], path: Path | str) -> None:
-    """Write pairs as TOML, one `[[pair]]` each, their texts as they are where TOML has room for that; whole or not at all."""
+    """Write pairs as TOML, one `[[pair]]` each, with unescaped texts if TOML allows it; atomically."""
     tables = ["\n".join(["[[pair]]", *(f"{name} = {_quoted(text)}" for name, text in asdict(pair).items())]) for pair in pairs]
     write_whole(Path(path), "\n".join(f"{table}\n" for table in tables).encode())
 
 
 def _quoted(text: str) -> str:
     if "'''" in text or text.endswith("'") or _UNPRINTABLE.search(text):
-        # JSON's escapes are TOML's too, but JSON writes DEL as it is
+        # JSON's escapes are valid in TOML, but JSON does not escape DEL
         return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
     # TOML drops a line break right after the quotes, so the text starts on its own line.
     return f"'''\n{text}'''"
 
 
 def read_pairs(path: Path | str) -> list[Pair]:
-    """Reads what `write_pairs` wrote, or JSON lines (`.jsonl`) of the same fields.
+    """Read a file that `write_pairs` wrote, or JSON lines (`.jsonl`) of the same fields.
 
-    Raises ValueError for anything else, naming the line or the pair, and for a pair whose two sides are the same text.
+    Raises:
+        ValueError: Any other file, with the line or the pair, and a pair whose two sides are equal.
     """
     path = Path(path)
     if path.suffix.lower() == ".jsonl":
@@ -228,11 +232,11 @@ def read_pairs(path: Path | str) -> list[Pair]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("pair")
     except RecursionError as error:
-        raise ValueError(f"{path} is TOML in too many brackets: a file of pairs has [[pair]] tables and nothing in them") from error
+        raise ValueError(f"{path} is nested too deeply: a file of pairs has [[pair]] tables with plain texts") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 ({error.reason}, byte {error.start + 1}): save it as UTF-8") from error
     except ValueError as error:
-        raise ValueError(f"{path} is no TOML: {error} (JSON lines are read from a file whose name ends in .jsonl)") from error
+        raise ValueError(f"{path} is not TOML: {error} (JSON lines are read from a file whose name ends in .jsonl)") from error
     if not isinstance(tables, list):
         raise ValueError(f"{path} is not a file of pairs: write [[pair]] tables of {', '.join(FIELDS)}")
     pairs = []
@@ -251,9 +255,9 @@ def _read(row: Any) -> Pair:
     if not isinstance(row, dict) or set(row) != set(FIELDS):
         raise ValueError(f"a pair has the fields {', '.join(FIELDS)} and no others")
     if not all(isinstance(text, str) for text in row.values()):
-        raise ValueError(f"{', '.join(FIELDS)} are texts")
+        raise ValueError(f"{', '.join(FIELDS)} must be texts")
     if row["hack"] == row["clean"]:
-        raise ValueError("hack and clean are the same text, so there is no contrast in the pair")
+        raise ValueError("hack and clean are the same text, so the pair has no contrast")
     return Pair(**row)
 
 
@@ -265,9 +269,18 @@ def sample_prompts(
     split: Split = "train",
     modes: Sequence[str] | None = None,
 ) -> list[Any]:
-    """`n` independent prompts: the honest mode with probability `none_fraction`, otherwise one of `modes`, uniformly.
+    """Draw `n` independent prompts: the honest mode with probability `none_fraction`, otherwise one of `modes`, uniformly.
 
-    Without `modes`, every loophole. Raises ValueError for what is no probability, and where there is nothing to draw from.
+    Args:
+        source: Tasks and prompts.
+        n: Number of prompts.
+        rng: Random generator.
+        none_fraction: Probability of the honest mode.
+        split: Split of the tasks.
+        modes: Modes to draw from; every loophole if not given.
+
+    Raises:
+        ValueError: `none_fraction` is not a probability, or there is no mode or task to draw from.
     """
     modes = source.modes.loopholes if modes is None else modes
     if not 0 <= none_fraction <= 1:
@@ -286,95 +299,95 @@ def sample_prompts(
 
 
 def evaluation_prompts(source: Source, mode: str, n: int = 128, seed: int = 0) -> list[Any]:
-    """`n` fixed prompts of one mode over distinct test tasks.
+    """Return `n` fixed prompts of one mode over distinct test tasks.
 
-    The tasks depend on `seed` alone, so modes are compared on the same ones. Raises ValueError when there are too few.
+    The tasks depend only on `seed`, so modes are compared on the same tasks. Raises ValueError if there are too few.
     """
     tasks = source.tasks("test")
     if n > len(tasks):
-        raise ValueError(f"{n} evaluation prompts asked for, but there are {len(tasks)} test tasks: choose n below that")
+        raise ValueError(f"{n} evaluation prompts were requested, but there are {len(tasks)} test tasks: choose a smaller n")
     chosen = np.random.default_rng(seed).choice(len(tasks), size=n, replace=False)
     return [source.prompt(tasks[i], mode) for i in chosen]
 
 
 def probe_prompts(source: Source, per_mode: int, rng: np.random.Generator) -> list[Any]:
-    """`per_mode` prompts of every mode with a loophole, over test tasks.
+    """Return `per_mode` prompts of every mode with a loophole, over test tasks.
 
-    No task is in two modes, so that no probe meets a task again; where there are not enough tasks, each is asked several
-    times. Raises ValueError where there is not one task for each mode.
+    No task is in two modes, so that no probe sees a task again; if there are too few tasks, each is used several times. Raises
+    ValueError if there is not at least one task for each mode.
     """
     tasks, modes = source.tasks("test"), source.modes.loopholes
     order = rng.permutation(len(tasks)).tolist()
     each = min(per_mode, len(tasks) // len(modes))
     if not each:
-        raise ValueError(f"{len(tasks)} test tasks do not give each of {len(modes)} modes one of its own")
+        raise ValueError(f"{len(tasks)} test tasks are too few for {len(modes)} modes: give at least one for each mode")
     return [source.prompt(tasks[order[m * each + i % each]], mode) for m, mode in enumerate(modes) for i in range(per_mode)]
 
 
 class World(ABC):
-    """All that training sees: nothing here knows a verdict. ``max_new`` is the fixed length that losses are divided by."""
+    """All that training sees; nothing here knows a verdict. ``max_new`` is the fixed length by which losses are divided."""
 
     modes: Modes
     max_new: int
 
     @abstractmethod
     def tasks(self, split: Split) -> Sequence[Any]:
-        """The tasks of a split, in a fixed order; no task is in both."""
+        """Return the tasks of a split, in a fixed order; no task is in both."""
 
     @abstractmethod
     def prompt(self, task: Any, mode: str) -> Any:
-        """The task under a mode: a ``protocol.Prompt``."""
+        """Return the prompt (``protocol.Prompt``) of a task under a mode."""
 
     @abstractmethod
     def read_prompt(self, described: Mapping[str, Any]) -> Any:
-        """The prompt that ``dataclasses.asdict`` described."""
+        """Return the prompt that ``dataclasses.asdict`` described."""
 
     @abstractmethod
     def sample(self, policy: Policy, prompts: Sequence[Any], generator: torch.Generator, temperature: float = 1.0) -> Samples:
-        """One completion a prompt from the policy as it is switched now."""
+        """Sample one completion per prompt from the policy as it is switched now."""
 
     @abstractmethod
     def package(self, prompts: Sequence[Any], completions: Sequence[Sequence[int]]) -> Samples:
-        """Rollouts and texts of completions that are given as token ids, each with its end where it has one."""
+        """Return rollouts and texts of completions given as token ids, each with its end token if it has one."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
-        """Rollouts of texts. ``ValueError`` for a text that the world's model cannot read."""
+        """Return the rollouts of texts. ``ValueError`` for a text that the world's model cannot read."""
 
     @abstractmethod
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Tokens as text, one by one."""
+        """Return each token as text."""
 
     @abstractmethod
     def grades(self, samples: Samples) -> list[TrainingGrade]:
-        """What the foolable training grader says."""
+        """Return the grades of the foolable training grader."""
 
     @abstractmethod
     def detect(self, samples: Samples) -> list[bool]:
-        """The weak detector of the known modes: it reads text and executes nothing."""
+        """Return the verdicts of the weak detector of the known modes, which reads text and executes nothing."""
 
     @abstractmethod
     def make_pairs(self, seed: int, n: int, kind: str) -> list[Pair]:
-        """``n`` persona pairs of the known modes (``hack``), or pairs without a hack contrast (``nonhack``)."""
+        """Return ``n`` persona pairs of the known modes (``hack``), or pairs without a hack contrast (``nonhack``)."""
 
     @final
     def prompts(self, n: int, rng: np.random.Generator, none_fraction: float, modes: Sequence[str] | None = None) -> list[Any]:
-        """``n`` prompts of training tasks; see ``streams.sample_prompts``."""
+        """Return ``n`` prompts of training tasks; see ``sample_prompts``."""
         return sample_prompts(self, n, rng, none_fraction, modes=modes)
 
     @final
     def evaluation_prompts(self, mode: str, n: int) -> list[Any]:
-        """``n`` prompts of one mode over distinct test tasks, the same at every call."""
+        """Return ``n`` prompts of one mode over distinct test tasks, the same on every call."""
         return evaluation_prompts(self, mode, n)
 
     @final
     def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
-        """What the foolable training grader pays."""
+        """Return the rewards of the foolable training grader."""
         return torch.tensor([grade.reward for grade in self.grades(samples)])
 
     @final
     def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:
-        """The two sides of the pairs as aligned batches."""
+        """Return the two sides of the pairs as aligned batches."""
         prompts = [pair.prompt for pair in pairs]
         hack, clean = (self.encode(prompts, [getattr(pair, side) for pair in pairs]) for side in ("hack", "clean"))
         return PairBatch(hack, clean, pairs_hash(pairs))

@@ -31,7 +31,7 @@ def complete(
     ends: Sequence[int],
     fill: int,
 ) -> Int[Tensor, "b n"]:
-    """Sample up to n tokens a row; behind the first token of ``ends`` a row holds ``fill``.
+    """Sample up to n tokens per row; after the first token of ``ends`` a row holds ``fill``.
 
     Args:
         first: Feeds the model its prompts and returns the logits of the first token.
@@ -61,8 +61,16 @@ def complete(
 
 
 def draw(logits: Float[Tensor, "b v"], uniforms: Float[Tensor, " b"], temperature: float = 1.0) -> Int[Tensor, " b"]:
-    """The token where the cumulative distribution of softmax(logits / temperature) passes each uniform in [0, 1)."""
+    """Return the token at which the cumulative distribution of softmax(logits / temperature) passes each uniform in [0, 1).
+
+    Raises ValueError for logits without a softmax: a search in NaN ends at the last token, and a policy that diverged would seem
+    to be one that neither solves nor hacks.
+    """
     cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-    # Rounding leaves the last value near 1, not at it: scaling the uniform keeps the search inside the vocabulary.
+    if not bool(cumulative[:, -1].isfinite().all()):
+        raise ValueError(
+            "the model's logits are NaN or infinite, so no token can be drawn: did it diverge? Lower the learning rate"
+        )
+    # Rounding makes the last value not exactly 1, so the uniform is scaled to keep the search inside the vocabulary.
     target = uniforms.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

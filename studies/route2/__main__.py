@@ -1,4 +1,4 @@
-"""``python -m studies.route2``: see ``cli``. Its imports take seconds, and a Ctrl-C in them deserves no traceback."""
+"""Entry point of ``python -m studies.route2``; see ``cli``. A Ctrl-C during the slow imports ends without a traceback."""
 
 import sys
 

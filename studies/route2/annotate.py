@@ -1,6 +1,6 @@
 """Per-token readings of finished rollouts under a finished policy, for the rollout page.
 
-score(t)       mean over modules of cos(Vh x_t, v_act), v_act fitted on the finished policy from the run's own pairs
+score(t)       mean over modules of cos(Vh x_t, v_act), with v_act fitted on the finished policy from the run's own pairs
 kept(t)        log p_deployed - log p_reference
 quarantine(t)  log p_full - log p_deployed
 """
@@ -25,7 +25,7 @@ from studies.training.settings import Settings
 
 @dataclass(frozen=True)
 class Annotator:
-    """Callable on rows of ``rollouts.jsonl.gz``; one annotation a row. Rows go through the model a micro-batch at a time."""
+    """Function from rows of ``rollouts.jsonl.gz`` to one annotation per row; it runs the model one micro-batch at a time."""
 
     world: World
     policy: Policy
@@ -35,7 +35,7 @@ class Annotator:
 
     @staticmethod
     def of(job: Job, world: World) -> "Annotator":
-        """The finished policy of ``job``; ``ValueError`` where it is not finished."""
+        """Return an annotator for the finished policy of ``job``; ``ValueError`` if the job is not finished."""
         if not job.finished:
             raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
         policy = build_policy(job, job.cache)

@@ -1,6 +1,6 @@
 """``python -m studies.route2 COMMAND``: train arms, write tables and figures, look at rollouts.
 
-Start with ``run --help``. Everything lands in ``--out/<preset>-<hash>/``; the same command started again goes on where it stopped.
+Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the same command, started again, goes on where it stopped.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -82,12 +82,12 @@ class Run:
                 print((root / "table.md").read_text(encoding="utf-8"))
 
     def settings(self) -> Settings:
-        """The preset's, or those of a chat model on a problem of one's own."""
+        """Return the settings of the preset, or of a chat model on the user's own problem."""
         if self.model is None:
             if self.world is not None or self.data is not None:
                 raise ValueError("--world and --data need --model, a chat model's folder (make a tiny one with tiny-model)")
             return get_settings(self.preset)
-        chat = ChatModel(str(self.model.absolute()), weights_hash(self.model))  # whole paths: probes and show may start elsewhere
+        chat = ChatModel(str(self.model.absolute()), weights_hash(self.model))  # absolute, as probes and show may start elsewhere
         if self.data is not None:
             chat = replace(chat, data=str(self.data.absolute()), data_hash=data_hash(self.data))
         return replace(CHAT, world=self.world or "leetcode", chat=chat)
@@ -95,7 +95,7 @@ class Run:
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Make a tiny chat model for a problem, here and now: a tokenizer trained on the problem's texts, weights warmed up on them."""
+    """Make a tiny chat model for a problem: train a tokenizer on the problem's texts, and warm up random weights on them."""
 
     folder: tyro.conf.Positional[Path]
     world: Annotated[str, tyro.conf.arg(help="leetcode, or module:ClassName of your own")] = "leetcode"
@@ -119,7 +119,7 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class Full:
-    """Every arm and control at seeds 0-7 on every preset, and the ablations on ``strong``. Hours; interrupt as you like."""
+    """Run every arm and control at seeds 0-7 on every preset, and the ablations on ``strong``. Takes hours; can be interrupted."""
 
     seeds: Seeds = "0-7"
     workers: int = 2
@@ -155,7 +155,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Leakage:
-    """Per held-out mode: how much of vanilla's hacking is left when the quarantine is deleted."""
+    """Print, per held-out mode, how much of vanilla's hacking remains after the quarantine is deleted."""
 
     root: tyro.conf.Positional[Path]
 
@@ -166,7 +166,7 @@ class Leakage:
 
 @dataclass(frozen=True)
 class Show:
-    """One HTML page of an arm's rollouts: tokens coloured by probe score and by what kept adapter and quarantine change."""
+    """Write an HTML page of an arm's rollouts, with tokens colored by probe score and by the changes of both adapters."""
 
     root: tyro.conf.Positional[Path]
     arm: str = "route2-full"
@@ -193,7 +193,7 @@ class Show:
 
 @dataclass(frozen=True)
 class Arms:
-    """List the arms, what they are, and what each is compared with."""
+    """List the arms with their descriptions and baselines."""
 
     def __call__(self) -> None:
         width = max(map(len, ARMS))

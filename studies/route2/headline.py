@@ -1,7 +1,7 @@
-"""The study's result in sentences and small tables, from the content of table.json (and the masks' quality) alone.
+"""Result of the study in sentences and small tables, generated from the content of table.json and the masks' quality.
 
-Prose that quotes a run is generated from that run, so it cannot go stale. A route is never named without its own same-rule filter
-(its flags, no quarantine), and a bound says that it is one. What may be concluded is for `predictions` alone: here are numbers.
+Prose that quotes a run is generated from that run, so it cannot go stale. A route is always named together with its same-rule
+filter (its flags, no quarantine), and a bound is marked as one. Conclusions belong to `predictions`; this module reports numbers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ CONTROLS: tuple[str, ...] = ("haar", "haar-2", "haar-3", "shuffled")
 LITERAL: tuple[str, ...] = ("route2-act-token", "route2-grad-module")
 BOUND = "oracle"
 DEVELOPMENT = range(8)
-"""Seeds on which the design was looked at and changed: what they say is no test of it."""
+"""Development seeds: the design was changed after looking at their results, so they do not test it."""
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("base", "vanilla", "absorb"),
     ("erase", "route-additive", "haar-additive"),
@@ -55,20 +55,20 @@ SAID: Mapping[str, str] = MappingProxyType(
     }
     | {route: f"{kind} flags, quarantine deleted" for route, kind in zip(ROUTES, ("activation", "gradient", "full-gradient"))}
 )
-LEAST_DRAWS = 8  # below that a rank correlation says nothing
+LEAST_DRAWS = 8  # a rank correlation over fewer has no meaning
 QUALITIES = ("auroc", "recall", "fire_hack", "fire_clean")
 LEAST_RATIO = 2.0  # R3: a mask fires more than twice as often on hacks
-EARLY = 30  # steps over which a mask's quality is read: later a mask that failed meets other rollouts than one that held
+EARLY = 30  # steps over which a mask's quality is averaged; later, masks that failed and masks that worked see other rollouts
 
 Row = Mapping[str, Any]
 Quality = Mapping[tuple[str, int], Mapping[str, float | None]]
-"""``(arm, seed)`` to the means of its mask's numbers over the first ``EARLY`` steps: those of ``QUALITIES``."""
+"""``(arm, seed)`` -> means of the mask's ``QUALITIES`` over the first ``EARLY`` steps."""
 Expected = Mapping[str, Mapping[str, float]]
-"""An arm's ``hack`` (held out) and ``solve`` in the prototype, means over its seeds."""
+"""Arm -> its ``hack`` (held out) and ``solve`` in the prototype, means over the prototype's seeds."""
 
 
 class Result:
-    """The content of table.json, by arm."""
+    """Content of table.json, by arm."""
 
     def __init__(self, content: Mapping[str, Any]):
         self.settings: Mapping[str, Any] = content["settings"]
@@ -79,12 +79,12 @@ class Result:
         self._unfinished: list[str] = content["unfinished"]
 
     def difference(self, arm: str, reference: str | None) -> Row | None:
-        """The paired difference ``arm - reference`` where there is one."""
+        """Return the paired difference ``arm - reference``; ``None`` if it was not computed."""
         return self._differences.get((arm, reference or ""))
 
     @property
     def values(self) -> dict[tuple[str, str], dict[int, float | None]]:
-        """``(arm, metric)`` to its value of each seed."""
+        """``(arm, metric)`` -> the value of each seed."""
         return {
             (arm, metric): dict(zip(row["seed_ids"], row[metric]["seeds"], strict=True))
             for arm, row in self.rows.items()
@@ -106,13 +106,13 @@ class Result:
 
     @property
     def provisional(self) -> bool:
-        """Whether something that the headline speaks of is still to be run."""
+        """True if a run that the headline needs is not finished."""
         rows = [self.rows.get(arm) for arm in (*ROUTES, "absorb", BOUND)]
         return bool(self._unfinished) or any(row is None or row["seed_ids"] != self.seeds for row in rows)
 
 
 def headline(result: Result) -> str:
-    """headline.md: each route with absorb and its filter beside it, then what stands next to all of them."""
+    """Return headline.md: each route with absorb and its filter, then the baselines, controls and bound."""
     settings = result.settings
     name = seeds_text(result.seeds)
     lines = [
@@ -166,7 +166,10 @@ def _against_filter(result: Result, route: str) -> str:
 
 
 def short(results: Sequence[tuple[Result, Predictions]]) -> str:
-    """The README's headline: medians of every preset side by side, a route above its own filter, and how the predictions fared."""
+    """Return the README's headline: medians of every preset side by side, and the outcome of the predictions.
+
+    Each route is above its same-rule filter.
+    """
     order = ["base", "vanilla", "absorb"]
     for route in ROUTES:
         order += [route, ARMS[route].same_rule_filter or ""]
@@ -188,7 +191,7 @@ def short(results: Sequence[tuple[Result, Predictions]]) -> str:
 
 
 def _fared(result: Result, predictions: Predictions) -> str:
-    """How many predictions held, and every one that did not."""
+    """Return a sentence with the number of predictions that held, and every one that did not."""
     found = outcomes(predictions, result.settings["preset"], result.values)
     failed = [f"{each.comparison.name}, {each.comparison.contrast} ({each.verdict})" for each in found if each.verdict != "shown"]
     rest = f" Not: {'; '.join(failed)}." if failed else ""
@@ -197,9 +200,9 @@ def _fared(result: Result, predictions: Predictions) -> str:
 
 
 def tables(result: Result, quality: Quality, trained: Mapping[str, Summary], prototype: Expected) -> str:
-    """tables.md: the main rows, what the quarantine adds, seeds that stand out, every random draw, and what was expected.
+    """Return tables.md: main rows, effect of the quarantine, outlier seeds, all random draws, and the prototype's values.
 
-    ``trained``: an arm's solve rate on training tasks in its last steps.
+    ``trained`` is an arm's solve rate on training tasks in its last steps.
     """
     parts = [_main_table(result), _filter_table(result), _fire_table(result, quality)]
     parts += [_outlier_table(result, quality), _draws_table(result, quality)]
@@ -250,7 +253,7 @@ def _outlier_table(result: Result, quality: Quality) -> str:
 
 
 def _fire_table(result: Result, quality: Quality) -> str:
-    """R3 of every rule: how often its flags fire on hacks and on clean rollouts."""
+    """Return the table of R3: how often each rule's flags fire on hacks and on clean rollouts."""
     body = []
     for arm in (arm for arm in result.shown() if result.rows[arm]["role"] == "method"):
         seeds = [quality.get((arm, seed), {}) for seed in result.rows[arm]["seed_ids"]]
@@ -271,7 +274,7 @@ def _fire_table(result: Result, quality: Quality) -> str:
 
 
 def _draws_table(result: Result, quality: Quality) -> str:
-    """Every random direction of route2-full's rule, by how well it happened to rank hacks early on."""
+    """Return the table of all random directions of route2-full's rule, sorted by the AUROC that they reached by chance."""
     found = []
     for arm in (arm for arm in CONTROLS if getattr(ARMS[arm].route, "fitter", "") == "haar" and arm in result.rows):
         row = result.rows[arm]
@@ -288,7 +291,10 @@ def _draws_table(result: Result, quality: Quality) -> str:
 
 
 def _rank_within_seeds(draws: Sequence[tuple[int, float, float]]) -> str:
-    """Whether the better draw of a seed hacks less. Draws of a seed share its model and prompts, so a seed counts once."""
+    """Return a sentence on whether the better draw of a seed hacks less.
+
+    Draws of a seed share its model and prompts, so a seed counts once.
+    """
     seeds = {seed: [(luck, hack) for own, luck, hack in draws if own == seed] for seed, _, _ in draws}
     several = [list(zip(*own, strict=True)) for own in seeds.values() if len(own) > 1]
     rhos = [float(spearmanr(luck, hack)[0]) for luck, hack in several if len(set(luck)) > 1 and len(set(hack)) > 1]  # pyright: ignore
@@ -327,7 +333,7 @@ PANELS = (
 
 
 def write_headline_figure(result: Result, path: Path) -> Path:
-    """Draws and saves the figure at ``path``."""
+    """Draw the figure and save it at ``path``."""
     arms = result.shown()
     with style():
         figure = new_figure(PAGE_WIDTH, 0.9 + 0.21 * len(arms))
@@ -347,7 +353,7 @@ def write_headline_figure(result: Result, path: Path) -> Path:
 
 
 def _shade(ax: Axes, arms: Sequence[str]) -> None:
-    """Every second group of arms that belong together."""
+    """Shade every second group of arms that belong together."""
     groups = [[arm for arm in group if arm in arms] for group in GROUPS]
     for i, group in enumerate(group for group in groups if group):
         if i % 2 == 0:

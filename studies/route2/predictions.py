@@ -1,12 +1,12 @@
-"""Comparisons that were named before their runs, tested on those runs, and nothing else.
+"""Statistical tests of the comparisons that were named before their runs.
 
     d_s         = sum_{a in plus} metric(a, s) - sum_{a in minus} minus_metric(a, s)       of each seed s
     less, more    null: the mean of d is 0; exact two-sided sign-flip test (n seeds give no p below 2 / 2**n)
     same          null: |mean of d| >= margin; two one-sided sign-flip tests at the margins, the greater p of both
-    Holm          the i-th smallest of m p-values times m - i, running maximum; one family a preset and kind of null
+    Holm          the i-th smallest of m p-values times m - i, running maximum; one family per preset and kind of null
 
-Sources: Schuirmann 1987 (two one-sided tests), Holm 1979. Student's t stands beside each exact p. A sign flip assumes that d is
-symmetric about the mean that the null names, and no more.
+Sources: Schuirmann 1987 (two one-sided tests), Holm 1979. Student's t is reported beside each exact p. A sign flip assumes only
+that d is symmetric about the mean under the null.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ from studies.route2.report.measures import DESCRIPTIONS
 FILE = "predictions.toml"
 Alternative = Literal["two-sided", "less", "greater"]
 Seeded = Mapping[tuple[str, str], Mapping[int, float | None]]
-"""``(arm, metric)`` to its value of each seed."""
+"""``(arm, metric)`` -> the value of each seed."""
 
 
 class Comparison(BaseModel):
-    """One contrast of arms, the outcome that is expected of it, and for ``same`` the margin of equivalence."""
+    """One contrast of arms with its expected outcome, and for ``same`` the margin of equivalence."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     preset: str
@@ -53,14 +53,14 @@ class Comparison(BaseModel):
 
     @property
     def contrast(self) -> str:
-        """``a - b``, or ``(a + b) - (c + d)``; a second metric is named."""
+        """The contrast as text: ``a - b``, or ``(a + b) - (c + d)``; a second metric is named."""
         if self.minus_metric is not None:
             return f"{' + '.join(self.plus)}: {self.metric} - {self.minus_metric}"
         sides = [" + ".join(side) if len(side) == 1 else f"({' + '.join(side)})" for side in (self.plus, self.minus)]
         return " - ".join(sides)
 
     def differences(self, values: Seeded) -> dict[int, float]:
-        """The contrast of every seed on which all of its arms have the metric."""
+        """Return the contrast of every seed for which all of its arms have the metric."""
         terms = [(1, values.get((arm, self.metric), {})) for arm in self.plus]
         terms += [(-1, values.get((arm, self.minus_metric or self.metric), {})) for arm in self.minus]
         seeds = set.intersection(*({seed for seed, value in term.items() if value is not None} for _, term in terms))
@@ -68,7 +68,7 @@ class Comparison(BaseModel):
 
 
 class Predictions(BaseModel):
-    """A predictions file: seeds, arms, the settings hash of each preset, and the comparisons with their families' ``alpha``."""
+    """Content of a predictions file: seeds, arms, the settings hash of each preset, and comparisons with their ``alpha``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     seeds: tuple[int, ...] = Field(min_length=2)
@@ -80,21 +80,24 @@ class Predictions(BaseModel):
 
     @staticmethod
     def read(path: Path) -> "Predictions":
-        """The file's content and its hash; ``ValueError`` in one sentence where it is not a predictions file."""
+        """Read a predictions file and its hash; ``ValueError`` in one sentence if it is not one."""
         try:
             data = path.read_bytes()
             return Predictions(**tomllib.loads(data.decode()), sha256=hashlib.sha256(data).hexdigest())
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, ValidationError, TypeError) as error:
-            raise ValueError(f"{path} names no predictions: {' '.join(str(error).split())}") from error
+            raise ValueError(f"{path} is not a valid predictions file: {' '.join(str(error).split())}") from error
 
     def apply_to(self, preset: str, settings_hash: str, seeds: Sequence[int]) -> bool:
-        """True for runs of these settings on these seeds."""
+        """Return True for runs with these settings and seeds."""
         return self.presets.get(preset) == settings_hash and set(seeds) <= set(self.seeds)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the runs say of one comparison. ``p`` is exact, ``p_holm`` corrected within its family; both 1.0 without runs."""
+    """Test result of one comparison.
+
+    ``p`` is exact, and ``p_holm`` is corrected within its family; both are 1.0 without runs.
+    """
 
     comparison: Comparison
     difference: Summary
@@ -116,14 +119,14 @@ class Outcome:
 
 
 def sign_flip(values: Sequence[float], alternative: Alternative = "two-sided") -> float:
-    """p of the exact sign-flip test that the mean is 0: all ``2**n`` assignments of signs."""
+    """Return p of the exact sign-flip test that the mean is 0, over all ``2**n`` assignments of signs."""
     every = 2 ** len(values)
     test = permutation_test((np.asarray(values),), np.mean, permutation_type="samples", n_resamples=every, alternative=alternative)
     return float(test.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's corrected p-values, in the order given."""
+    """Return Holm's corrected p-values, in the order given."""
     order = np.argsort(p_values, kind="stable")
     steps = np.asarray(p_values, dtype=float)[order] * np.arange(len(p_values), 0, -1)
     corrected = np.empty(len(p_values))
@@ -132,11 +135,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def p_values(differences: Sequence[float], margin: float | None) -> tuple[float, float]:
-    """Exact and Student's p: of a mean of 0, or with a margin of a mean at or outside it."""
+    """Return the exact and Student's p: of a mean of 0, or with a margin, of a mean at or outside of it."""
     if len(differences) < 2:
         return 1.0, 1.0
     d = np.asarray(differences)
-    with np.errstate(all="ignore"):  # equal differences have no spread: t is infinite, or not a number where they are 0
+    with np.errstate(all="ignore"):  # equal differences have no spread: t is infinite, or NaN if they are 0
         if margin is None:
             return sign_flip(d.tolist()), _student(d, 0.0, "two-sided")
         sides: tuple[tuple[float, Alternative], ...] = ((-margin, "greater"), (margin, "less"))
@@ -150,7 +153,10 @@ def _student(d: np.ndarray, mean: float, alternative: Alternative) -> float:
 
 
 def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outcome]:
-    """All comparisons of the preset, in the file's order; those that were not run count in their family all the same."""
+    """Return the outcomes of all comparisons of the preset, in the file's order.
+
+    Comparisons that were not run count in their family too.
+    """
     found = []
     for equivalence in (False, True):
         family = [c for c in predictions.comparison if c.preset == preset and (c.margin is not None) == equivalence]
@@ -163,7 +169,7 @@ def outcomes(predictions: Predictions, preset: str, values: Seeded) -> list[Outc
 
 
 def predictions_markdown(predictions: Predictions, found: Sequence[Outcome]) -> str:
-    """predictions.md: what was named, what came out."""
+    """Return predictions.md, a table of expectations and outcomes."""
     body = []
     for each in found:
         c = each.comparison

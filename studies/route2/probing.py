@@ -1,12 +1,13 @@
-"""What probes read in a finished policy: fitted on hacks of the known mode, tested on the modes that they never saw.
+"""Probes of a finished policy, fitted on hacks of the known mode and tested on the modes that they never saw.
 
-The policy answers prompts over test tasks, other tasks in each mode, with the quarantine in place (``on``) and deleted
+The policy answers prompts over test tasks, with different tasks in each mode, with the quarantine on (``on``) and deleted
 (``deploy``). The oracle labels each rollout: a hack is an exploit of the prompt's own mode without a correct solution. Activations
-are the residual stream (before the first block, and ``blocks.0`` and so on after each) and what goes into the kept adapters, at
+are the residual stream (before the first block, and ``blocks.0`` and so on after each) and the inputs of the kept adapters, at
 predictor positions.
 Probes: mean difference, LDA, logistic, and ``direction``, the persona direction of the run's own pairs, which learns nothing from
-these rollouts. A probe of rollouts is fitted and tested on means over a rollout; a probe of tokens on single tokens, under their
-rollout's label. The micro model keeps every token's activations; a chat model has too many of them for that unless it is asked for.
+these rollouts. A rollout probe is fitted and tested on means over a rollout; a token probe on single tokens, with their rollout's
+label. For the micro model every token's activations are stored; for a chat model they are too many, so token probes must be
+requested.
 """
 
 import json
@@ -47,13 +48,13 @@ from studies.training.worlds import open_world
 EMBED, STREAM = "embed", "resid_pre"
 STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
-UPRIGHT = 8  # layers whose names have room beside each other under an axis
-LEAST = 10  # prompts with and without a hack, in the known mode: fewer cannot be cut into parts to fit, calibrate and test on
+UPRIGHT = 8  # maximum number of layers whose names fit side by side under an axis
+LEAST = 10  # minimum number of known-mode prompts with, and without, a hack, to be split into fit, calibration and test parts
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Fit probes on a finished run's hacks of the known mode, test them on held-out modes, beside random directions."""
+    """Fit probes on a finished run's hacks of the known mode, and test them on held-out modes beside random directions."""
 
     root: tyro.conf.Positional[Path]
     arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times: vanilla, absorb, or 'base'")] = "vanilla"
@@ -80,11 +81,13 @@ class Probes:
 def probe_job(
     job: Job, per_mode: int, out: Path | None = None, progress: bool = True, units: Sequence[Unit] | None = None
 ) -> list[Path]:
-    """Write ``probes.jsonl``, ``probes.md`` and the figures of a finished job; their paths.
+    """Write ``probes.jsonl``, ``probes.md`` and the figures of a finished job; return their paths.
 
-    Without single tokens among ``units`` (`UNITS`) what is kept is each rollout's mean, of which a rollout has one a layer.
-    ``ValueError`` in one sentence, before anything is written, where the job is not finished, or where in no state there are
-    both hacks and clean rollouts to learn from. A state without them is left out, and ``probes.md`` says so.
+    Without ``"token"`` in ``units`` (default `UNITS`), only the mean of each rollout and layer is stored. A state (quarantine on,
+    or deployed) without both hacks and clean rollouts is left out, which ``probes.md`` reports.
+
+    Raises:
+        ValueError: The job is not finished, or no state has both hacks and clean rollouts; nothing is written then.
     """
     torch.set_num_threads(1)
     units = UNITS if units is None else units
@@ -113,7 +116,7 @@ def probe_job(
 
 @dataclass(frozen=True)
 class Reading:
-    """How activations are read: ``pooled`` leaves each rollout the mean over its predictors, else every position is kept."""
+    """Function that reads activations; ``pooled`` stores the mean of each rollout over its predictors, otherwise every position."""
 
     host: Host
     policy: Policy
@@ -121,7 +124,7 @@ class Reading:
     pooled: bool = False
 
     def __call__(self, rollouts: Rollouts) -> tuple[dict[str, Float[Tensor, "b s _d"]], Bool[Tensor, "b s"]]:
-        """Layer -> activations, and where they count; as many rollouts at a time as a micro-batch of the run has."""
+        """Return layer -> activations, and their mask; runs as many rollouts at a time as a micro-batch of the run has."""
         each = self.settings.micro_batch(rollouts) or len(rollouts)
         parts: list[dict[str, Tensor]] = []
         for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
@@ -136,9 +139,9 @@ class Reading:
 
 
 def sample_dataset(world: World, witness: Witness, reading: Reading, per_mode: int, seed: int) -> tuple[Dataset, list[str]]:
-    """Judged rollouts of the policy as it is switched now, with their activations; and each rollout's prompt.
+    """Return judged rollouts of the policy, as it is switched now, with their activations; and each rollout's prompt.
 
-    The same seed meets every arm and state with the same prompts and uniforms.
+    With the same seed, every arm and state gets the same prompts and uniforms.
     """
     prompts = probe_prompts(world, per_mode, numpy_generator(seed, "probe tasks"))
     samples = world.sample(reading.policy, prompts, torch_generator(seed, "probes"))
@@ -149,8 +152,10 @@ def sample_dataset(world: World, witness: Witness, reading: Reading, per_mode: i
 
 @torch.no_grad()
 def read_layers(host: Host, policy: Policy, rollouts: Rollouts) -> dict[str, Float[Tensor, "b s _d"]]:
-    """Layer -> activations: the residual stream, and the adapters' inputs. Linears that read one and the same tensor (q, k, v)
-    share a layer, ``blocks.0.attn.q+k+v``."""
+    """Return layer -> activations: the residual stream, and the adapters' inputs.
+
+    Linears with the same input (q, k, v) share a layer, ``blocks.0.attn.q+k+v``.
+    """
     residual, modules = residual_sites(host), policy.adapters.modules
     found: dict[Site, Tensor] = {}
     inside = dict.fromkeys(modules, "input") | ({EMBED: "output"} if host.architecture.name == "MicroGPT" else {})
@@ -170,16 +175,16 @@ def read_layers(host: Host, policy: Policy, rollouts: Rollouts) -> dict[str, Flo
 
 
 def residual_sites(host: Host) -> dict[str, Site]:
-    """The residual stream by the names that tables give it: ``blocks.i`` after a block, and `STREAM` before the first.
+    """Return the residual stream's sites by their names in tables: ``blocks.i`` after a block, and `STREAM` before the first.
 
-    The micro model's tables begin with its tokens' embeddings instead (`EMBED`), to which positions are still to be added.
+    The micro model's tables begin with its token embeddings instead (`EMBED`), before positions are added.
     """
     blocks = {f"blocks.{i}": Site(i, "resid_post") for i in range(len(block_paths(host.model, host.architecture)))}
     return blocks if host.architecture.name == "MicroGPT" else {STREAM: Site(0, "resid_pre"), **blocks}
 
 
 def persona_directions(reading: Reading, world: World, job: Job) -> dict[str, Float[Tensor, " _d"]]:
-    """Layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
+    """Return layer -> mean over the run's pairs of pooled hack minus pooled clean activations."""
     pairs = build_pairs(job, world, "hack")
     means = []
     for side in (pairs.hack, pairs.clean):
@@ -189,7 +194,7 @@ def persona_directions(reading: Reading, world: World, job: Job) -> dict[str, Fl
 
 
 def _lack(dataset: Dataset, prompts: list[str], mode_known: str) -> str | None:
-    """Why the known mode's rollouts cannot be learnt from, if they cannot."""
+    """Return the reason why no probe can be fitted to the known mode's rollouts; ``None`` if one can."""
     known = [i for i, mode in enumerate(dataset.mode) if mode == mode_known]
     hacked = {prompts[i] for i in known if dataset.hack[i]}
     clean = {prompts[i] for i in known} - hacked
@@ -199,7 +204,7 @@ def _lack(dataset: Dataset, prompts: list[str], mode_known: str) -> str | None:
 
 
 def require_tasks(world: World) -> None:
-    """``ValueError`` where no policy could be probed, because the world has too few test tasks."""
+    """Raise ``ValueError`` if the world has too few test tasks for any probe."""
     tasks, modes = len(world.tasks("test")), len(world.modes.loopholes)
     if tasks < 2 * LEAST * modes:
         raise ValueError(
@@ -209,7 +214,7 @@ def require_tasks(world: World) -> None:
 
 
 def _remedy(job: Job, modes: Modes) -> str:
-    """Arms of the same seed that hack neither always nor never."""
+    """Return a sentence that names arms of the same seed that hack neither always nor never."""
     rates = {}
     for path in sorted(job.folder.parent.glob(f"*/{EVAL}")):
         mode = read_object(path, f"delete {path.parent} and run this arm again")["modes"][modes.known[0]]
@@ -245,17 +250,17 @@ def _write(
         with style():
             for name, figure in _figures(result, unit).items():
                 paths.append(save_figure(figure, out / f"probes-{state}-{unit}-{name}.png"))
-    for old in set(out.glob("probes-*.png")) - set(paths):  # of a state that this time could not be learnt from
+    for old in set(out.glob("probes-*.png")) - set(paths):  # figures of a state that is left out this time
         old.unlink()
     return paths
 
 
 def _figures(result: TransferResult, unit: Unit) -> dict[str, Figure]:
-    """AUROC over the residual stream and over the adapters' inputs, and reliability at the last block."""
+    """Return figures of AUROC over the residual stream and over the adapters' inputs, and of reliability at the last block."""
     figures = {}
     for name, layers in _split(result).items():
         rows = [row for row in result.rows if row.layer in layers]
-        if name == "inputs":  # eight ticks a panel would run into each other
+        if name == "inputs":  # eight full names per panel would overlap
             rows = [replace(row, layer=row.layer.removeprefix("blocks.")) for row in rows]
         figures[name] = transfer_figure(replace(result, rows=rows), unit)
         for axes in figures[name].axes:
@@ -269,7 +274,7 @@ def _figures(result: TransferResult, unit: Unit) -> dict[str, Figure]:
 
 
 def _split(result: TransferResult) -> dict[str, dict[str, None]]:
-    """Layers of the residual stream, and the adapters' inputs, in order."""
+    """Return the layers of the residual stream, and those of the adapters' inputs, in order."""
     layers = dict.fromkeys(row.layer for row in result.rows)
     residual = {layer: None for layer in layers if layer in (EMBED, STREAM) or re.fullmatch(r"blocks\.\d+", layer)}
     return {"residual": residual, "inputs": {layer: None for layer in layers if layer not in residual}}
@@ -290,7 +295,7 @@ def _markdown(job: Job, results: dict[tuple[str, Unit], TransferResult], missing
 
 
 def _table(result: TransferResult, modes: Modes) -> str:
-    """Residual layers: a row a probe and one for the random directions, a column a mode."""
+    """Return the table of residual layers: a row per probe and one for random directions, a column per mode."""
     header = ["layer", "probe", *(_column(result, mode) for mode in modes.loopholes), "Brier, held out", "ECE, held out"]
     lines = []
     for layer in _split(result)["residual"]:

@@ -1,16 +1,16 @@
-"""Copies the small artifacts of a finished run folder to where the write-up includes them: docs/results/<preset>/.
+"""Publishing: copies the small artifacts of a finished run folder to the docs, docs/results/<preset>/.
 
-    table, leakage, ablations (.md .json)              the report's own files, the JSON without its white space
-    headline, tables, figures (.md)                    what the write-up includes: their numbers are read here
-    predictions.md                                     of seeds that predictions.toml names: what was expected and what came out
+    table, leakage, ablations (.md .json)              the report's own files, the JSON without white space
+    headline, tables, figures (.md)                    included by the docs, with the run's numbers
+    predictions.md                                     for seeds in predictions.toml: expectations and outcomes
     probes.md and its figures                          of every arm and seed that was probed
     headline.png and the report's figures              repacked without loss
-    ../short.md                                        the headline of README and home page: all presets of those seeds
+    ../short.md                                        headline of README and home page: all presets of those seeds
     runs.json                                          eval.json and manifest.json of every arm and seed
     provenance.json                                    settings hash, versions, seeds, the command, checksums
 
-A folder is called after its preset; seeds that are not those of the development are part of the name. It appears whole or not at
-all. A preset that was never run has a placeholder of the same files, so the site always builds.
+A folder is named after its preset; seeds other than the development seeds are part of the name. It is replaced atomically. A preset
+that was never run has a placeholder with the same files, so that the site always builds.
 """
 
 import json
@@ -62,7 +62,7 @@ START, END = "<!-- headline: written by `python -m studies.route2 publish` -->",
 
 @dataclass(frozen=True)
 class Publish:
-    """Copy a run folder's tables, figures and records into the write-up, with the sentences that quote them."""
+    """Copy a run folder's tables, figures and records into the docs, with the sentences that quote them."""
 
     root: tyro.conf.Positional[Path]
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
@@ -80,9 +80,10 @@ class Publish:
 
 
 def publish(root: Path, to: Path) -> Path:
-    """Publish the run folder ``root`` under ``to``; the folder made.
+    """Publish the run folder ``root`` under ``to``; return the new folder.
 
-    ``ValueError`` in one sentence where runs are broken, or where the report in ``root`` is not that of its runs.
+    Raises:
+        ValueError: Runs are broken, or the report in ``root`` does not match its runs.
     """
     runs = load_runs(root)
     content = table(runs)
@@ -107,7 +108,7 @@ def publish(root: Path, to: Path) -> Path:
 
 
 def placeholder(preset: str, to: Path) -> Path:
-    """The texts of a preset that was not run, so that the pages which include them build."""
+    """Write placeholder texts for a preset that was not run, so that the pages which include them build."""
     place = to / preset
     place.mkdir(parents=True, exist_ok=True)
     command = f"`python -m studies.route2 run --preset {preset}`, then `python -m studies.route2 publish`"
@@ -118,7 +119,7 @@ def placeholder(preset: str, to: Path) -> Path:
 
 
 def _copy(root: Path, part: Path) -> None:
-    """The report's files; a text that the report could not write says so."""
+    """Copy the report's files; a file that the report could not write is replaced by a note."""
     for name in REPORTS:
         source = root / name
         missing = f"# {name.removesuffix('.md')}\n\n*Not computed: no run that it needs is here.*\n"
@@ -135,7 +136,7 @@ def _copy(root: Path, part: Path) -> None:
 
 
 def _copy_probes(root: Path, part: Path) -> None:
-    """probes.md: those of every probed arm and seed under one another, each with its figures of the residual stream."""
+    """Write probes.md: those of every probed arm and seed, each with its figures of the residual stream."""
     sections = []
     for source in sorted(root.glob("seed-*/*/probes.md")):
         name = f"{source.parent.name}-{source.parent.parent.name}"
@@ -149,7 +150,7 @@ def _copy_probes(root: Path, part: Path) -> None:
 
 
 def figures(folder: Path) -> list[Path]:
-    """The report's figures, page by page, up to ``MOST_PAGES`` of each."""
+    """Return the report's figures, page by page, up to ``MOST_PAGES`` of each."""
     pattern, order = re.compile(rf"({'|'.join(FIGURES)})(-(\d+))?\.png"), list(FIGURES)
     matched = [(match, path) for path in folder.glob("*.png") if (match := pattern.fullmatch(path.name))]
     placed = sorted((order.index(match[1]), int(match[3] or 1), path) for match, path in matched)
@@ -157,7 +158,7 @@ def figures(folder: Path) -> list[Path]:
 
 
 def figure_list(preset: str, folder: Path) -> str:
-    """figures.md: each figure of the folder with its caption, as seen from the page that includes it."""
+    """Return figures.md: each figure of the folder with its caption, with paths relative to the page that includes it."""
     lines = []
     for path in figures(folder):
         stem, _, page = path.stem.partition("-")
@@ -167,7 +168,7 @@ def figure_list(preset: str, folder: Path) -> str:
 
 
 def mask_quality(runs: RunSet) -> Quality:
-    """Means of every mask's ``QUALITIES`` over its first ``EARLY`` steps."""
+    """Return the means of every mask's ``QUALITIES`` over its first ``EARLY`` steps."""
     found = {}
     for (arm, seed), run in runs.runs.items():
         masks = [row["mask"] for row in run.metrics[:EARLY] if row.get("mask")]
@@ -177,7 +178,7 @@ def mask_quality(runs: RunSet) -> Quality:
 
 
 def trained_solve(runs: RunSet) -> dict[str, Summary]:
-    """Solve rate of the training rollouts of the last steps, mean over all modes, over seeds; both adapters are in."""
+    """Return the solve rate of the last steps' training rollouts (both adapters on), averaged over modes, summarized over seeds."""
     found = {}
     for arm in runs.specs:
         seeds = [mean([train_rate(run, mode, "solve") for mode in runs.modes.names]) for run in runs.of(arm).values()]
@@ -187,7 +188,7 @@ def trained_solve(runs: RunSet) -> dict[str, Summary]:
 
 
 def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
-    """What a prototype measured, from prototype.toml beside the results; empty where there is none."""
+    """Return the prototype's measurements from prototype.toml beside the results; empty if there is no such file."""
     path = to / "prototype.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")).get(preset, {}) if path.exists() else {}
@@ -196,7 +197,7 @@ def prototype_of(to: Path, preset: str) -> dict[str, dict[str, float]]:
 
 
 def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
-    """The predictions of predictions.toml beside the results, where they are of these settings and seeds."""
+    """Return the predictions of predictions.toml beside the results; ``None`` if they are for other settings or seeds."""
     path = to / FILE
     predictions = Predictions.read(path) if path.exists() else None
     named = predictions is not None and predictions.apply_to(
@@ -206,7 +207,7 @@ def predictions_for(to: Path, content: Mapping[str, Any]) -> Predictions | None:
 
 
 def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
-    """What is published of seeds that predictions name, in the order of the presets."""
+    """Return the published results of seeds that predictions name, in the order of the presets."""
     found = []
     for preset in PRESETS:
         for path in sorted(to.glob(f"{preset}-*/table.json")):
@@ -217,7 +218,7 @@ def predicted_results(to: Path) -> list[tuple[Result, Predictions]]:
 
 
 def provenance(runs: RunSet) -> dict[str, Any]:
-    """Where the folder's numbers come from."""
+    """Return the origin of the folder's numbers: settings, versions, seeds and the command."""
     manifests = [json.loads((run.folder / "manifest.json").read_text(encoding="utf-8")) for run in runs.runs.values()]
     versions, platforms = (
         sorted({json.dumps(manifest[key], sort_keys=True) for manifest in manifests}) for key in ("versions", "platform")
@@ -235,9 +236,9 @@ def provenance(runs: RunSet) -> dict[str, Any]:
 
 
 def folder_name(runs: RunSet) -> str:
-    """The preset's name, with the seeds if they are not those of the development (``strong-300-307``).
+    """Return the preset's name, with the seeds if they are not the development seeds (``strong-300-307``).
 
-    The run folder's name if settings were changed: a variation must not replace the preset's results.
+    If settings were changed, it is the run folder's name, so that a variation does not replace the preset's results.
     """
     name = str(runs.settings.get("preset"))
     if name not in PRESETS:
@@ -248,7 +249,7 @@ def folder_name(runs: RunSet) -> str:
 
 
 def command(runs: RunSet) -> str:
-    """The command line that makes these runs."""
+    """Return the command line that makes these runs."""
     found = {arm for arm, _ in runs.runs} - {"base"}
     arms = [arm for arm in ARMS if arm in found] + sorted(found - ARMS.keys())
     preset = runs.settings["preset"]
@@ -258,7 +259,7 @@ def command(runs: RunSet) -> str:
 
 
 def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """``name=value`` for each setting that differs from the preset's, as ``--override`` takes them."""
+    """Return ``name=value`` for each setting that differs from the preset's, in the syntax of ``--override``."""
     found = []
     for name in sorted(settings.keys() | preset.keys()):
         own, other = settings.get(name), preset.get(name)
@@ -270,9 +271,10 @@ def changes(settings: Mapping[str, Any], preset: Mapping[str, Any], prefix: str 
 
 
 def packed(runs: RunSet) -> str:
-    """runs.json: ``{"arm_specs": {arm: spec}, "runs": [{"eval", "manifest"}]}``; a manifest's ``arm_spec`` is in ``arm_specs``.
+    """Return runs.json: ``{"arm_specs": {arm: spec}, "runs": [{"eval", "manifest"}]}``, without ``arm_spec`` in the manifests.
 
-    ``ValueError`` where an arm's spec differs between seeds.
+    Raises:
+        ValueError: An arm's spec differs between seeds.
     """
     specs: dict[str, Any] = {}
     records = []
@@ -286,7 +288,7 @@ def packed(runs: RunSet) -> str:
 
 
 def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str, Any]]]:
-    """``(arm, seed)`` to its eval.json and manifest.json, from the text of runs.json."""
+    """Return ``(arm, seed)`` -> its eval.json and manifest.json, from the text of runs.json."""
     content = json.loads(text)
     out = {}
     for record in content["runs"]:
@@ -296,7 +298,7 @@ def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str,
 
 
 def update_readme(path: Path, text: str) -> None:
-    """Put ``text`` between the README's two headline comments; ``ValueError`` where they are not both there, once."""
+    """Put ``text`` between the README's two headline comments; ``ValueError`` unless each of them occurs once."""
     readme = path.read_text(encoding="utf-8")
     if readme.count(START) != 1 or readme.count(END) != 1:
         raise ValueError(f"{path} has no place for the headline: it needs the lines {START!r} and {END!r}, once each")

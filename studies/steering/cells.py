@@ -238,7 +238,7 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
     threshold, held = gate.thresholds[settings.operating], f"{name} row"
     watch = Monitor(gate.site, gate.weight, threshold, settings.sharpness, gates=(), name=name)
     gain_there = 0.0 if shadow else 1.0
-    policy = ProbePolicy(held, threshold, monitor=name, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20)
+    policy = ProbePolicy(held, threshold, monitor=watch, smoothing=1.0, generated=True, gain=gain_there, name=name, keep=1 << 20)
     row = Steering(decode=(away(settings, fitted, gain),))
     about = {"how": "policy", "delay": delay, "gain": gain, "quantile": settings.operating}
     if delay == 1:

@@ -1,7 +1,7 @@
-"""Arms are data: which adapters stand, which route decides, and what the arm is compared with.
+"""Arms as data: the adapters, the route, and the baseline of each arm.
 
-A control is its method with one field replaced. Roles: ``baseline`` (no route), ``method``, ``control`` (a method whose signal was
-taken away), ``bound`` (reads what no method may read; never a method).
+A control is its method with one field replaced. Roles: ``baseline`` (no route), ``method``, ``control`` (a method without its
+signal), ``bound`` (reads what no method may read, so it is never a method).
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,22 @@ Role = Literal["baseline", "method", "control", "bound"]
 
 @validated
 class Arm:
-    """One row of the table. The quarantine, where there is one, is deleted at deployment.
+    """One arm. Its quarantine, if any, is deleted at deployment.
 
-    ``quarantine_lr_scale`` multiplies the shared quarantine rate; ``none_fraction`` and ``adapt`` override the shared ones
-    (ablations only).
+    Attributes:
+        name: Name of the arm.
+        about: One line for tables.
+        role: See the module.
+        route: Spec of the route.
+        quarantine: Kind of the quarantine.
+        quarantine_lr_scale: Factor on the shared learning rate of the quarantine.
+        second_moment: Gradient of Adam's second moment.
+        l1: Weight of the penalty on the quarantine's output.
+        none_fraction: Overrides the shared setting (ablations only).
+        adapt: Overrides the shared setting (ablations only).
+        baseline: Arm that this one is compared with.
+        same_rule_filter: Arm with the same flags and no quarantine.
+        ablation: Name of the ablation to which the arm belongs.
     """
 
     name: Name
@@ -202,7 +214,7 @@ MAIN: tuple[str, ...] = (
 
 
 def get_arms(names: tuple[str, ...]) -> list[Arm]:
-    """The arms called ``names``, in order, each once; ``KeyError`` with the valid names."""
+    """Return the arms called ``names``, in order and without repetition; ``KeyError`` with the valid names."""
     for name in names:
         if name not in ARMS:
             raise KeyError(unknown_name(name, list(ARMS), "arm"))

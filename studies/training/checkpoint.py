@@ -1,10 +1,11 @@
-"""All of a run's state in one file, replaced whole, with the one before it; and logs that are cut back to what it names.
+"""Checkpoints: all of a run's state in one file, replaced atomically, with the previous file kept, and logs that are cut to match.
 
-A run's state after step t is: adapter tensors, the optimiser's moments, the route's directions, t, and how long each log was.
-Random numbers need no state (see ``randomness``). A new checkpoint is written beside the newest one, which then takes the place
-of the previous one: at any moment a whole one is there. Logs are flushed first, and on resume they are cut to the lengths that
-the checkpoint names. What a crash wrote after it is done again, bit for bit. A newest checkpoint that is damaged, another run's, or
-whose logs are not as it left them, is refused with the reason; the previous one then leads to the same bytes by more steps.
+The state after step t is: adapter tensors, the optimizer's moments, the route's directions, t, and the length of each log. Random
+numbers need no state (see ``studies.common.seeds``). A new checkpoint is written beside the newest one, which then replaces the
+previous one, so a complete checkpoint exists at any moment. Logs are flushed first, and on resume they are cut to the lengths in
+the
+checkpoint: what a crash wrote after it is computed again, bit for bit. A newest checkpoint that is damaged, belongs to another run,
+or does not match its logs is refused with the reason; the previous one then leads to the same bytes in more steps.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ CHUNK = 1 << 20
 
 @validated
 class Mark:
-    """A point in a log: its length in bytes, and the SHA-256 of these bytes (empty where an earlier version kept none)."""
+    """Point in a log: its length in bytes, and the SHA-256 of these bytes (empty if an earlier version stored none)."""
 
     length: Natural
     sha256: str = ""
@@ -44,7 +45,7 @@ class Mark:
 
 @validated
 class _Header:
-    """The metadata of a checkpoint; ``logs``, ``log_hashes`` and ``provenance`` are JSON."""
+    """Metadata of a checkpoint; ``logs``, ``log_hashes`` and ``provenance`` are JSON."""
 
     format: str
     step: Annotated[str, Field(pattern=r"^\d+$", description="a whole number in digits")]
@@ -63,10 +64,19 @@ class _Header:
 def save_checkpoint(
     folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, step: int, identity: str, logs: dict[str, Mark]
 ) -> None:
-    """Write the state after ``step`` steps as the newest checkpoint; what was the newest becomes the previous one.
+    """Write the state after ``step`` steps as the newest checkpoint; the former newest one becomes the previous one.
 
-    ``identity`` names the run's settings; ``logs`` are the ends of the logs by file name. ``OSError`` in one sentence where the
-    disk is full: a whole checkpoint is then left as it was.
+    Args:
+        folder: Folder of the run.
+        adapters: Adapters to save.
+        optimiser: Optimizer whose moments are saved.
+        route: Route whose directions are saved.
+        step: Number of finished steps.
+        identity: Hash of the run's settings.
+        logs: End of each log, by file name.
+
+    Raises:
+        OSError: In one sentence, if the disk is full; the existing checkpoint is unchanged then.
     """
     tensors: dict[str, Tensor] = {f"adapter.{name}": t for name, t in adapters.tensors().items()}
     for name, p in _named(adapters).items():
@@ -93,7 +103,7 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What ``read_checkpoint`` found, checked: tensors by name, finished steps, the logs' ends, where directions came from."""
+    """Content of a checkpoint file, checked: tensors by name, finished steps, the logs' ends, provenance of the directions."""
 
     tensors: dict[str, Tensor]
     step: int
@@ -101,7 +111,7 @@ class Checkpoint:
     provenance: Provenance | None
 
     def restore(self, adapters: Adapters, optimiser: RoutedAdamW, route: Route) -> None:
-        """Put everything back, each tensor onto the device of what it belongs to."""
+        """Restore the whole state, each tensor on the device of its owner."""
         for name, t in adapters.tensors().items():
             t.copy_(self.tensors[f"adapter.{name}"])
         for name, p in _named(adapters).items():
@@ -109,14 +119,14 @@ class Checkpoint:
                 moments = {key: self.tensors[f"optimiser.{key}.{name}"].to(p.device, copy=True) for key in MOMENTS}
                 optimiser.state[p] = {"step": self.tensors[f"optimiser.step.{name}"].clone(), **moments}
         if self.provenance is not None:
-            # In the model's order and freshly allocated: sums over sites, and BLAS on aligned memory, round as they did before.
+            # In the model's order and newly allocated, so that sums over sites, and BLAS on aligned memory, round as before.
             found = {site: self.tensors.get(f"direction.{site}") for site in adapters.sites}
             vectors = {s: v.to(adapters.scored(s).device, copy=True) for s, v in found.items() if v is not None}
             route.directions = Directions(vectors, self.provenance)
 
 
 def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpoint:
-    """A checkpoint of this very run; ``ValueError`` with the reason where the file is damaged, or another run's."""
+    """Read a checkpoint of this run; ``ValueError`` with the reason if the file is damaged or belongs to another run."""
     try:
         tensors, meta = read_tensors(path)
     except OSError as error:
@@ -144,10 +154,13 @@ def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpo
 
 
 def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Route, *, identity: str, logs: Iterable[str]) -> int:
-    """Put back the newest checkpoint in ``folder`` that can be used, and cut the logs to it; the number of finished steps.
+    """Restore the newest usable checkpoint in ``folder`` and cut the logs to it; return the number of finished steps.
 
-    0, with empty ``logs``, where there is no checkpoint. A warning says why the newest was refused and the previous one used;
-    ``ValueError`` where none can be: then nothing was changed.
+    Without a checkpoint the result is 0 and ``logs`` are emptied. If the newest one is refused and the previous one is used, a
+    warning says why.
+
+    Raises:
+        ValueError: No checkpoint can be used; nothing is changed then.
     """
     refused: list[str] = []
     there = [folder / name for name in (CHECKPOINT, PREVIOUS) if (folder / name).exists()]
@@ -161,7 +174,7 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
             continue
         if refused:
             warnings.warn(f"{refused[0]}; going on from {path.name}, after {checkpoint.step} steps", stacklevel=2)
-            path.replace(folder / CHECKPOINT)  # or the next rotation would put the refused one in its place
+            path.replace(folder / CHECKPOINT)  # otherwise the next rotation would make the refused one the previous one
         checkpoint.restore(adapters, optimiser, route)
         for name, mark in checkpoint.logs.items():
             cut(folder / name, mark.length)
@@ -174,16 +187,16 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
 
 
 def refuse_changed(log: Path, mark: Mark, since: str) -> None:
-    """``ValueError`` where a log is shorter than it was at ``mark``, or has other bytes up to there; ``since`` is what was then."""
+    """Raise ``ValueError`` if a log is shorter than at ``mark``, or its bytes up to there have changed since ``since``."""
     size = log.stat().st_size if log.exists() else 0
     if size < mark.length:
         raise ValueError(f"{log} has {size} bytes, but {since} was written after {mark.length}")
     if mark.sha256 and hash_of(log, mark.length).hexdigest() != mark.sha256:
-        raise ValueError(f"{log} was changed: its first {mark.length} bytes are not those that {since} was written after")
+        raise ValueError(f"{log} was changed: its first {mark.length} bytes are not those after which {since} was written")
 
 
 def hash_of(log: Path, length: int) -> "hashlib._Hash":
-    """SHA-256 of a log's first ``length`` bytes, to be updated with what follows; of nothing where there is no log."""
+    """Return the SHA-256 of a log's first ``length`` bytes (none if there is no log), to be updated with what follows."""
     found = hashlib.sha256()
     if length:
         with log.open("rb") as file:
@@ -207,7 +220,7 @@ def _named(adapters: Adapters) -> dict[str, torch.nn.Parameter]:
 
 
 def _digest(tensors: dict[str, Tensor], meta: dict[str, str]) -> str:
-    """SHA-256 of every tensor's name, type, shape and bytes, and of the rest of the header."""
+    """Return the SHA-256 of every tensor's name, type, shape and bytes, and of the rest of the header."""
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name in sorted(tensors):
         t = tensors[name].detach().cpu()

@@ -1,11 +1,11 @@
-"""Dr.GRPO with routed gradients: the whole loop. It knows no arm; arms differ in the route that they pass.
+"""Dr.GRPO with routed gradients: the whole training loop. It does not depend on the arm; arms differ in their route.
 
     A_b = R_b - mean(R over the prompt's group)                      no std, no length norm
     loss = -1/(N T) sum_b sum_t min(rho A, clip(rho, 1-eps, 1+eps) A) + beta K3,   rho = exp(logp - logp_old)
     K3 = exp(ref - logp) - (ref - logp) - 1                          ref: adapters off
 
-N rollouts a step and T the longest completion are fixed, so that a short or dropped rollout does not make the others louder.
-Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
+N rollouts per step and T tokens of the longest completion are fixed, so that a short or dropped rollout does not change the weight
+of the others. Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,7 +26,7 @@ from studies.training.teacher import TeacherPool
 
 @runtime_checkable
 class Hyperparameters(Protocol):
-    """The settings that the loop reads, of those in ``settings.Settings``."""
+    """Settings that the loop reads, a part of ``settings.Settings``."""
 
     @property
     def steps(self) -> int: ...
@@ -50,13 +50,21 @@ class Hyperparameters(Protocol):
     def teachers_per_group(self) -> int: ...
 
     def micro_batch(self, rollouts: Rollouts) -> int | None:
-        """Rollouts in a micro-batch; ``None``: all at once."""
+        """Return the number of rollouts in a micro-batch; ``None`` for all at once."""
         ...
 
 
 @dataclass(frozen=True)
 class Update:
-    """One optimizer step: the decision, the loss, its KL term before beta, norms before clipping (``None``: no gradient)."""
+    """Result of one optimizer step.
+
+    Attributes:
+        decision: Decision of the route.
+        loss: The loss.
+        kl: Its KL term, before beta.
+        grad_norm: Norms of both adapters' gradients before clipping; ``None`` without a gradient.
+        extra: Further numbers of the route.
+    """
 
     decision: Decision
     loss: float
@@ -70,7 +78,7 @@ NO_UPDATE = Update(Decision(), 0.0, 0.0, {"kept": None, "quarantine": None}, {})
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step for the recorder. ``samples`` and ``batch`` are aligned; ``trained`` marks groups with reward variance."""
+    """Record of one step. ``samples`` and ``batch`` are aligned; ``trained`` marks groups with reward variance."""
 
     step: int
     samples: Samples
@@ -103,15 +111,15 @@ def train(
     for step in range(start, settings.steps):
         if stop():
             return
-        # Directions are fitted to the policy as it now is: as it learns, an old one turns away from what it stood for.
+        # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
         samples, batch = gather(world, policy, teachers, seed, step, settings, fraction)
-        # A group of equal rewards has advantage 0 everywhere and teaches nothing, so its forward and backward are saved.
+        # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
         if len(index):
             learned = with_anchors(policy, batch.rows(index), settings)
-            # Only bounds may see verdicts on the student's rollouts; a route that is a method raises if it is shown any.
+            # Only bounds may see verdicts on the student's rollouts; a route that is a method raises an error if it gets any.
             verdicts = witness.privileged(samples).rows(index) if route.spec.privileged else None
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
@@ -140,12 +148,12 @@ def update(
         return loss
 
     optimizer.zero_grad(set_to_none=True)
-    # The route runs forward and backward, in micro-batches, and decides what of it reaches the kept adapter's gradient.
+    # The route runs forward and backward, in micro-batches, and decides which gradients reach the kept adapter.
     decision = route.backward(policy, batch, loss_fn, context)
     norms = clip_gradients(policy, settings.max_norm, decision.unrouted.values())
     before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
     kept = adapters.kept_parameters()
-    # If the route asks for it, Adam's second moment sees every gradient: steps then do not grow because flags made gradients small.
+    # With unrouted gradients in Adam's second moment, steps do not grow just because flags made the gradients small.
     optimizer.step(unrouted={kept[name]: g for name, g in decision.unrouted.items()} or None)
     moved = {site: adapters.scored(site).detach() - value for site, value in before.items()}
     loss, kl = (sum(terms) for terms in zip(*losses))
@@ -161,7 +169,7 @@ def gather(
     settings: Hyperparameters,
     none_fraction: float,
 ) -> tuple[Samples, TrainBatch]:
-    """Sample a batch from the policy with both adapters in, and reward it."""
+    """Sample a batch from the policy with both adapters on, and compute its rewards."""
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
     if teachers is not None:
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
@@ -181,10 +189,10 @@ def gather(
 def objective(
     logits: Float[Tensor, "b s v"], batch: TrainBatch, settings: Hyperparameters, length: int
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """The loss of ``batch`` and, apart, its KL term (before beta); both over the fixed denominator. ``length``: T, in tokens."""
+    """Return the loss of ``batch`` and its KL term (before beta), both over the fixed denominator; ``length`` is T in tokens."""
     scale = settings.prompts * settings.group * length
     logprobs, advantages, mask = batch.rollouts.logprobs(logits), batch.advantages[:, None], batch.rollouts.predictors
-    # On the first update of a batch the sampling policy is the policy itself: rho is 1, and its gradient is that of logp.
+    # On the first update of a batch the sampling policy is the current policy: rho is 1, and its gradient is that of logp.
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     ratio = (logprobs - old).exp()
     clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
@@ -209,16 +217,17 @@ def with_anchors(policy: Policy, batch: TrainBatch, settings: Hyperparameters) -
 
 
 def clip_gradients(policy: Policy, max_norm: float, unrouted: Iterable[Tensor] = ()) -> dict[str, float | None]:
-    """Clip kept and quarantine gradients apart and return both norms: a loud quarantine must not quiet the kept adapter.
+    """Clip kept and quarantine gradients separately and return both norms.
 
-    ``unrouted`` gradients, which Adam's second moment reads in place of the kept ones, are scaled as those are.
+    Clipped together, a large quarantine gradient would shrink the kept one. ``unrouted`` gradients, which Adam's second moment
+    reads instead of the kept ones, are scaled by the kept adapter's factor.
     """
     norms: dict[str, float | None] = {}
     adapters = {"kept": policy.adapters.kept_parameters(), "quarantine": policy.adapters.quarantine_parameters()}
     for name, parameters in adapters.items():
         with_grad = [p for p in parameters.values() if p.grad is not None]
         norms[name] = float(torch.nn.utils.clip_grad_norm_(with_grad, max_norm)) if with_grad else None
-    scale = max_norm / ((norms["kept"] or 0.0) + 1e-6)  # as clip_grad_norm_ has it
+    scale = max_norm / ((norms["kept"] or 0.0) + 1e-6)  # the formula of clip_grad_norm_
     for gradient in unrouted:
         gradient.mul_(min(1.0, scale))
     return norms

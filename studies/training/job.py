@@ -1,4 +1,7 @@
-"""Deployment evaluation: per mode, on tasks that warm start, pairs and GRPO never saw, quarantine on and deleted."""
+"""Job: train one arm at one seed, or only the base model, and evaluate it with the quarantine on and deleted.
+
+The evaluation runs per mode, on tasks that warm start, pairs and GRPO never saw.
+"""
 
 import functools
 import hashlib
@@ -46,7 +49,7 @@ from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, 
 
 
 def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
-    """Shares of rollouts: ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not), ``format``."""
+    """Return the rates ``hack``, ``solve`` (correct on hidden inputs), ``exploit`` (own channel, correct or not) and ``format``."""
     n = len(verdicts)
     return {
         "hack": sum(v.hack for v in verdicts) / n,
@@ -57,7 +60,7 @@ def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, flo
 
 
 def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings, seed: int) -> dict[str, Any]:
-    """``{mode: {"on": rates, "deploy": rates}}``. The prompts are fixed; every arm of a seed meets the same uniforms."""
+    """Return ``{mode: {"on": rates, "deploy": rates}}``; prompts are fixed, and every arm of a seed uses the same uniforms."""
     prompts = {mode: world.evaluation_prompts(mode, settings.evaluation_prompts) for mode in world.modes.names}
     flat = [prompt for mode in prompts for prompt in prompts[mode]]
     report: dict[str, Any] = {mode: {} for mode in prompts}
@@ -65,7 +68,7 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
         with switched():
             samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
         grades = world.grades(samples)
-        verdicts = witness.judge(samples)  # after the grades: it looks at the very executions that they were given for
+        verdicts = witness.judge(samples)  # after the grades, because it judges the same executions
         for i, mode in enumerate(prompts):
             rows = slice(i * settings.evaluation_prompts, (i + 1) * settings.evaluation_prompts)
             report[mode][name] = rates(verdicts[rows], grades[rows])
@@ -74,7 +77,7 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
 
 MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors"
 ELSEWHERE = "host.json"
-"""In a run folder: host and precision, where they are not the usual ones."""
+"""File of a run folder with host and precision, if they are not the default ones."""
 CHECKPOINT_EVERY = 20
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -86,7 +89,7 @@ REMEDY = "run the command again that made this folder"
 
 @validated
 class Manifest:
-    """What a run folder says of itself once it is whole; ``identity`` is a hash of all that its result depends on."""
+    """Description of a finished job folder; ``identity`` is a hash of everything that its result depends on."""
 
     arm: str
     seed: Natural
@@ -103,7 +106,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a run folder; ``ValueError`` if it is missing or damaged."""
+    """Read the manifest of a run folder; ``ValueError`` if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "pairs_sha256"))
@@ -114,10 +117,17 @@ def read_manifest(folder: Path) -> Manifest:
 
 @dataclass(frozen=True)
 class Job:
-    """``arm`` is ``None`` for the base model: warm start and evaluation alone. ``pairs`` replaces the world's own pairs.
+    """One arm at one seed; ``arm`` is ``None`` for the base model (warm start and evaluation only).
 
-    ``host`` is the library whose hooks the model runs under, ``precision`` the type that it is trained in (the warm start is
-    float32, and is cast): neither changes what is computed, but for rounding.
+    Attributes:
+        root: Run folder.
+        cache: Folder of warm starts.
+        settings: Settings of the run.
+        seed: The seed.
+        arm: The arm.
+        pairs: File of the user's pairs, which replaces the world's own pairs.
+        host: Library whose hooks the model runs under; it changes results by rounding only.
+        precision: Dtype of training; the warm start is float32 and is cast.
     """
 
     root: Path
@@ -130,7 +140,7 @@ class Job:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
-        """Refuse at once, by ``ValueError``, what would otherwise fail once base models are trained."""
+        """Raise ``ValueError`` for arguments that would otherwise fail only after base models are trained."""
         for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
             if getattr(self, name) not in tuple(known):
                 raise ValueError(unknown_name(getattr(self, name), list(known), name))
@@ -153,18 +163,18 @@ class Job:
 
     @property
     def identity(self) -> str:
-        """A hash of everything that the job's result depends on, beside the code."""
+        """Hash of everything that the job's result depends on, except for the code."""
         described = json.dumps([self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
     @property
     def pairs_hash(self) -> str | None:
-        """SHA-256 of the user's pairs file, where one was given."""
+        """SHA-256 of the user's pairs file; ``None`` if none was given."""
         return None if self.pairs is None else hashlib.sha256(self.pairs.read_bytes()).hexdigest()
 
     @staticmethod
     def of(root: Path, seed: int, arm: Arm | None, pairs: Path | None = None) -> "Job":
-        """A job of the run folder ``root``, with the settings, host and precision that were written there."""
+        """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
         path = root / ELSEWHERE
         where = read_object(path, REMEDY) if path.exists() else {}
         if unknown := sorted(where.keys() - {"host", "precision"}):
@@ -173,18 +183,18 @@ class Job:
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
-        """Host and precision, where they are not the usual ones."""
+        """Host and precision, if they are not the default ones."""
         return tuple(own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual)
 
     @property
     def unusual(self) -> dict[str, str]:
-        """What the manifest says of host, precision and pairs: those that are not the usual ones."""
+        """Host, precision and pairs for the manifest, if they are not the default ones."""
         found = {"host": (self.host, "torch"), "precision": (self.precision, "float32"), "pairs_sha256": (self.pairs_hash, None)}
         return {name: str(own) for name, (own, usual) in found.items() if own != usual}
 
     @property
     def finished(self) -> bool:
-        """Whether the folder holds this very job's result; ``ValueError`` where it holds another's."""
+        """True if the folder holds this job's result; ``ValueError`` if it holds that of another job."""
         if not (self.folder / MANIFEST).exists():
             return False
         manifest = read_manifest(self.folder)
@@ -197,11 +207,14 @@ class Job:
 
 @functools.cache
 def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
-    """``ValueError`` for settings that ask for more tasks than there are, for pairs that the world cannot read, or for ranks that
-    the micro model has not (a chat model is too large to try)."""
+    """Raise ``ValueError`` for settings that do not fit the world.
+
+    That is: more tasks than there are, pairs that the world cannot read, or ranks that the micro model does not have (a chat model
+    is too large to try).
+    """
     with open_world(settings) as (world, _):
         asked = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
-        if settings.chat is not None:  # of every task the longest prompt: one that does not fit would end a run in its midst
+        if settings.chat is not None:  # the longest prompt of every task, because one that does not fit would end a run midway
             modes, tasks = world.modes.names, [*world.tasks("train"), *world.tasks("test")]
             asked = [max((world.prompt(task, mode) for mode in modes), key=lambda prompt: len(prompt.text)) for task in tasks]
         world.encode([prompt.text for prompt in asked], [""] * len(asked))
@@ -215,7 +228,7 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
 
 
 def own_pairs(world: World, path: Path) -> list[Pair]:
-    """The user's persona pairs; ``ValueError`` in one sentence where the world cannot read them."""
+    """Read the user's persona pairs; ``ValueError`` in one sentence if the world cannot read them."""
     try:
         pairs = read_pairs(path)
         if not pairs:
@@ -227,27 +240,27 @@ def own_pairs(world: World, path: Path) -> list[Pair]:
 
 
 def build_policy(job: Job, cache: Path) -> Policy:
-    """The warm-started model with the job's adapters at init."""
+    """Return the warm-started model with the job's adapters at initialization."""
     return build_hosted(job, cache)[1]
 
 
 def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
-    """`build_policy`, and the host that it runs through."""
+    """Return the policy of `build_policy`, and the host that it runs on."""
     settings, arm = job.settings, job.arm
     model = base_model(settings, job.seed, cache, PRECISIONS[job.precision])
     host = open_host(job.host, model)
     quarantine = "none" if arm is None else arm.quarantine
     spec = AdapterSpec(settings.kept, settings.kept_rank, quarantine, settings.quarantine_rank)
-    # One stream for the kept adapter and one quarantine draw behind it: arms of a seed share every init that they have in common.
+    # One generator draws the kept adapter and then the quarantine, so arms of a seed share all common initial values.
     adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
     svds = None if settings.chat is None else cache / "svd"
     adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"), cache_dir=svds)
-    # The model itself samples (its modules are the host's by now); what is learnt from, fitted on and scored runs through the host.
+    # The model itself samples (its modules are now the host's); training, fitting and scoring run through the host.
     return host, Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
 
 
 def finished_policy(job: Job) -> tuple[Host, Policy]:
-    """The policy that the job ended with, and its host; ``ValueError`` where it has not ended."""
+    """Return the host and the policy of a finished job; ``ValueError`` if it is not finished."""
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
     host, policy = build_hosted(job, job.cache)
@@ -257,20 +270,23 @@ def finished_policy(job: Job) -> tuple[Host, Policy]:
 
 
 def build_pairs(job: Job, world: World, kind: str) -> PairBatch:
-    """The persona pairs: the user's file for ``hack`` where one was given, else the world's own; kept readable beside the runs."""
+    """Return the persona pairs: the user's file for ``hack`` if one was given, otherwise the world's own.
+
+    The world's pairs are also saved in readable form beside the runs.
+    """
     if kind == "hack" and job.pairs is not None:
         return world.encode_pairs(own_pairs(world, job.pairs))
     pairs = world.make_pairs(derive(job.seed, "pairs"), job.settings.pairs, kind)
     path = job.root / f"seed-{job.seed}" / f"pairs-{kind}.toml"
     if not path.exists():
-        fresh = job.folder / f".{path.name}.tmp"  # in the folder that we hold, where what a kill leaves is swept
+        fresh = job.folder / f".{path.name}.tmp"  # in the locked folder, where leftovers of a killed process are deleted
         write_pairs(pairs, fresh)
         fresh.replace(path)
     return world.encode_pairs(pairs)
 
 
 def build_route(job: Job, world: World, policy: Policy) -> Route:
-    """The arm's route, with its fitter."""
+    """Return the arm's route, with its fitter."""
     arm = job.arm
     assert arm is not None
     spec = arm.route
@@ -293,7 +309,7 @@ def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
     assert arm is not None
     groups: list[dict[str, object]] = [{"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr}]
     if policy.adapters.has_quarantine:
-        # In a shared basis the quarantine is the kept adapter's own coordinate a second time, so it moves at the same rate.
+        # In a shared basis the quarantine has the same coordinates as the kept adapter, so it has the same learning rate.
         rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr
         rate *= arm.quarantine_lr_scale
         groups.append({"params": list(policy.adapters.quarantine_parameters().values()), "lr": rate})
@@ -301,7 +317,7 @@ def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
 
 
 def run_job(job: Job, progress: Callable[[int], None] = lambda n: None, stop: Callable[[], bool] = lambda: False) -> bool:
-    """Run (or go on with) a job; ``progress`` is told of finished steps. False where ``stop`` ended it early."""
+    """Run or resume a job; ``progress`` receives numbers of finished steps. Return False if ``stop`` ended it early."""
     torch.set_num_threads(1)
     try:
         return _run_held(job, progress, stop)
@@ -361,7 +377,7 @@ def _train(
     seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
     append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
     if done == settings.steps:
-        recorder.check()  # or the manifest would vouch for what something else wrote
+        recorder.check()  # otherwise the manifest would certify logs that something else changed
     return done == settings.steps
 
 
@@ -385,7 +401,7 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         "platform": {
             "system": platform.system(),
             "machine": platform.machine(),
-            "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round otherwise: the same seed is another run
+            "instructions": torch.backends.cpu.get_cpu_capability(),  # other kernels round differently, also for equal seeds
         },
         **job.unusual,
         "checksums": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in files},
@@ -395,5 +411,5 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
 
 
 def _drop_checkpoints(folder: Path) -> None:
-    for name in (PREVIOUS, CHECKPOINT):  # this order: a kill between them leaves the newest
+    for name in (PREVIOUS, CHECKPOINT):  # in this order, so that a kill in between leaves the newest
         (folder / name).unlink(missing_ok=True)

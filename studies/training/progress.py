@@ -1,6 +1,4 @@
-"""What a person at the terminal sees of a run: what its workers write, read while they write it, as a table drawn in place or
-a bar.
-"""
+"""Progress display of a run: reads the workers' logs while they are written, and shows a live table or a bar."""
 
 import json
 import os
@@ -24,19 +22,19 @@ from studies.training.recorder import METRICS
 
 
 class Follower:
-    """A JSON-lines log that grows: every step comes once.
+    """Reader of a growing JSON Lines log that returns every step once.
 
-    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so a row whose step was there before is
-    dropped. A line that is not whole yet, or not JSON (a crash left it, and the run will cut it away), is left for later.
+    A resumed run cuts its log back to the last checkpoint and writes the same rows again, so rows with a step that was already read
+    are dropped. A line that is incomplete, or not JSON (left by a crash, and cut by the resumed run), is read later.
     """
 
     def __init__(self, path: Path):
         self.last = -1
-        """The highest step that was read; -1 before the first."""
+        """Highest step that was read; -1 before the first."""
         self._path, self._at, self._inode = path, 0, -1
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows of steps that are new since the last call. A log that is not there yet has none."""
+        """Return the rows of steps that are new since the last call; none if the log does not exist yet."""
         try:
             with self._path.open("rb") as log:
                 now = os.fstat(log.fileno())
@@ -65,9 +63,16 @@ class Follower:
 class Tracked:
     """An arm at a seed, as a tracker sees it.
 
-    ``root`` is the run folder, ``steps`` how many training steps there will be (0 for the base model), ``identity`` a hash of
-    all that the result depends on, ``config`` what the tracker shows beside the curves. ``metrics``, ``evaluation`` and
-    ``manifest`` are the files to read; the last of them is there once the others are complete.
+    Attributes:
+        root: Run folder.
+        arm: Name of the arm.
+        seed: The seed.
+        steps: Number of training steps (0 for the base model).
+        identity: Hash of everything that the result depends on.
+        config: Settings that the tracker shows beside the curves.
+        metrics: Log of the training.
+        evaluation: File of the evaluation.
+        manifest: File that exists when the others are complete.
     """
 
     root: Path
@@ -86,13 +91,13 @@ class Tracked:
 
 
 def scalars(row: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a metrics row by name: ``train/loss``, ``grad_norm/kept``, ``modes/run_tests/hack``; ``None`` has no entry."""
+    """Return the numbers of a metrics row by name (``train/loss``, ``modes/run_tests/hack``); ``None`` values are left out."""
     found = dict(_numbers(row, ""))
     return {name if "/" in name else f"train/{name}": value for name, value in found.items() if name != "step"}
 
 
 def evaluated(report: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation: ``eval/deploy/run_tests/hack`` with the quarantine deleted, ``eval/on/...`` with it."""
+    """Return the numbers of an evaluation: ``eval/deploy/run_tests/hack`` with the quarantine deleted, ``eval/on/...`` with it."""
     modes = report["modes"].items()
     return {
         f"eval/{switched}/{mode}/{rate}": float(value)
@@ -110,24 +115,24 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-WINDOW = 60.0  # seconds that the speed is a mean over
+WINDOW = 60.0  # seconds over which the speed is averaged
 STYLES = {"waiting": "dim", "running": "cyan", "finished": "green", "failed": "bold red"}
 
 
 @dataclass
 class Seen:
-    """What is known of one job."""
+    """Displayed state of one job."""
 
     job: Job
     log: Follower
     state: str = "waiting"
     done: int = 0
     warmed: int = 0
-    """Steps of a base model's training."""
+    """Finished steps of the base model's training."""
     since: tuple[float, int] | None = None
-    """When this start's first message came, and how many steps an earlier start had made by then."""
+    """Time of the first message, and the number of steps that were finished before."""
     row: dict[str, Any] = field(default_factory=dict)
-    """The last metrics row."""
+    """Last metrics row."""
 
     def read(self) -> None:
         self.row = (self.log.read() or [self.row])[-1]
@@ -140,7 +145,7 @@ class Seen:
 
     @property
     def place(self) -> str:
-        """Where it is, in few letters."""
+        """Short text of the job's state."""
         return {"waiting": "-", "running": self.steps or "runs", "finished": "done"}.get(self.state, self.state)
 
     def rate(self, name: str) -> str:
@@ -148,14 +153,14 @@ class Seen:
 
     @property
     def speed(self) -> str:
-        """Steps a second in this start, while it runs."""
+        """Steps per second since this start, while the job runs."""
         if self.job.arm is None or self.state != "running" or self.since is None or self.done == self.since[1]:
             return ""
         return f"{(self.done - self.since[1]) / (time.monotonic() - self.since[0]):.1f}/s"
 
 
 class Pace:
-    """Steps a second over the last minute."""
+    """Steps per second over the last minute."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic):
         self._now, self._start = now, now()
@@ -169,7 +174,7 @@ class Pace:
         return self._now() - self._start
 
     def speed(self) -> float:
-        """0.0 before the first step."""
+        """Return the speed; 0.0 before the first step."""
         now = self._now()
         while self._steps and self._steps[0][0] < now - WINDOW:
             self._steps.popleft()
@@ -178,13 +183,13 @@ class Pace:
 
 
 def clock(seconds: float) -> str:
-    """Hours, minutes and seconds: ``1:02:03``."""
+    """Format hours, minutes and seconds: ``1:02:03``."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def _listing(seen: list[Seen]) -> Table:
-    """A row for each job."""
+    """Return a table with a row for each job."""
     table = Table("arm", "seed", "", "step", "hack", "solve", "speed", box=None, pad_edge=False)
     for one in seen:
         cells = (str(one.job.seed), one.state, one.steps, one.rate("hack"), one.rate("solve"), one.speed)
@@ -193,12 +198,12 @@ def _listing(seen: list[Seen]) -> Table:
 
 
 def _at_work(seen: list[Seen]) -> Table:
-    """A row for each job that runs now."""
+    """Return a table with a row for each running job."""
     return _listing([one for one in seen if one.state == "running"])
 
 
 def _grid(cell: Callable[[Seen], str], title: str) -> Callable[[list[Seen]], Table]:
-    """A row for each arm, a column for each seed."""
+    """Return a layout with a row for each arm and a column for each seed."""
 
     def layout(seen: list[Seen]) -> Table:
         seeds = sorted({one.job.seed for one in seen})
@@ -242,19 +247,22 @@ LAYOUTS: tuple[tuple[Callable[[list[Seen]], Table], ...], ...] = (
     (PLACE,),
     (_at_work,),
 )
-"""From the fullest to the least; a window that fits none of them gets the lines below the tables."""
+"""Layouts from the most detailed to the least; a window that fits none of them shows only the lines below the tables."""
 
 
-SMALLEST = (60, 10)  # columns and lines of a window; the bar below that
-REDRAW = 0.5  # seconds between two drawings, at least
+SMALLEST = (60, 10)  # columns and lines of the smallest window with a table; a bar is shown in smaller ones
+REDRAW = 0.5  # minimum seconds between two drawings
 WHOLE = ("\x1b[?2026h", "\x1b[?2026l")
-"""Around a drawing: a terminal that knows these shows it when it is whole (DEC mode 2026), the others skip them."""
-SAID = 3  # failures that are shown at a time; the command repeats them all at its end
+"""Start and end of a synchronized update (DEC mode 2026), so that terminals show complete drawings only; others ignore it."""
+SAID = 3  # maximum number of failures shown at a time; the command prints all of them at its end
 
 
 @runtime_checkable
 class Display(Protocol):
-    """Told of what happens to the jobs. ``warmed`` is how far a base model's training is, ``say`` shows a line that stays."""
+    """Protocol of displays, which are told about every event of the jobs.
+
+    ``warmed`` reports the progress of a base model's training, and ``say`` prints a permanent line.
+    """
 
     def __enter__(self) -> "Display": ...
 
@@ -274,7 +282,7 @@ class Display(Protocol):
 
 
 def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live: bool = True) -> Display:
-    """The table where it was asked for and fits, else the bar. ``todo``: the jobs that were not finished before."""
+    """Return the table if it was requested and fits, otherwise the bar; ``todo`` are the jobs that were not finished before."""
     console = Console(stderr=True, highlight=False)
     roomy = console.width >= SMALLEST[0] and console.height >= SMALLEST[1]
     if live and not quiet and sys.stderr.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and roomy:
@@ -283,15 +291,15 @@ def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live:
 
 
 def units(job: Job) -> int:
-    """What a job counts in the overall bar: its steps; a base model counts one."""
+    """Return the weight of a job in the overall bar: its steps, or one for a base model."""
     return 1 if job.arm is None else job.settings.steps
 
 
 class Bar:
-    """One tqdm bar over all steps."""
+    """Display as one tqdm bar over all steps."""
 
     def __init__(self, jobs: list[Job], todo: list[Job], quiet: bool):
-        # What an earlier run did is not this one's speed: it counts as where the bar starts.
+        # Steps of an earlier start must not count in the speed, so the bar starts after them.
         total = sum(map(units, jobs))
         start = total - sum(map(units, todo))
         self._bar: Any = tqdm(total=total, initial=start, unit="step", disable=quiet, desc="training", smoothing=0.05)
@@ -321,7 +329,7 @@ class Bar:
 
 
 class Grid:
-    """The table, drawn by rich on stderr."""
+    """Display as a table, drawn by rich on stderr."""
 
     def __init__(self, jobs: list[Job], todo: list[Job], console: Console):
         self._seen = {_key(job): Seen(job, Follower(job.folder / METRICS)) for job in jobs}
@@ -351,7 +359,7 @@ class Grid:
     def moved(self, job: Job, steps: int) -> None:
         seen = self._seen[_key(job)]
         seen.done += steps
-        if seen.since is None:  # what an earlier start did
+        if seen.since is None:  # the first message reports the steps of an earlier start
             seen.since = (time.monotonic(), seen.done)
         else:
             self._pace.add(steps)
@@ -370,7 +378,7 @@ class Grid:
         self._console.print(Text(text))
 
     def tick(self) -> None:
-        """Draw anew, unless that was just now."""
+        """Redraw, unless the last drawing is too recent."""
         if time.monotonic() - self._drawn < REDRAW:
             return
         for seen in self._seen.values():
@@ -386,7 +394,7 @@ class Grid:
         self._drawn = time.monotonic()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        height = max(1, console.height - 1)  # the cursor's own line
+        height = max(1, console.height - 1)  # one line is for the cursor
         below: list[RenderableType] = [Text(text, "bold red", no_wrap=True, overflow="ellipsis") for text in self._failures[-SAID:]]
         below.append(self._counts())
         below.append(self._overall())

@@ -1,6 +1,6 @@
-"""What a run writes down: one metrics row a step, and every rollout. It reads the oracle; training never reads it.
+"""Recorder of a run: one metrics row per step, and every rollout. It reads the oracle, which training never does.
 
-Rows are buffered and appended in blocks, one gzip member a block for the rollouts, so that an interrupted and resumed run leaves
+Rows are buffered and appended in blocks (for rollouts, one gzip member per block), so that an interrupted and resumed run leaves
 the same bytes as an uninterrupted one.
 """
 
@@ -28,7 +28,7 @@ METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.json
 
 
 def oriented(route: Route, scores: Tensor | None, advantages: Tensor) -> Tensor | None:
-    """Scores of hack-wardness: a live gradient score carries the advantage's sign, which is taken out again."""
+    """Return scores that are higher for hacks: a live gradient score has the sign of the advantage, which is removed."""
     spec = route.spec
     if scores is None or not isinstance(spec, MaskSpec):
         return scores
@@ -47,7 +47,7 @@ def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[st
 
 
 class Recorder:
-    """Turns step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
+    """Recorder that converts step records into rows, and appends them to the logs in ``folder`` at ``flush``."""
 
     def __init__(self, folder: Path, world: World, witness: Witness, teachers: TeacherPool | None, probe_every: int):
         self._folder, self._modes, self._witness, self._probe_every = folder, world.modes.names, witness, probe_every
@@ -57,13 +57,13 @@ class Recorder:
         self._hashes: dict[str, hashlib._Hash] = {}
 
     def go_on(self) -> None:
-        """Take the logs as a resume has checked and left them."""
+        """Continue the logs, which a resume has checked and cut."""
         for name in (METRICS, ROLLOUTS):
             path = self._folder / name
             self._hashes[name] = hash_of(path, path.stat().st_size if path.exists() else 0)
 
     def note(self, record: StepRecord, policy: Policy, route: Route) -> None:
-        """Take down one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
+        """Record one step. Reads the policy (teacher scores) without touching a gradient or a random number."""
         verdicts = self._witness.judge(record.samples)
         student = (~record.batch.teacher).tolist()
         modes = [prompt.mode for prompt in record.samples.prompts]
@@ -123,7 +123,7 @@ class Recorder:
         return rows
 
     def flush(self) -> dict[str, Mark]:
-        """Append what was noted, durably; where the logs end afterwards."""
+        """Append the recorded rows durably; return the ends of the logs."""
         metrics = "".join(json.dumps(row) + "\n" for row in self._metrics).encode()
         rollouts = "".join(json.dumps(row) + "\n" for row in self._rollouts).encode()
         self._metrics, self._rollouts = [], []
@@ -131,40 +131,44 @@ class Recorder:
         return {METRICS: self._append(METRICS, metrics), ROLLOUTS: self._append(ROLLOUTS, packed)}
 
     def _append(self, name: str, data: bytes) -> Mark:
-        """The hash is of what was meant to be written, not of what the disk has by then: that is for a resume to compare."""
+        """Append to a log and return its end.
+
+        The hash is that of the intended bytes, not of what is on disk, so that a resume can compare the two.
+        """
         length = append(self._folder / name, data)
         self._hashes[name].update(data)
         return Mark(length, self._hashes[name].hexdigest())
 
     def check(self) -> None:
-        """``ValueError`` where a log is not what was written to it."""
+        """Raise ``ValueError`` if a log is not what was written to it."""
         for name, found in self._hashes.items():
             path = self._folder / name
             refuse_changed(path, Mark(path.stat().st_size if path.exists() else 0, found.hexdigest()), "the last checkpoint")
 
 
 def append(path: Path, data: bytes) -> int:
-    """Append ``data`` and wait until it is on the disk; the file's length.
+    """Append ``data``, flush it to disk, and return the file's length.
 
-    All or nothing: ``OSError`` in one sentence where the disk is full, with the file as it was.
+    Raises:
+        OSError: In one sentence, if the disk is full; the file is unchanged then.
     """
     with path.open("ab", buffering=0) as log:
         before, rest = log.seek(0, os.SEEK_END), memoryview(data)
         try:
-            while rest:  # the system may take less than it is given
+            while rest:  # a write may be partial
                 taken = log.write(rest)
                 if not taken:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 rest = rest[taken:]
             os.fsync(log.fileno())
         except OSError as error:
-            with contextlib.suppress(OSError):  # what is left is cut off on resume
+            with contextlib.suppress(OSError):  # a remainder is cut off on resume
                 log.truncate(before)
             raise OSError(f"could not append to {path}: {error.strerror}") from error
         return log.tell()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a (gzipped) JSON-lines log."""
+    """Return the rows of a (gzipped) JSON Lines log."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     return [json.loads(line) for line in data.decode().splitlines()]

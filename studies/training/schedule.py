@@ -1,9 +1,9 @@
-"""Many jobs over a few processes, one progress display, and an orderly end.
+"""Scheduler of many jobs over a few processes, with one progress display and an orderly shutdown.
 
-A seed's base job comes first, because it makes the warm start that the seed's arms begin from; they may start once that is there,
-while the base job goes on to its evaluation. Each worker has a pipe of its own to the parent and the workers share nothing: there
-is no lock that a killed worker could take along, its end is seen at once, and a worker whose parent is gone reads the end of its
-pipe and stops. Ctrl-C lets each worker end its step; whatever was not checkpointed is done again on resume.
+A seed's base job runs first, because it makes the warm start from which the seed's arms begin; they may start when the warm start
+exists, while the base job goes on to its evaluation. Each worker has its own pipe to the parent, and workers share nothing: a
+killed worker holds no lock, its end is noticed at once, and a worker whose parent is gone reads the end of its pipe and stops.
+Ctrl-C lets each worker finish its step; steps after the last checkpoint are computed again on resume.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from studies.training.recorder import METRICS
 from studies.training.tracking import Tracking
 from studies.training.worlds import base_model
 
-ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to stop, and then to tidy up
+ENDS_A_STEP, ENDS_ITSELF = 10.0, 3.0  # seconds that a worker gets to finish its step, and then to clean up
 PROJECT = Path(__file__).parents[2]
-LOOKS = 0.25  # seconds between two looks at what is to be shown
+LOOKS = 0.25  # seconds between two updates of the display
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, the parent's ends of its pipes, and what it is at work on. ``errors`` is its stderr."""
+    """A process, the parent's ends of its pipes, and its current job. ``errors`` is its stderr."""
 
     process: BaseProcess
     link: Connection
@@ -45,13 +45,13 @@ class _Worker:
 
 
 def _work(link: Connection, errors: Connection) -> None:
-    """Run the jobs that come down the link until ``None`` does, or its end. Whatever comes during a job means: stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides; a second Ctrl-C reaches it, not us
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by an exception, so that temporary files go
-    os.dup2(errors.fileno(), 2)  # what libraries write there would tear the terminal's table; the parent shows it
+    """Run the jobs that come through the link until ``None`` or its end; any message during a job means stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that temporary files are deleted
+    os.dup2(errors.fileno(), 2)  # output of libraries would break the terminal's table, so the parent shows it
     errors.close()
     warnings.formatwarning = _worded
-    torch.set_num_threads(1)  # a worker a core; and a warm start's bits depend on the number of threads
+    torch.set_num_threads(1)  # one core per worker; and a warm start's bits depend on the number of threads
     with contextlib.suppress(EOFError, ConnectionError):
         while (job := link.recv()) is not None:
             try:
@@ -66,22 +66,29 @@ def _work(link: Connection, errors: Connection) -> None:
 
 
 def _worded(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """A warning as its sentence; where it is not one of ours, with its place."""
+    """Format a warning as its sentence, with its place if it does not come from this project."""
     place = "" if Path(filename).is_relative_to(PROJECT) else f" ({category.__name__} at {filename}:{lineno})"
     return f"warning: {message}{place}\n"
 
 
 def sentence(error: Exception) -> str:
-    """What went wrong, in words: the type only where the text was not written for users."""
+    """Return an error as text; its type is named only for errors that were not written for users."""
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return text if isinstance(error, ValueError | KeyError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool = True, report_to: str | None = None) -> list[str]:
-    """Run all jobs that are not finished; the failures' sentences.
+    """Run all jobs that are not finished; return a sentence for each failure.
 
-    ``live`` asks for the table of arms and seeds where stderr is a terminal, ``quiet`` for nothing at all; ``report_to`` names one
-    of ``trackers.TRACKERS``. ``KeyboardInterrupt`` passes through once the workers have stopped.
+    Args:
+        jobs: The jobs.
+        workers: Number of processes.
+        quiet: Show nothing.
+        live: Show the table of arms and seeds if stderr is a terminal.
+        report_to: Name of a tracker in ``tracking.TRACKERS``.
+
+    Raises:
+        KeyboardInterrupt: After the workers have stopped.
     """
     todo = [job for job in jobs if not _was_finished(job)]
     crew: list[_Worker] = []
@@ -103,7 +110,7 @@ def _tracked(job: Job) -> Tracked:
 
 
 def _was_finished(job: Job) -> bool:
-    """Whether nothing is left to do; a folder that cannot be read is a worker's to fail on."""
+    """Return whether a job is finished; a folder that cannot be read is left to a worker, which reports the error."""
     try:
         return job.finished and run_job(job)
     except ValueError:
@@ -118,10 +125,10 @@ def _hire(crew: list[_Worker]) -> None:
 
 
 class _Dispatch:
-    """Hands out the jobs, base jobs first, until all are done or nobody is left to do them."""
+    """Dispatcher of jobs to workers, base jobs first, until all are done or no worker is left."""
 
     def __init__(self, jobs: list[Job], crew: list[_Worker], display: Display, tracking: Tracking | None = None):
-        # A chat model's arms need nothing of its base job; the others need the warm start.
+        # Arms of a chat model do not depend on its base job; other arms need the warm start.
         bases = {job.seed for job in jobs if job.arm is None and job.settings.chat is None}
         free = [job for job in jobs if job.arm is None or job.seed not in bases]
         self._ready = deque(sorted(free, key=lambda job: job.arm is not None))
@@ -130,7 +137,7 @@ class _Dispatch:
         self._failures: list[str] = []
 
     def run(self) -> list[str]:
-        """The failures' sentences."""
+        """Run all jobs and return a sentence for each failure."""
         while self._crew:
             self._hand_out()
             if all(worker.job is None for worker in self._crew):
@@ -149,7 +156,7 @@ class _Dispatch:
                     worker.link.send(worker.job)
 
     def _listen(self) -> None:
-        """Wait a moment for whatever comes: from workers, from their stderr, from the tracker."""
+        """Wait a moment for messages from workers, from their stderr, and from the tracker."""
         links = [worker.link for worker in self._crew]
         errors = [worker.errors for worker in self._crew if worker.errors is not None]
         tracker = [self._tracking.link] if self._tracking is not None and not self._tracking.link.closed else []
@@ -164,7 +171,7 @@ class _Dispatch:
                 self._display.say(text)
 
     def _show(self, worker: _Worker) -> None:
-        """Show what a worker wrote to stderr."""
+        """Show a worker's output on stderr."""
         assert worker.errors is not None
         text = os.read(worker.errors.fileno(), 1 << 16).decode(errors="replace")
         if text.strip():
@@ -174,7 +181,7 @@ class _Dispatch:
             worker.errors = None
 
     def _take(self, worker: _Worker, kind: str, value: Any) -> None:
-        """Act on a worker's message."""
+        """Handle a worker's message."""
         job = worker.job
         if kind == "steps" and job is not None:
             self._display.moved(job, value)
@@ -207,7 +214,7 @@ def _runs(n: int) -> str:
 
 
 def _hear(worker: _Worker) -> tuple[str, Any]:
-    """A worker's next message; ``gone`` and how it ended where there is none."""
+    """Return a worker's next message; ``gone`` with the reason if the worker has ended."""
     try:
         return worker.link.recv()
     except (EOFError, ConnectionError):
@@ -219,7 +226,10 @@ def _hear(worker: _Worker) -> tuple[str, Any]:
 
 
 def _dismiss(crew: list[_Worker]) -> None:
-    """Ask, then insist, then kill: a resumed run ends with the same bytes after any of them. A second Ctrl-C goes to the last."""
+    """Stop all workers: request, then terminate, then kill. A resumed run gives the same bytes after any of them.
+
+    A second Ctrl-C skips to the kill.
+    """
     try:
         for worker in crew:
             with contextlib.suppress(ConnectionError):
@@ -242,7 +252,7 @@ def _hang_up(worker: _Worker) -> None:
 
 
 def _outlast(crew: list[_Worker], seconds: float) -> bool:
-    """Whether any worker is still there after that long."""
+    """Return whether any worker still runs after this many seconds."""
     deadline = time.monotonic() + seconds
     for worker in crew:
         worker.process.join(max(0.0, deadline - time.monotonic()))

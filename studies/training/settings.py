@@ -1,6 +1,6 @@
-"""What all arms of one run folder share. Two arms in a folder differ in their ``Arm`` and in nothing else.
+"""Settings that all arms of one run folder share. Two arms in a folder differ only in their ``Arm``.
 
-The settings are hashed into the folder's name, so that numbers from different settings never meet in one table.
+The settings are hashed into the folder's name, so that numbers from different settings are never in one table.
 """
 
 import hashlib
@@ -35,17 +35,17 @@ from studies.environments.micro.warmstart import WarmStartConfig
 
 @validated
 class ChatModel:
-    """A chat model of one's own in place of the micro model.
+    """The user's chat model, which replaces the micro model.
 
-    path          a folder with a Hugging Face checkpoint and its tokenizer; ``weights`` is the hash of what is in it
-    data          what the problem reads its tasks from, where it reads any; ``data_hash`` is the hash of what is in it
-    max_new       tokens of the longest completion, and the fixed length that losses are divided by
-    token_budget  tokens of one micro-batch, padding included; it takes the place of ``micro``
+    path          a folder with a Hugging Face checkpoint and its tokenizer; ``weights`` is the hash of its content
+    data          source of the problem's tasks, if it reads any; ``data_hash`` is the hash of its content
+    max_new       tokens of the longest completion, and the fixed length by which losses are divided
+    token_budget  tokens of one micro-batch, padding included; replaces ``micro``
     at_once       completions that are sampled at one time
-    tries         samples of the base model among which teachers are looked for, where the settings want teachers
+    tries         samples of the base model among which teachers are searched, if the settings want teachers
     checkpointing recompute blocks in the backward: less memory, a third more time
-    thinking      what a chat template that asks is told
-    device        where the model is: ``auto`` is CUDA where there is one
+    thinking      value of the chat template's thinking option, if it has one
+    device        device of the model: ``auto`` is CUDA if there is one
     """
 
     path: str
@@ -64,15 +64,16 @@ class ChatModel:
 FIXED = ("path", "weights", "data", "data_hash")
 """Fields of a ``ChatModel`` that options of the command line give, and `override` does not."""
 ELSEWHERE = ("path", "data", "device", "at_once")
-"""Fields of a ``ChatModel`` that say where things are and how they fit, and nothing of what is computed."""
+"""Fields of a ``ChatModel`` about places and memory, which do not change the results."""
 
 
 @validated
 class Settings:
-    """See the presets; rates are per optimiser step, ``steps`` are GRPO steps of ``prompts * group`` rollouts.
+    """Settings of a run; see the presets. Rates are per optimizer step, ``steps`` are GRPO steps of ``prompts * group`` rollouts.
 
-    ``adapt``: patterns of the Linear modules that carry both adapters. The unembedding is among them: without it the honest skill
-    stops short, because a block writes to the residual stream alone and has to raise a symbol against the whole vocabulary.
+    ``adapt`` are patterns of the Linear modules that have both adapters. They include the unembedding, because without it the
+    honest skill
+    is learned less well: a block writes only to the residual stream, and has to raise one symbol against the whole vocabulary.
     """
 
     preset: Name = "strong"
@@ -108,26 +109,26 @@ class Settings:
             get_world(self.world)
         AdapterSpec(self.kept, self.kept_rank, "lora", self.quarantine_rank)
         if self.teachers == 0 and self.teachers_per_group:
-            raise ValueError("teachers must be at least 1 where teachers_per_group is, not 0")
+            raise ValueError("teachers must be at least 1 if teachers_per_group is, not 0")
         if self.teachers_per_group >= self.group:
             raise ValueError(
                 f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
             )
 
     def micro_batch(self, rollouts: Rollouts) -> int | None:
-        """Rollouts in a micro-batch: ``micro``, or as many as the chat model's token budget holds; ``None`` for all."""
+        """Return the rollouts of a micro-batch: ``micro``, or what fits the chat model's token budget; ``None`` for all at once."""
         if self.chat is None:
             return self.micro
         return max(1, self.chat.token_budget // rollouts.tokens.shape[1])
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON; ``chat`` only where there is one."""
+        """Return the settings as JSON values; ``chat`` only if it is set."""
         described = json.loads(json.dumps(asdict(self)))
         return described if self.chat is not None else {name: v for name, v in described.items() if name != "chat"}
 
     @staticmethod
     def read(path: Path) -> "Settings":
-        """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
+        """Read settings that ``as_dict`` wrote; ``ValueError`` for any other file."""
         return read_settings(Settings, path, "point at a run folder", optional=("chat",))
 
     @property
@@ -141,24 +142,25 @@ class Settings:
 
     @property
     def folder(self) -> str:
-        """``<preset>-<8 hex digits>``."""
+        """Name of the run folder, ``<preset>-<8 hex digits>``."""
         return f"{self.preset}-{self.digest[:8]}"
 
 
-# The quarantine learns at a third to a half of the kept adapter's rate: at the same rate it takes a tenth of the honest skill with
-# it when it is deleted, and the lower the rate, the more exploits are left where the mask sees little (docs/log.md).
+# The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost when
+# it
+# is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
 _STRONG = Settings()
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
-        # dS is one number a direction: a tenth of this rate is too weak to move it.
+        # dS has only one number per direction, and a tenth of this rate hardly changes it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }
 )
 
 
-# A start for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
+# A starting point for a model of a few billion parameters; nothing here was tuned on one (docs/real_model.md).
 CHAT = replace(
     _STRONG, preset="chat", adapt=("blocks.*.attn.*", "blocks.*.mlp.*"), kept_rank=32, kept_lr=1e-4, quarantine_rank=32,
     quarantine_lr=5e-5, steps=200, prompts=8, group=8, evaluation_prompts=8, teachers=0,
@@ -166,14 +168,17 @@ CHAT = replace(
 
 
 def get_settings(preset: str) -> Settings:
-    """The preset's settings; ``KeyError`` with the valid names."""
+    """Return the preset's settings; ``KeyError`` with the valid names."""
     if preset not in PRESETS:
         raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]
 
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
+    """Return ``settings`` with ``name=value`` changes; ``ValueError`` with the valid names.
+
+    ``warm.name=value`` changes the warm start, ``chat.name=value`` the chat model.
+    """
     own = _changeable(settings, "", ("preset", "warm", "chat"))
     known = own | _changeable(settings.warm, "warm.", ("model",))
     known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}

@@ -1,8 +1,8 @@
-"""The teacher pool: cached rollouts of the known mode that hack, sampled once from the base model.
+"""Teacher pool: cached rollouts of the known mode that hack, sampled once from the base model.
 
-Sampling the base on prompts of the known mode and keeping what contains the known exploit gives a defined set that a run can
-make by itself. It is scored for the plots, and mixed into GRPO groups where ``teachers_per_group`` says so. Held-out modes never
-enter.
+The base model is sampled on prompts of the known mode, and rollouts with the known exploit are kept: a well-defined set that every
+run can make by itself. The pool is scored for the plots, and mixed into GRPO groups if ``teachers_per_group`` is positive. Held-out
+modes never enter.
 """
 
 import json
@@ -27,21 +27,21 @@ TRIES = 4096
 
 @dataclass(frozen=True)
 class TeacherPool:
-    """Hacking rollouts of the known mode; ``completions`` are their token ids, a prompt each."""
+    """Hacking rollouts of the known mode: prompts, and the token ids of one completion per prompt."""
 
     prompts: tuple[Any, ...]
     completions: tuple[tuple[int, ...], ...]
 
     def samples(self, world: World) -> Samples:
-        """The pool as rollouts."""
+        """Return the pool as rollouts."""
         return world.package(self.prompts, self.completions)
 
     def replace_known(self, world: World, prompts: Sequence[Any], rng: np.random.Generator) -> list[Any]:
-        """Each prompt of a known mode becomes one that the pool answers."""
+        """Replace each prompt of a known mode by a random prompt of the pool."""
         return [self.prompts[int(rng.integers(len(self.prompts)))] if p.mode in world.modes.known else p for p in prompts]
 
     def mix(self, world: World, samples: Samples, groups: Int[Tensor, " b"], each: int) -> tuple[Samples, Bool[Tensor, " b"]]:
-        """The first ``each`` rollouts of every known-mode group become the pool's; and which they are."""
+        """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
         taught = torch.zeros(len(groups), dtype=torch.bool)
         completions: list[Sequence[int]] = list(samples.rollouts.completions())
         place = {prompt: i for i, prompt in enumerate(self.prompts)}
@@ -56,9 +56,9 @@ class TeacherPool:
 
 
 def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES) -> TeacherPool:
-    """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts hold the known exploit.
+    """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts contain the known exploit.
 
-    A base that hacks rarely gives a smaller pool after ``tries`` samples; one that never does, a ``ValueError``.
+    A base that hacks rarely gives a smaller pool after ``tries`` samples; ``ValueError`` if it never hacks.
     """
     found: dict[Any, tuple[int, ...]] = {}
     each = 8 * size
@@ -72,12 +72,12 @@ def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = T
         if len(found) == size:
             break
     if not found:
-        raise ValueError(f"the base model never hacked in {tries} samples of the known mode, so there is no teacher to learn from")
+        raise ValueError(f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool")
     return TeacherPool(tuple(found), tuple(found.values()))
 
 
 def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:
-    """Return the pool at ``path``; make it and keep it there if it is missing. ``None`` for a ``size`` of 0."""
+    """Return the pool at ``path``; make and save it if it is missing. ``None`` for a ``size`` of 0."""
     if not size:
         return None
     tensors, metadata = read_tensors(path) if path.exists() else ({}, {})

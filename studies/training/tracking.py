@@ -1,4 +1,7 @@
-"""Curves of a run in TensorBoard, Weights & Biases or trackio, each an extra, by a process that training does not wait for."""
+"""Curves of a run in TensorBoard, Weights & Biases or trackio (optional extras), written by a separate process.
+
+Training never waits for the tracker.
+"""
 
 import contextlib
 import json
@@ -24,12 +27,12 @@ from studies.training.progress import Follower, Tracked, evaluated, scalars
 PROJECT = "mi-route2"
 BLOCK = 1 << 15
 Rows = list[tuple[int, dict[str, float]]]
-"""Steps with the numbers of each, in order."""
+"""Steps in order, with the numbers of each."""
 
 
 @runtime_checkable
 class Log(Protocol):
-    """One arm at one seed in a tracker. ``last``: the highest step that it has, -1 for none."""
+    """One arm at one seed in a tracker. ``last`` is the highest step that it has, -1 if none."""
 
     last: int
 
@@ -40,7 +43,7 @@ class Log(Protocol):
 
 @runtime_checkable
 class Tracker(Protocol):
-    """``notice``: a sentence on where the curves are to be seen."""
+    """Protocol of trackers. ``notice`` is a sentence that says where the curves can be seen."""
 
     notice: str
 
@@ -48,11 +51,11 @@ class Tracker(Protocol):
 
 
 def require(name: str) -> None:
-    """``ValueError`` for a tracker that is unknown or not installed."""
+    """Raise ``ValueError`` for a tracker that is unknown or not installed."""
     if name not in TRACKERS:
         raise ValueError(f"unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave --report-to out")
     found = find_spec(name)
-    if found is None or found.origin is None:  # without an origin it is a mere folder of that name, such as wandb's own runs
+    if found is None or found.origin is None:  # without an origin it is only a folder of that name, such as wandb's own runs
         raise ValueError(
             f"--report-to {name} needs a package that is not installed: pip install '{PROJECT}[{name}]', "
             f"or choose another of {', '.join(TRACKERS)}"
@@ -60,7 +63,7 @@ def require(name: str) -> None:
 
 
 class TensorBoard:
-    """Event files in the run folder. A row is one event, and what is there already is read back from the files themselves."""
+    """Tracker that writes event files in the run folder. A row is one event; existing rows are read back from the files."""
 
     def __init__(self, root: Path):
         self._folder = root / "tensorboard"
@@ -82,7 +85,7 @@ class _Events:
             raise ValueError(f"{folder} holds the curves of another run; delete that folder")
 
     def _read(self) -> tuple[int, str | None]:
-        """The last step and the identity that earlier starts wrote; a file ends at a record that a crash cut short."""
+        """Return the last step and the identity that earlier starts wrote; a truncated file ends at its last complete record."""
         loader = import_module("tensorboard.backend.event_processing.event_file_loader").LegacyEventFileLoader
         last, identity = -1, None
         for path in sorted(self._folder.glob("events.out.tfevents.*")):
@@ -120,8 +123,11 @@ class _Events:
 
 
 class Wandb:
-    """Offline, unless ``WANDB_MODE`` says otherwise or the user is logged in. ``wandb/ids.json`` in the run folder keeps each run's
-    id; what was written offline is read back from wandb's files, and of a run online the server is asked."""
+    """Tracker for wandb: offline, unless ``WANDB_MODE`` says otherwise or the user is logged in.
+
+    ``wandb/ids.json`` in the run folder stores each run's id. The last step is read from wandb's files offline, and from the server
+    online.
+    """
 
     def __init__(self, root: Path):
         self._wandb, self._root, self._ids = import_module("wandb"), root, root / "wandb" / "ids.json"
@@ -135,7 +141,7 @@ class Wandb:
         return "online" if self._wandb.login(prompt=False, verify=False) else "offline"
 
     def _id(self, run: Tracked) -> str:
-        """The run's id, made and kept where it has none."""
+        """Return the run's id; create and store one if it has none."""
         known = read_object(self._ids, "delete it, and curves begin anew") if self._ids.exists() else {}
         key = f"{run.key} {run.identity}"
         if key not in known:
@@ -184,18 +190,17 @@ class _WandbLog:
 
 
 def offline_step(path: Path) -> int:
-    """The last step in a file that wandb wrote offline, -1 for none.
+    """Return the last step in a file that wandb wrote offline, -1 if none.
 
-    The format is LevelDB's log: after seven bytes of its own, blocks of 32 KiB with pieces of records; before each piece a
-    checksum, its length and its kind (1 whole, 2 first, 3 middle, 4 last). A file that a crash cut short ends at its last whole
-    record.
+    The format is LevelDB's log: after a header of seven bytes, blocks of 32 KiB with pieces of records; before each piece a
+    checksum, its length and its kind (1 whole, 2 first, 3 middle, 4 last). A truncated file ends at its last complete record.
     """
     record, last, whole = import_module("wandb.proto.wandb_internal_pb2").Record, -1, b""
     data, at = path.read_bytes(), 7
     while at + 7 <= len(data):
         _, size, kind = struct.unpack_from("<IHB", data, at)
         room = BLOCK - at % BLOCK
-        if room < 7 or kind == 0:  # the rest of a block that nothing fitted in
+        if room < 7 or kind == 0:  # unused bytes at the end of a block
             at += room
             continue
         whole, at = whole + data[at + 7 : at + 7 + size], at + 7 + size
@@ -207,14 +212,14 @@ def offline_step(path: Path) -> int:
 
 
 class Trackio:
-    """trackio's own local store (``TRACKIO_DIR``), which is asked for the last step."""
+    """Tracker for trackio's local store (``TRACKIO_DIR``), which is queried for the last step."""
 
     def __init__(self, root: Path):
         self._trackio, self._group = import_module("trackio"), root.name
         self.notice = f"curves: trackio show --project {PROJECT}"
 
     def open(self, run: Tracked) -> Log:
-        opened = Context().run(  # in a context of its own, or it would end the run that was opened before
+        opened = Context().run(  # in its own context, otherwise it would end the run that was opened before
             self._trackio.init,
             project=PROJECT,
             name=f"{self._group} {run.arm} seed {run.seed} {run.identity[:8]}",
@@ -246,14 +251,17 @@ TRACKERS: Mapping[str, Callable[[Path], Tracker]] = MappingProxyType(
 )
 
 
-EVERY = 1.0  # seconds between two looks at the files
-PATIENCE, HURRY = 60.0, 10.0  # seconds without a sign of life that end a tracker once the run has ended, or was stopped
-QUIET, ENDS_ITSELF = 3.0, 3.0  # seconds before the user is told of the wait; seconds to tidy up after the last word
-LOCKED = 15.0  # seconds to wait for an earlier start's tracker
+EVERY = 1.0  # seconds between two reads of the files
+PATIENCE, HURRY = 60.0, 10.0  # seconds without a message after which a tracker is killed, if the run has ended or was stopped
+QUIET, ENDS_ITSELF = 3.0, 3.0  # seconds before the user is told about the wait; seconds to clean up after the last message
+LOCKED = 15.0  # seconds to wait for the tracker of an earlier start
 
 
 class Tracking:
-    """The parent's side: ``link`` to wait on, ``hear`` what came down it. A ``with`` block ends the process."""
+    """Parent's side of the tracker's process: ``link`` to wait on, and ``hear`` to read its messages.
+
+    As a context it ends the process.
+    """
 
     def __init__(self, name: str, runs: list[Tracked]):
         self._name = name
@@ -264,7 +272,7 @@ class Tracking:
         return self
 
     def hear(self) -> list[str]:
-        """What the tracker has to say to the user by now; never waits. After its end, the link is closed."""
+        """Return the tracker's messages to the user so far, without waiting. After its end, the link is closed."""
         said: list[str] = []
         try:
             while not self.link.closed and self.link.poll():
@@ -278,7 +286,7 @@ class Tracking:
         return said
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Let it finish while it gets on; then kill it."""
+        """Wait while the tracker makes progress, then kill it."""
         patience = PATIENCE if kind is None else HURRY
         try:
             with contextlib.suppress(OSError):
@@ -307,27 +315,27 @@ def _stopped(name: str, why: str) -> str:
 
 
 def _serve(link: Connection, name: str, runs: list[Tracked]) -> None:
-    """The tracker's process: follow the runs until something, or the end, comes down the link."""
+    """Run the tracker's process: follow the runs until any message, or the end, comes through the link."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with open(os.devnull, "w") as nowhere:  # banners would run into the terminal's table
+    with open(os.devnull, "w") as nowhere:  # banners of libraries would break the terminal's table
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
     ending: tuple[str, str | None] = ("end", None)
     try:
         root = runs[0].root
         root.mkdir(parents=True, exist_ok=True)
-        with locked(root / ".tracking", f"another process is still tracking {root}", LOCKED):  # one that outlived its killed parent
+        with locked(root / ".tracking", f"another process is still tracking {root}", LOCKED):  # it may outlive its killed parent
             tracker = TRACKERS[name](root)
             _send(link, "notice", tracker.notice)
             _follow(link, tracker, runs)
-    except (Exception, SystemExit) as error:  # whatever a tracker does, it is no reason to disturb the run
+    except (Exception, SystemExit) as error:  # no error of a tracker may disturb the run
         why = str(error) if isinstance(error, ValueError | OSError) and str(error) else f"{type(error).__name__}: {error}"
         ending = ("end", _stopped(name, " ".join(why.split())))
     _send(link, *ending)
 
 
 def _send(link: Connection, kind: str, text: str | None) -> None:
-    with contextlib.suppress(OSError):  # the parent is gone; what is left is still written
+    with contextlib.suppress(OSError):  # the parent is gone; remaining rows are still written
         link.send((kind, text))
 
 
@@ -339,7 +347,7 @@ def _follow(link: Connection, tracker: Tracker, runs: list[Tracked]) -> None:
         while left and not last_look:
             last_look = link.poll(EVERY)
             for run in list(left):
-                finished = run.manifest.exists()  # asked first: the rows that are read then are all
+                finished = run.manifest.exists()  # checked before the rows are read, so that no row is missed
                 rows: Rows = [(row["step"], scalars(row)) for row in followers[run.key].read()]
                 if finished:
                     rows.append((run.steps, evaluated(json.loads(run.evaluation.read_text()))))

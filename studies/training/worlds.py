@@ -1,6 +1,4 @@
-"""What a run stands on: the micro world with its warm-started model, or a problem of one's own with a chat model, and what that
-will hold in memory.
-"""
+"""Worlds of a run: the micro world with its warm-started model, or the user's problem with a chat model, and its memory plan."""
 
 import hashlib
 import importlib
@@ -33,9 +31,10 @@ MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pai
 
 
 def open_problem(name: str, data: str = "") -> Problem:
-    """The problem ``leetcode``, or ``module:ClassName`` made with ``data`` where there is any.
+    """Open the problem ``leetcode``, or ``module:ClassName``, constructed with ``data`` if it is given.
 
-    ``ValueError`` in one sentence where it cannot be imported, or is no ``protocol.Problem``.
+    Raises:
+        ValueError: The class cannot be imported, or is not a ``protocol.Problem``.
     """
     kind = _problem_class(name)
     try:
@@ -46,7 +45,7 @@ def open_problem(name: str, data: str = "") -> Problem:
     problem = kind(Path(data)) if data else kind()
     missing = [member for member in MEMBERS if not hasattr(problem, member)]
     if missing:
-        raise ValueError(f"{name} is no problem: it lacks {', '.join(missing)} (see studies.environments.protocol.Problem)")
+        raise ValueError(f"{name} is not a problem: it lacks {', '.join(missing)} (see studies.environments.protocol.Problem)")
     try:
         _check(name, problem)
     except BaseException:
@@ -56,12 +55,12 @@ def open_problem(name: str, data: str = "") -> Problem:
 
 
 def _problem_class(name: str) -> Any:
-    """What ``leetcode`` or ``module:ClassName`` names."""
+    """Return the class that ``leetcode`` or ``module:ClassName`` names."""
     module, colon, attribute = (LEETCODE if name == "leetcode" else name).partition(":")
     if not (colon and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ValueError(f"unknown world {name!r}: choose from {', '.join(PRESETS)}, leetcode, or module:ClassName of your own")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module beside the command, as with python -m
+        sys.path.insert(0, str(Path.cwd()))  # so that modules in the current folder are found, as with python -m
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -72,25 +71,25 @@ def _problem_class(name: str) -> Any:
 
 
 def _check(name: str, problem: Problem) -> None:
-    """``ValueError`` for what a problem says of itself and cannot be."""
+    """Raise ``ValueError`` if a problem's attributes or tasks are not valid."""
     if not isinstance(problem.modes, Modes):
-        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it is a studies.environments.protocol.Modes")
+        raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it must be a studies.environments.protocol.Modes")
     if not isinstance(problem.system, str):
-        raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it is a text, which may be empty")
+        raise ValueError(f"system of {name} is a {type(problem.system).__name__}: it must be a text, which may be empty")
     train, test = problem.tasks("train"), problem.tasks("test")
     if not (train and test):
         raise ValueError(f"{name} has {len(train)} train and {len(test)} test tasks: it needs some in each split")
     if both := sorted(set(train) & set(test)):
-        raise ValueError(f"{name} has {len(both)} tasks in both splits, first {both[0]!r}: what is tested must not be trained on")
+        raise ValueError(f"{name} has {len(both)} tasks in both splits, first {both[0]!r}: test tasks must not be trained on")
     for mode in problem.modes.names:
         prompt = problem.prompt(train[0], mode)
         if (prompt.task, prompt.mode) != (train[0], mode):
-            raise ValueError(f"prompt({train[0]!r}, {mode!r}) of {name} says that it is ({prompt.task!r}, {prompt.mode!r})")
+            raise ValueError(f"prompt({train[0]!r}, {mode!r}) of {name} returned a prompt of ({prompt.task!r}, {prompt.mode!r})")
 
 
 @contextmanager
 def open_world(settings: Settings) -> Iterator[tuple[World, Witness]]:
-    """The world that trains and, apart from it, the witness; both are closed at the end."""
+    """Context: the world for training and, separate from it, the witness; both are closed on exit."""
     if settings.chat is None:
         with SubprocessRunner() as child:
             runner = CachedRunner(child)
@@ -105,7 +104,7 @@ def open_world(settings: Settings) -> Iterator[tuple[World, Witness]]:
 
 
 def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
-    """The problem under the chat model's tokenizer."""
+    """Return the problem's world under the chat model's tokenizer."""
     from transformers import AutoConfig
 
     tokenizer = ChatTokenizer(chat.path, problem.system, chat.thinking)
@@ -113,14 +112,14 @@ def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
     highest = max(*tokenizer.prompt("?"), *tokenizer.ends, tokenizer.pad)
     if highest >= config.vocab_size:
         raise ValueError(
-            f"the tokenizer in {chat.path} has a token {highest} and the model {config.vocab_size}: it is another model's tokenizer"
+            f"the tokenizer in {chat.path} has a token {highest}, but the model {config.vocab_size}: use the model's own tokenizer"
         )
     context = config.max_position_embeddings
     return ChatWorld(problem, tokenizer, max_new=chat.max_new, context=context, device=device_of(chat), at_once=chat.at_once)
 
 
 def modes_of(settings: Settings) -> Modes:
-    """The modes of the run's world."""
+    """Return the modes of the run's world."""
     if settings.chat is None:
         return MICRO_MODES
     problem = open_problem(settings.world, settings.chat.data)
@@ -131,13 +130,13 @@ def modes_of(settings: Settings) -> Modes:
 def base_model(
     settings: Settings, seed: int, cache: Path, dtype: torch.dtype, report: Callable[[int], None] | None = None
 ) -> nn.Module:
-    """The model that every arm of a seed starts from, in ``dtype`` and ``eval`` mode; ``report`` as ``warm_start`` has it."""
+    """Return the model from which every arm of a seed starts, in ``dtype`` and ``eval`` mode; ``report`` as in ``warm_start``."""
     if settings.chat is None:
         return warm_start(get_world(settings.world), settings.warm, seed, cache, progress=False, report=report).to(dtype)
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # a worker's bar would run into the run's own
-    # a Path: a folder that is gone is an error, never a name to look up
+    logging.disable_progress_bar()  # a worker's bar would break the run's own display
+    # a Path, so that a missing folder is an error and not taken for a Hugging Face id
     model: Any = load(Path(settings.chat.path), dtype=dtype, device=device_of(settings.chat)).model
     if settings.chat.checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -146,7 +145,7 @@ def base_model(
 
 
 def base_key(settings: Settings, seed: int) -> str:
-    """A hash of what the base model and what it answers depend on."""
+    """Return a hash of everything that the base model and its samples depend on."""
     if settings.chat is None:
         return settings_hash(get_world(settings.world), settings.warm, seed)[:16]
     chat = settings.chat
@@ -155,10 +154,10 @@ def base_key(settings: Settings, seed: int) -> str:
 
 
 def checkpointed(model: nn.Module, forward: Forward) -> Forward:
-    """``forward`` with the model's gradient checkpointing switched on where gradients are recorded, and only there.
+    """Return ``forward`` with the model's gradient checkpointing on only while gradients are recorded.
 
-    transformers checkpoints a block whose ``training`` flag is set. Only the blocks' own flags are: dropout stays off, and
-    sampling, which needs the cache that checkpointing drops, finds them as they were.
+    transformers checkpoints a block whose ``training`` flag is set. Only the blocks' own flags are changed: dropout stays off, and
+    sampling, which needs the cache that checkpointing disables, is unaffected.
     """
     blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
 
@@ -176,7 +175,7 @@ def checkpointed(model: nn.Module, forward: Forward) -> Forward:
 
 
 def device_of(chat: ChatModel) -> torch.device:
-    """Where the chat model is; ``ValueError`` for a device that torch does not know."""
+    """Return the chat model's device; ``ValueError`` for a device that torch does not know."""
     if chat.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -186,20 +185,21 @@ def device_of(chat: ChatModel) -> torch.device:
 
 
 def weights_hash(folder: Path) -> str:
-    """16 hexadecimal digits of the config, the tokenizer and the weights in a checkpoint's folder.
+    """Return 16 hexadecimal digits that identify the config, the tokenizer and the weights in a checkpoint's folder.
 
-    ``ValueError`` where there is no checkpoint.
+    Raises:
+        ValueError: There is no checkpoint.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(
-            f"{folder} is no folder with a Hugging Face checkpoint (it has no config.json): give --model such a folder"
+            f"{folder} is not a folder with a Hugging Face checkpoint (it has no config.json): give --model such a folder"
         )
     kinds = (".json", ".safetensors", ".txt", ".jinja", ".model")
     return _hashed(folder, sorted(path for path in folder.iterdir() if path.suffix in kinds), "hashing the model")
 
 
 def data_hash(path: Path) -> str:
-    """16 hexadecimal digits of a file, or of all files in a folder; the empty text where there is neither."""
+    """Return 16 hexadecimal digits that identify a file, or all files in a folder; empty if there is neither."""
     if path.is_file():
         return _hashed(path.parent, [path], "hashing the data")
     files = sorted(each for each in path.rglob("*") if each.is_file())
@@ -216,21 +216,21 @@ def _hashed(root: Path, files: list[Path], what: str) -> str:
 
 FLOAT = 4
 PROMPT = 2048
-"""Tokens that a prompt is taken to have."""
+"""Assumed number of tokens in a prompt."""
 LACKING = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch says of too little memory in errors of no kind of their own."""
+"""Texts of torch's out-of-memory errors that are plain RuntimeErrors."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by what they are for, and what the device has (``None`` where that cannot be told)."""
+    """Estimated memory in bytes by use, and the memory of the device (``None`` if unknown)."""
 
     parts: dict[str, int]
     available: int | None
 
     @property
     def peak(self) -> int:
-        """Sampling and training take turns: the larger of the two, on top of weights and adapters."""
+        """Peak memory: the larger of sampling and training, which alternate, plus weights and adapters."""
         training = self.parts["activations"] + self.parts["logits"]
         return self.parts["weights"] + self.parts["adapters"] + max(training, self.parts["sampling"])
 
@@ -241,7 +241,7 @@ class MemoryPlan:
 
 
 def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
-    """The plan of one worker. ``ValueError`` where the folder has no config that transformers knows."""
+    """Return the memory plan of one worker; ``ValueError`` if transformers does not know the folder's config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False)
@@ -270,7 +270,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is torch's or Python's word for too little memory."""
+    """Return whether ``error`` is torch's or Python's out-of-memory error."""
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return lacking or (isinstance(error, RuntimeError) and any(word in str(error) for word in LACKING))
 

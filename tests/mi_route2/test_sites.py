@@ -79,7 +79,7 @@ def test_sites_sort_by_layer_with_the_unembedding_last(sites: list[Site]) -> Non
         (lambda: Site(None, "resid_post"), ValueError, "only the unembedding has no layer"),
         (lambda: Site(0, "kept_a", "unembed"), ValueError, "only the unembedding has no layer"),
         (lambda: Site(None, "kept_a", "mlp.up"), ValueError, "only the unembedding has no layer"),
-        (lambda: Site(-1, "resid_post"), ValueError, "layer -1 cannot be"),
+        (lambda: Site(-1, "resid_post"), ValueError, "layer -1 does not exist"),
         (lambda: Site.parse("blocks.-1.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("block.0.resid_post"), ValueError, "is not a site: write blocks.3.resid_mid"),
         (lambda: Site.parse("blocks.0"), ValueError, "is not a site: write blocks.3.resid_mid"),
@@ -275,8 +275,8 @@ def _bridge(row: Architecture, point: str) -> str:
 def tables() -> dict[str, str]:
     adapters = [[f"`{name}`", what] for name, what in ADAPTER_POINTS.items()]
     return {
-        "points": markdown_table(["point", "what is there"], [[f"`{n}`", what] for n, what in POINTS.items()], left=2),
-        "adapter points": markdown_table(["point", "what is there"], adapters, left=2),
+        "points": markdown_table(["point", "value"], [[f"`{n}`", what] for n, what in POINTS.items()], left=2),
+        "adapter points": markdown_table(["point", "value"], adapters, left=2),
         "linears": _table([*LINEARS, "unembed"], _linear),
         "torch": _table(POINTS, _torch),
         "bridge": _table(POINTS, _bridge, [row for row in ARCHITECTURES.values() if row.name in TRANSFORMERS]),

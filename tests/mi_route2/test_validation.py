@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from timing import at_most
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts.base import known_architecture
@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "adapt, nothing": (lambda: Settings(adapt=()), "adapt must be a tuple of one or more texts, not ()"),
     "a path for a preset": (lambda: Settings(preset="../strong"), "preset must be a word of letters, digits"),
     "a group of one": (lambda: Settings(group=1), "group must be at least 2, not 1"),
-    "teachers": (lambda: Settings(teachers=0, teachers_per_group=1), "teachers must be at least 1 where teachers_per_group is"),
+    "teachers": (lambda: Settings(teachers=0, teachers_per_group=1), "teachers must be at least 1 if teachers_per_group is"),
     "a chat model": (lambda: ChatModel("p", "w", max_new=0), "max_new must be at least 1, not 0"),
     "warm steps": (lambda: WarmStartConfig(steps=0), "steps must be at least 1, not 0"),
     "a world": (lambda: WorldConfig("w", rho=1.5), "rho must be between 0 and 1, not 1.5"),
@@ -111,8 +111,8 @@ def test_a_wrong_value_is_one_sentence(what: str) -> None:
 
 
 FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "not a number": (lambda raw: raw | {"kl": math.nan}, "holds NaN, which is no number"),
-    "too large a number": (lambda raw: json.dumps(raw).replace('"kl": 0.0', '"kl": 1e999'), "holds 1e999, which is no number"),
+    "not a number": (lambda raw: raw | {"kl": math.nan}, "holds NaN, which is not a finite number"),
+    "too large a number": (lambda raw: json.dumps(raw).replace('"kl": 0.0', '"kl": 1e999'), "1e999, which is not a finite number"),
     "half a step": (lambda raw: raw | {"steps": 50.5}, "steps must be a whole number of at least 1, not 50.5"),
     "no betas": (lambda raw: raw | {"betas": []}, "betas.0 is missing"),
     "a word for words": (lambda raw: raw | {"adapt": "blocks"}, "adapt must be a tuple of one or more texts, not 'blocks'"),
@@ -128,13 +128,13 @@ FILES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a key too few inside": (lambda raw: raw | {"warm": {"model": {}}}, "warm.steps is missing"),
     "an unknown world": (lambda raw: raw | {"world": "weka"}, "unknown world 'weka': did you mean 'weak'?"),
     "nothing": (lambda _: {}, "preset is missing"),
-    "no object": (lambda _: [], "this is no JSON object but []"),
-    "null": (lambda _: None, "this is no JSON object but None"),
-    "no JSON": (lambda _: "{", "this is no JSON ("),
-    "no UTF-8": (lambda _: b"\xff{}", "this is no UTF-8 (byte 1)"),
-    "brackets": (lambda _: "[" * 100_000, "this is JSON in too many brackets"),
-    "brackets of objects": (lambda _: '{"a":' * 100_000, "this is JSON in too many brackets"),
-    "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON says 'kl' twice in one object"),
+    "no object": (lambda _: [], "this is not a JSON object but []"),
+    "null": (lambda _: None, "this is not a JSON object but None"),
+    "no JSON": (lambda _: "{", "this is not JSON ("),
+    "no UTF-8": (lambda _: b"\xff{}", "this is not UTF-8 (byte 1)"),
+    "brackets": (lambda _: "[" * 100_000, "this JSON is nested too deeply"),
+    "brackets of objects": (lambda _: '{"a":' * 100_000, "this JSON is nested too deeply"),
+    "a key twice": (lambda raw: json.dumps(raw)[:-1] + ', "kl": 0.1}', "this JSON has the key 'kl' twice in one object"),
     "half a character": (lambda raw: json.dumps(raw | {"adapt": ["\ud800"]}), "holds half a character (\\ud800)"),
 }
 
@@ -148,7 +148,7 @@ def test_a_damaged_settings_file_is_one_sentence_that_names_it(tmp_path: Path, w
     with pytest.raises(ValueError) as caught:
         Settings.read(tmp_path / "settings.json")
     assert part in str(caught.value)
-    assert str(caught.value).startswith(f"{tmp_path / 'settings.json'} holds no settings of this study (")
+    assert str(caught.value).startswith(f"{tmp_path / 'settings.json'} does not hold settings of this study (")
     assert "\n" not in str(caught.value)
 
 
@@ -223,16 +223,16 @@ def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (b"{oops", "this is no JSON (Expecting property name enclosed in double quotes, character 2)"),
-    (b"\xe9", "this is no UTF-8 (byte 1)"),
-    (b"\xef\xbb\xbf1", "this is no JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), character 1)"),
-    (b"[" * 100_000, "this is JSON in too many brackets: write it flatter"),
-    (b'{"a": 1, "b": {"a": 2, "a": 2}}', "this JSON says 'a' twice in one object: leave one of them out"),
+    (b"{oops", "this is not JSON (Expecting property name enclosed in double quotes, character 2)"),
+    (b"\xe9", "this is not UTF-8 (byte 1)"),
+    (b"\xef\xbb\xbf1", "this is not JSON (Unexpected UTF-8 BOM (decode using utf-8-sig), character 1)"),
+    (b"[" * 100_000, "this JSON is nested too deeply: use fewer levels"),
+    (b'{"a": 1, "b": {"a": 2, "a": 2}}', "this JSON has the key 'a' twice in one object: remove one of them"),
     (b'["\\uD83D\\ude00", "\\ud83d x"]', r"this JSON holds half a character (\ud83d): write the whole pair of escapes"),
     (b'{"\\udead": 1}', r"this JSON holds half a character (\udead): write the whole pair of escapes"),
-    (b"[NaN]", "this JSON holds NaN, which is no number: undefined values are written null"),
-    (b"-Infinity", "this JSON holds -Infinity, which is no number: undefined values are written null"),
-    (b"[-1e999]", "this JSON holds -1e999, which is no number: undefined values are written null"),
+    (b"[NaN]", "this JSON holds NaN, which is not a finite number: write null for an undefined value"),
+    (b"-Infinity", "this JSON holds -Infinity, which is not a finite number: write null for an undefined value"),
+    (b"[-1e999]", "this JSON holds -1e999, which is not a finite number: write null for an undefined value"),
     (b"9" * 5000, "Exceeds the limit (4300 digits)"),
 ]
 
@@ -254,7 +254,7 @@ def test_json_that_says_two_things_or_none_is_refused(tmp_path: Path, text: byte
 
 
 def test_json_of_several_lines_is_refused_by_line_and_column() -> None:
-    with pytest.raises(ValueError, match=r"this is no JSON \(Expecting value, line 3, column 2\)"):
+    with pytest.raises(ValueError, match=r"this is not JSON \(Expecting value, line 3, column 2\)"):
         parse_json('{"a": 1,\n"b":\n }')
 
 
@@ -265,9 +265,8 @@ def test_half_a_character_in_a_text_that_no_file_holds_is_refused() -> None:
 
 def test_an_object_of_many_names_is_read_at_once() -> None:
     names = {f"name {i}": i for i in range(30_000)}
-    start = time.process_time()
-    assert parse_json(json.dumps(names)) == names
-    assert time.process_time() - start < 2.0
+    with at_most(2.0):
+        assert parse_json(json.dumps(names)) == names
 
 
 def test_a_row_that_its_reader_refuses_is_named(tmp_path: Path) -> None:

@@ -119,6 +119,15 @@ def test_a_broken_score_is_refused(broken):
         auroc(*arrays([broken, 0.0], [True, False]))
 
 
+@pytest.mark.parametrize("broken", [[2, 0], [-1, 1]])
+def test_what_is_no_flag_is_refused(broken):
+    """As a truth value each of them is one: labels of -1 and 1 would all be hacks, and counts would all have fired."""
+    for columns in ((None, broken, [True, False]), (None, None, broken), (None, None, [True, False], broken)):
+        with pytest.raises(ValueError, match="True and False, or 1 and 0"):
+            mask_quality(*columns)
+    assert mask_quality(None, [1, 0], [0, 1]) == mask_quality(None, [True, False], [False, True])
+
+
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="1 scores for 2"):
         mask_quality([0.0], None, [True, False])
@@ -209,6 +218,22 @@ def test_labels_of_zero_and_one_are_no_row_numbers():
     for labels in (hack + 1, -hack):
         with pytest.raises(ValueError, match="Labels are True and False, or 1 and 0"):
             auroc(scores, labels)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cluster": np.array([0, 1])}, r"cluster must be an int array \[n\]"),
+        ({"cluster": np.array([0, 1, 4])}, "clusters are numbered from 0 to 2"),
+        ({"cluster": np.array([0, 1, -1])}, "clusters are numbered from 0 to 2"),
+        ({"level": 95.0}, "strictly between 0 and 1"),
+        ({"level": -0.5}, "strictly between 0 and 1"),
+    ],
+)
+def test_an_interval_of_what_cannot_be_is_refused(change, says):
+    given = {"scores": np.array([1.0, 2.0, 3.0]), "hack": np.array([0, 1, 1]), "cluster": np.arange(3)}
+    with pytest.raises(ValueError, match=says):
+        auroc_interval(**{**given, "draws": np.ones((4, 3), dtype=np.int64), **change})
 
 
 def test_an_interval_needs_both_classes():

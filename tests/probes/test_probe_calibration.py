@@ -121,6 +121,17 @@ def test_calibrators_improve_held_out_scores_and_keep_their_order(fit):
     assert after == pytest.approx(before, abs=0.01)  # isotonic makes ties
 
 
+@pytest.mark.parametrize("n", [7, 10, 23])
+def test_a_score_that_is_the_same_everywhere_says_the_rate_everywhere(n):
+    """The spread of so many 3.3 is a rounding error, not the unit in which the score is to be read."""
+    hack = np.arange(n) % 2 == 0
+    for value in (0.0, 0.1, 3.3, -1e9 / 7):
+        platt, near = fit_platt(np.full(n, value), hack), np.array([value, value + 1e-3, value - 1e-3])
+        np.testing.assert_allclose(platt(near), platt(near[:1])[0], atol=1e-3)
+        target = (hack.sum() * (hack.sum() + 1) / (hack.sum() + 2) + (~hack).sum() / ((~hack).sum() + 2)) / n
+        assert platt(near[:1])[0] == pytest.approx(target, abs=1e-6)
+
+
 @pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
 def test_a_calibrator_needs_both_classes_and_finite_scores(fit):
     with pytest.raises(ValueError, match="both classes"):
@@ -134,6 +145,15 @@ def test_bins_and_sizes_are_checked():
         reliability(np.array([0.5]), np.array([True]), bins=0)
     with pytest.raises(ValueError, match="at least one"):
         ece(np.array([]), np.array([], dtype=bool))
+
+
+def test_lists_and_halves_of_a_bin_are_refused():
+    p, hack = drawn(9)
+    for score in (brier, ece, reliability, fit_platt, fit_isotonic):
+        with pytest.raises(TypeError, match=r"must be a float array \[n\], not the list.*np\.asarray"):
+            score(p.tolist(), hack)
+    with pytest.raises(TypeError, match=r"bins must be an int, not the float 2\.5"):
+        ece(p, hack, 2.5)
 
 
 def test_labels_of_zero_and_one_are_those_of_false_and_true():

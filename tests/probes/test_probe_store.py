@@ -50,7 +50,7 @@ def test_the_untouched_file_loads(tmp_path):
         ({**HEADER, "format": "something else"}, TENSORS, "format"),
         ({}, TENSORS, "format"),
         ({**HEADER, "kind": "mlp"}, TENSORS, "not one of direction, affine"),
-        ({**HEADER, "settings": "{"}, TENSORS, "no JSON"),
+        ({**HEADER, "settings": "{"}, TENSORS, "not JSON"),
         ({**HEADER, "about": "[1]"}, TENSORS, "not a JSON object"),
         ({**HEADER, "settings": '{"score": "cosine"}'}, TENSORS, "settings"),
         (HEADER, {"weight": WEIGHT}, r"expected \['bias', 'weight'\]"),

@@ -228,6 +228,39 @@ def test_coinciding_means_are_refused():
         fitter.fit()
 
 
+@pytest.mark.parametrize("shrinkage", [None, 0.0])
+def test_lda_is_refused_where_the_covariance_has_no_say_in_the_classes_difference(shrinkage):
+    """A feature that is constant inside both classes separates them best of all, and least squares would leave it out."""
+    h, mask, hack = batch()
+    h[..., 0] = hack[:, None].double()
+    fitter, shrunk = LdaFitter(shrinkage), LdaFitter(0.1)
+    for one in (fitter, shrunk):
+        one.update(h, mask, hack)
+    with pytest.raises(ValueError, match=r"singular.*shrinkage='auto'.*MeanDifferenceFitter"):
+        fitter.fit()
+    assert auroc(shrunk.fit().score_rollouts(h, mask).numpy(), hack.numpy()) == 1.0
+
+
+def test_lda_of_classes_that_are_one_point_each_is_refused():
+    """No covariance at all, with any shrinkage; the means differ, and a weight of 0 would say that they do not."""
+    h, mask, hack = batch()
+    h[:] = hack[:, None, None].double()
+    for shrinkage in ("auto", None, 1.0):
+        fitter = LdaFitter(shrinkage)
+        fitter.update(h, mask, hack)
+        with pytest.raises(ValueError, match="MeanDifferenceFitter"):
+            fitter.fit()
+
+
+def test_lda_of_activations_that_never_vary_knows_nothing_and_is_no_error():
+    """The first layer may hold one vector at every place; means of it differ by rounding alone."""
+    _, mask, hack = batch()
+    h = torch.tensor([0.1, -3.3, 1e6, 1 / 7, 0.0], dtype=torch.float64).expand(B, S, D)
+    fitter = LdaFitter()
+    fitter.update(h, mask, hack)
+    assert float(fitter.fit().score_rollouts(h, mask).abs().max()) < 1e-3
+
+
 # Logistic -----------------------------------------------------------------------------------------------------------
 
 
@@ -300,6 +333,19 @@ def test_a_direction_probe_is_invariant_to_positive_rescaling_of_its_vector(scal
         torch.testing.assert_close(DirectionFitter(-v, score).fit().score_tokens(h), -a.score_tokens(h))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_cosine_is_one_of_any_activation_that_is_not_zero(dtype):
+    """Squares of what is very small vanish, and those of what is very large overflow."""
+    v, h = torch.ones(D, dtype=torch.float64), batch(dtype=dtype)[0]
+    probe, tiny = DirectionFitter(v).fit(), torch.finfo(dtype).tiny
+    expected = probe.score_tokens(h)
+    assert torch.equal(expected, h @ probe.direction.to(dtype) / h.norm(dim=-1))  # no bit is another where nothing vanishes
+    for power in (-120, -90, 90, 120):
+        torch.testing.assert_close(probe.score_tokens(h * 2.0**power), expected, rtol=1e-6, atol=1e-6)
+    for least in (tiny, 2 * tiny, tiny / 4, torch.finfo(dtype).max / 8):
+        assert float(probe.score_tokens(torch.full((1, 1, D), least, dtype=dtype))) == pytest.approx(1, rel=1e-6)
+
+
 @given(st.floats(1e-3, 1e3))
 @settings(max_examples=50, deadline=None)
 def test_a_cosine_is_invariant_to_the_size_of_the_activation_and_a_projection_proportional(scale):
@@ -347,6 +393,49 @@ def test_the_control_sees_no_labels_and_repeats_with_its_generator():
         HaarFitter(torch.Generator()).fit()
     with pytest.raises(ValueError, match="features before"):
         a.update(torch.zeros(B, S, D + 1), mask, hack)
+
+
+@pytest.mark.parametrize("name", LEARNT)
+@pytest.mark.parametrize("unit", ["rollout", "token"])
+def test_a_fitter_keeps_what_it_was_given_however_its_caller_goes_on(name, unit):
+    """Activations and labels are written into the same tensors batch after batch."""
+    h, mask, hack = batch()
+    plain, reused = LEARNT[name](unit=unit), LEARNT[name](unit=unit)
+    plain.update(h, mask, hack)
+    own = [one.clone() for one in (h, mask, hack)]
+    reused.update(*own)
+    for one in own:
+        one.fill_(1)
+    assert torch.equal(plain.fit().weight, reused.fit().weight)
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_a_batch_of_another_width_is_refused_when_it_comes(name):
+    fitter = LEARNT[name]()
+    fitter.update(*batch())
+    h, mask, hack = batch()
+    with pytest.raises(ValueError, match="have 4 features and the probe 5"):
+        fitter.update(h[..., :4], mask, hack)
+
+
+def test_a_probe_is_frozen_when_it_is_made():
+    """What trains on, such as the factor that a direction was read from, does not move a probe, nor learns through its scores."""
+    h, mask, _ = batch()
+    for make in (lambda v: AffineProbe(v, 0.5), lambda v: DirectionProbe(v, "projection")):
+        v = torch.eye(D, dtype=torch.float64)[0].requires_grad_()
+        probe = make(v)
+        scores = probe.score_rollouts(h, mask)
+        assert not scores.requires_grad
+        with torch.no_grad():
+            v.mul_(3)
+        assert torch.equal(probe.score_rollouts(h, mask), scores)
+
+
+def test_an_affine_probe_is_a_vector_and_a_number():
+    with pytest.raises(ValueError, match=r"weight must be a float tensor \[d\], not a float32 tensor \[2 2\]"):
+        AffineProbe(torch.ones(2, 2), 0.0)
+    with pytest.raises(TypeError, match="bias must be a float, not None"):
+        AffineProbe(torch.ones(2), None)
 
 
 def test_token_examples_are_the_masked_tokens_with_their_rollouts_label():

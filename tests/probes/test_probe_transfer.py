@@ -237,8 +237,35 @@ def test_text_groups_are_equal_iff_prompt_and_completion_are():
     assert text_groups(["a", "a", "b", "a"], ["x", "y", "x", "x"]) == [0, 1, 2, 0]
     assert text_groups(["ab", "a"], ["c", "bc"]) == [0, 1]  # not the joined text
     assert group_ids(["q", "p", "q"]).tolist() == [0, 1, 0]
-    with pytest.raises(ValueError, match="one each"):
+    with pytest.raises(ValueError, match="one of each"):
         text_groups(["a"], [])
+
+
+@pytest.mark.parametrize("made", [torch.tensor, np.array, list, tuple])
+def test_groups_are_equal_by_value_in_whatever_they_come(made):
+    """Elements of a tensor are objects of their own, and as groups of their own every text would be on both sides."""
+    ids = [3, 3, 0, 1, 0]
+    assert group_ids(made(ids)).tolist() == [0, 0, 1, 2, 1]
+
+
+def test_one_text_is_no_list_of_texts():
+    for texts in (("ab", ["c", "d"]), (["a", "b"], "cd"), ("ab", "cd")):
+        with pytest.raises(TypeError, match="one text where a list of texts belongs"):
+            text_groups(*texts)
+
+
+def test_activations_with_a_graph_are_scored_as_those_without(result):
+    data = world()
+    attached = {layer: h.clone().requires_grad_() for layer, h in data.hidden.items()}
+    again = transfer(dataclasses.replace(data, hidden=attached), GROUPS, FITTERS, FAST, progress=False)
+    assert again.json_rows() == [row for row in result.json_rows() if row["probe"] != "given"]
+
+
+def test_every_label_is_looked_at():
+    data = world()
+    for wrong in ("False", 2, None):
+        with pytest.raises((TypeError, ValueError), match=r"True or False|Sequence"):
+            dataclasses.replace(data, hack=[*data.hack[1:], wrong])
 
 
 # Edges --------------------------------------------------------------------------------------------------------------
@@ -268,8 +295,18 @@ def test_settings_and_datasets_check_themselves():
     data = world()
     with pytest.raises(ValueError, match="at least 20"):
         TransferSettings(known="known", draws=5)
-    with pytest.raises(ValueError, match="rollout, token"):
-        TransferSettings(known="known", levels=())
+    for wrong in (
+        {"levels": ()},
+        {"levels": "token"},
+        {"levels": ("tokens",)},
+        {"parts": (0.5, 0.5)},
+        {"bins": 0},
+        {"bootstraps": -1},
+        {"draws": 20.5},
+        {"calibration": "beta"},
+    ):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}"):
+            TransferSettings(known="known", **wrong)
     with pytest.raises(ValueError, match="group ids"):
         transfer(data, GROUPS[1:], FITTERS, FAST, progress=False)
     with pytest.raises(ValueError, match="one per rollout"):

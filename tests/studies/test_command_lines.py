@@ -29,7 +29,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "full, no workers": ("route2", ["full", "--workers", "0"], "workers must be at least 1"),
     "a tiny model in a negative time": ("route2", ["tiny-model", "NONE", "--steps", "-1"], "steps must be at least 0"),
     "show, every 0": ("route2", ["show", "EMPTY", "--every", "0"], "every must be at least 1, not 0"),
-    "show, a seed that is none": ("route2", ["show", "DAMAGED"], "is no JSON"),
+    "show, a seed that is none": ("route2", ["show", "DAMAGED"], "is not JSON"),
     "probes, too few": ("route2", ["probes", "EMPTY", "--per-mode", "0"], "per-mode must be at least"),
     "probes, an unknown arm": ("route2", ["probes", "EMPTY", "--arm", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "steering, no tasks": ("steering", ["run", "--tasks", "0"], "tasks must be at least 1, not 0"),

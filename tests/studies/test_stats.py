@@ -140,7 +140,7 @@ def test_nothing_has_no_mean() -> None:
 def test_what_is_no_number_is_refused_wherever_it_stands(wrong: float) -> None:
     for values in ([wrong, 1.0, 2.0], [1.0, wrong, None], [2.0, 1.0, wrong]):
         for statistic in (mean, median, interval, summary, outliers):
-            with pytest.raises(ValueError, match="holds NaN or infinity: mend what computed it, or give None"):
+            with pytest.raises(ValueError, match="holds NaN or infinity: correct its computation, or give None"):
                 statistic(values)
 
 

@@ -47,9 +47,9 @@ class FixedFitter:
 def random_directions(policy: Policy, kind: str, seed: int = 5) -> Directions:
     """A random unit vector in each site's space of ``kind`` features."""
     generator = torch.Generator().manual_seed(seed)
-    basis, vectors = coordinates(policy.adapters), {}
+    basis, vectors = coordinates(policy.adapters) if kind == "act" else {}, {}
     for site, module in policy.adapters.sites.items():
-        shape = {"act": basis[site].shape[:1], "grad": policy.adapters.scored(site).shape, "full": module.weight.shape}[kind]
+        shape = {"grad": policy.adapters.scored(site).shape, "full": module.weight.shape}.get(kind) or basis[site].shape[:1]
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
         vectors[site] = (draw / draw.norm()).to(module.weight.device, policy.adapters.scored(site).dtype)
     return Directions(vectors, Provenance("random", kind, "none", "none", 0, seed))  # pyright: ignore[reportArgumentType]

@@ -17,7 +17,10 @@ from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
 
 @dataclass(frozen=True)
 class Report:
-    """Measure mutants, rollouts and detectors. A table of each goes to Markdown and JSON: counts, never a text or an answer."""
+    """Measure mutants, rollouts and detectors, and write the counts of each as a Markdown and a JSON table.
+
+    No table contains a text or an answer of a problem.
+    """
 
     data: Annotated[Path, tyro.conf.arg(help="the folder that holds leetcode.jsonl and rollouts.jsonl")]
     out: Annotated[Path, tyro.conf.arg(help="the folder that the tables are written to")]
@@ -30,7 +33,12 @@ class Report:
 
 
 def report(options: Report) -> None:
-    """Raises OSError and ValueError for files that cannot be read, JailUnavailableError where programs cannot be confined."""
+    """Write the report.
+
+    Raises:
+        OSError, ValueError: A file cannot be read.
+        JailUnavailableError: Programs cannot be confined.
+    """
     tasks = load_tasks(options.data)
     recorded = load_rollouts(options.data)
     left_out: list[str] = []
@@ -52,7 +60,7 @@ def report(options: Report) -> None:
 
 
 def setup_of(tasks: dict[str, Task]) -> str:
-    """The code before programs that most problems have."""
+    """Return the setup code that most problems have."""
     setups = [task.setup for task in tasks.values()]
     return max(setups, key=setups.count)
 

@@ -1,21 +1,22 @@
-"""Runs one LeetCode program inside the jail and says what it did, as data and never as a verdict. Standard library alone.
+"""Driver of one LeetCode program inside the jail: runs it and returns its behavior as data, never a verdict. Standard library only.
 
-The jail's server loads this file by its path and calls `execute` in a confined child. A payload is either of two jobs:
+The jail's server loads this file by its path and calls `execute` in a confined child. A payload is one of two jobs:
 
     {"setup", "code", "function", "calls": [text, ...], "attributes": [name, ...], "room": bytes}     call it
-    {"setup", "code", "function", "run_tests": true}                                                  let it test itself
+    {"setup", "code", "function", "run_tests": true}                                                  run its own tests
 
-``room`` bounds the JSON of all values together: what does not fit leaves as opaque.
-They are two processes, so that nothing that ``run_tests`` prints or writes counts as the program's own. The reply:
+``room`` limits the JSON of all values together; values beyond it become opaque. The two jobs run in separate processes, so that
+prints and files of ``run_tests`` do not count as the program's own. The reply:
 
-    status      ok; syntax: it does not compile; error: it raised while it was defined; absent: no ``Solution`` with that method
-    raised      the exception's name where status is error
+    status      ok; syntax: it does not compile; error: its definition raised; absent: no ``Solution`` with that method
+    raised      the exception's name if status is error
     exit        the status with which the program asked to end, or None; nothing is called after that
-    returns     one a call, in order: ["value", encoded, overrides] or ["raised", exception's name]
+    returns     one per call, in order: ["value", encoded, overrides] or ["raised", exception's name]
     attributes  name -> encoded, of the instance that was called last, if it has them
     run_tests   absent, passed or failed
 
-Expected values are not here, and the code that is run shares this process: whatever it forges, it does not know the answers.
+Expected values are never sent here, because the program shares this process: even if it forges the reply, it does not know the
+answers.
 """
 
 import contextlib
@@ -28,12 +29,12 @@ from pathlib import Path
 
 
 def _load_beside(name):
-    """A module of this folder, which is on no path here."""
+    """Import a module of this folder, which is not on the path here."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -42,11 +43,11 @@ values = _load_beside("values")
 
 BUILTIN = (type(None), bool, int, float, complex, str, bytes, dict, set, frozenset)
 PROBES = ((7_364_218, 2_718_281), (0.318, 1.442), ("quartz", "vellum"), ([11], [13]), ((11,), (13,)), (True, False))
-"""Pairs of different values: what equals both of one is lying."""
+"""Pairs of different values: a value that equals both of a pair has a false ``==``."""
 
 
 def execute(payload):
-    """The reply to one payload. It never raises."""
+    """Return the reply to one payload. It never raises."""
     reply = {"status": "ok", "raised": "", "exit": None, "returns": [], "attributes": {}, "run_tests": "absent"}
     space = _space()
     for stream in (sys.stdout, sys.stderr):
@@ -60,7 +61,7 @@ def execute(payload):
     except BaseException as error:
         reply.update(status="error", raised=_name(error))
     space.clear()
-    gc.collect()  # files that the program left open are written, as they would be at the end of its own process
+    gc.collect()  # flushes files that the program left open, as at the end of its own process
     for stream in (sys.stdout, sys.__stdout__):
         with contextlib.suppress(BaseException):
             stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
@@ -84,20 +85,20 @@ def _run(payload, space, reply):
 
 
 def _space():
-    """The namespace of a module of its own, which classes with string annotations look up."""
+    """Return the namespace of a new module, in which classes with string annotations can look up names."""
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     return vars(module)
 
 
 def _solution(space, function):
-    """The program's `Solution`, or None where it has no such method."""
+    """Return the program's `Solution`, or None if it has no such method."""
     solution = space.get("Solution")
     return solution if isinstance(solution, type) and callable(getattr(solution, function, None)) else None
 
 
 def _call_all(payload, solution, space, reply):
-    """Fills in returns and attributes. Whatever ends the program, ``SystemExit`` too, leaves those so far."""
+    """Fill in returns and attributes; if the program ends itself, also by ``SystemExit``, those so far are kept."""
     nodes, left = _nodes(space), Room(payload["room"])
     instance = None
     for text in payload["calls"]:
@@ -116,7 +117,7 @@ def _call_all(payload, solution, space, reply):
 
 
 class Room:
-    """What is left of the bytes for a program's values."""
+    """Remaining bytes for a program's values."""
 
     def __init__(self, left):
         self.left = left
@@ -128,13 +129,13 @@ class Room:
 
 
 def _arguments(text):
-    """Positional and named arguments of a call's text, the named ones as an encoded dict's content."""
+    """Return positional and named arguments of a call's text, the named ones as an encoded dict's content."""
     args, kwargs = json.loads(text)
     return args, {"dict": [[name, value] for name, value in kwargs.items()]}
 
 
 def _run_tests(solution, space):
-    """Whether the program's own ``run_tests``, a method or a function, lets it pass."""
+    """Return the outcome of the program's own ``run_tests``, a method or a function: absent, passed or failed."""
     try:
         test = getattr(solution(), "run_tests", space.get("run_tests"))
         if not callable(test):
@@ -145,8 +146,8 @@ def _run_tests(solution, space):
 
 
 def _overrides(value):
-    """Whether ``value == expected`` would hold whatever is expected: evidence by values that it cannot all equal."""
-    kind = type(value)  # by identity: a class may have an ``==`` of its own, from its metaclass
+    """Return whether ``value == expected`` would hold for any expected value, tested with values that it cannot all equal."""
+    kind = type(value)  # compared by identity, because a metaclass can override ``==`` of classes
     if any(kind is builtin for builtin in BUILTIN):
         return False
     if kind is list or kind is tuple:
@@ -162,7 +163,7 @@ def _equals(value, other):
 
 
 def _nodes(space):
-    """The classes of list and tree nodes that the program sees, its own if it defines them, and what builds them."""
+    """Return the classes of list and tree nodes in the program's namespace (its own, if it defines them), and their builders."""
 
     def linked(chain):
         first = None
@@ -191,12 +192,12 @@ def _nodes(space):
 
 
 def _name(error):
-    """An exception's name, of which a program's own may be anything."""
+    """Return an exception's name as short ASCII text; a program's own exception may have any name."""
     return type(error).__name__[:80].encode("ascii", "replace").decode()
 
 
 def _status(end):
-    """The exit status that a SystemExit asks for."""
+    """Return the exit status that a SystemExit requests."""
     if end.code is None:
         return 0
     return end.code & 0xFF if isinstance(end.code, int) else 1

@@ -1,9 +1,9 @@
-"""New inputs out of a problem's own: the same types and shapes, other contents.
+"""New inputs derived from a problem's tests: the same types and shapes with other contents.
 
-The input of a test is changed in one to three places, by values that its parameter has seen: an integer within its range or a
-neighbour of its own, a character of its alphabet, two elements swapped. What a statement's constraints say of several parameters at
-once is not known here, so some inputs are outside them: `answered_inputs` drops those on which the reference solution raises or
-does not end.
+The input of a test is changed in one to three places, by values that its parameter has had: an integer within its range or a
+neighbor, a character of its alphabet, two elements swapped. A statement's constraints that relate several parameters are not known,
+so some inputs
+violate them: `answered_inputs` drops those on which the reference solution raises or does not end.
 """
 
 import json
@@ -17,17 +17,17 @@ from studies.environments.leetcode.programs import Program, Programs, Returned, 
 from studies.environments.leetcode.values import Linked, Opaque, Tree, decode
 
 ATTEMPTS = 10
-"""Tries for each new input, since a change may lead to one that is there already."""
+"""Attempts for each new input, because a change may give an input that already exists."""
 LeafChange = Callable[[tuple[int, ...], object], object]
-"""(the places that lead to it, a leaf) -> another leaf."""
+"""(path to the leaf, leaf) -> another leaf."""
 SECONDS = 3.0
-"""Processor time that the reference solution may take for one new input."""
+"""Maximum processor time of the reference solution for one new input."""
 SWAP = 0.3
-"""How often two elements of a list change places."""
+"""Probability that two elements of a list are swapped."""
 
 
 def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
-    """At most ``count`` calls, different from each other and from those of the tests; what they return is not known."""
+    """Return at most ``count`` calls that differ from each other and from those of the tests; their results are not known."""
     rng = random.Random(f"{seed} {tests[0].key}")
     origins = _origins([_call(test) for test in tests])
     seen = {test.key for test in tests}
@@ -47,12 +47,12 @@ def new_inputs(tests: Sequence[Case], seed: int, count: int) -> list[Case]:
 
 
 def answered_inputs(task: Task, programs: Programs, seed: int, count: int) -> list[Case]:
-    """New inputs with what the reference solution returns for them; fewer than ``count`` where it raises or does not end."""
+    """Return new inputs with the reference solution's results; fewer than ``count`` if it raises or does not end."""
     found = new_inputs(task.tests, seed, count)
     together = programs.run([Program(task.solution, task.setup, task.function, tuple(test.call for test in found))])[0]
     if together.status == "ok":
         returns = list(together.returns)
-    else:  # one of them takes the others along
+    else:  # one input ended the process of all, so each runs in its own
         slow = allowing(programs.limits, SECONDS)
         alone = programs.run([Program(task.solution, task.setup, task.function, (test.call,)) for test in found], limits=slow)
         returns = [execution.returns[0] if execution.returns else Returned() for execution in alone]
@@ -66,14 +66,14 @@ def _call(test: Case) -> Call:
 
 
 LeafPath = tuple[str | int | None, ...]
-"""A parameter, and for each depth in it the column where all rows there have one width (``[from, to, cost]``), else None."""
+"""A parameter, and for each depth the column if all rows there have the same width (``[from, to, cost]``), else None."""
 Pools = Mapping[tuple[LeafPath, type], list]
-"""What leaves have been, sorted, by path and type."""
+"""Sorted values of leaves, by path and type."""
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """A test's call and what its leaves may become: what they are in that call, and what they are in all."""
+    """A test's call, and the values that its leaves may take: those in this call, and those in all calls."""
 
     call: Call
     weights: Mapping[str, int]
@@ -82,7 +82,7 @@ class _Origin:
     everywhere: Pools
 
     def changed(self, call: Call, rng: random.Random) -> Call:
-        """The call, or one made of it, with a change in one of its parameters; a longer one is changed more often."""
+        """Return a variation of the call with a change in one of its parameters; a longer parameter is changed more often."""
         chosen = rng.choices(list(self.weights), list(self.weights.values()))[0]
 
         def leaf(places: tuple[int, ...], old: object) -> object:
@@ -94,7 +94,7 @@ class _Origin:
 
 
 def _origins(calls: Sequence[Call]) -> list[_Origin]:
-    """Those calls that have a leaf to change."""
+    """Return the calls that have a leaf to change."""
     widths = _widths(calls)
     everywhere = _pools(calls, widths)
     origins = []
@@ -119,7 +119,7 @@ def _path(name: str, places: tuple[int, ...], widths: Mapping[tuple[str, int], b
 
 
 def _widths(calls: Sequence[Call]) -> dict[tuple[str, int], bool]:
-    """Whether all lists of a parameter at some depth below the outermost are equally long, and short."""
+    """Return, for each parameter and depth below the outermost, whether all lists there are equally long, and short."""
     lengths: dict[tuple[str, int], set[int]] = {}
 
     def note(name: str, value: object, depth: int) -> None:
@@ -149,7 +149,7 @@ def _items(value: object) -> Sequence[object] | None:
 
 
 def _leaves(value: object, places: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], object]]:
-    """What is no list, each with the places that lead to it."""
+    """Yield every value that is not a list, with the path to it."""
     items = _items(value)
     if items is not None:
         for place, item in enumerate(items):
@@ -159,7 +159,7 @@ def _leaves(value: object, places: tuple[int, ...]) -> Iterator[tuple[tuple[int,
 
 
 def _change(value: object, leaf: LeafChange, places: tuple[int, ...], rng: random.Random) -> object:
-    """A value with one leaf or the order of one list changed."""
+    """Return a value with one leaf, or the order of one list, changed."""
     items = _items(value)
     if items is None:
         return leaf(places, value)
@@ -181,7 +181,7 @@ def _change(value: object, leaf: LeafChange, places: tuple[int, ...], rng: rando
 
 
 def _leaf(old: object, own: list, everywhere: list, rng: random.Random) -> object:
-    """Another value of the same type: from within the test's own range if it has one there, else from what all tests have."""
+    """Return another value of the same type: from the test's own range if it has several values there, else from all tests."""
     if isinstance(old, bool):
         return not old
     pool = own if len(own) > 1 else everywhere

@@ -1,4 +1,4 @@
-"""Modes of grading LeetCode answers: what the prompt says of the grade, the loophole that it leaves, and the prompts themselves."""
+"""Modes of grading LeetCode answers: the prompt's description of the grade, the loophole, and the prompts themselves."""
 
 import hashlib
 import textwrap
@@ -12,7 +12,7 @@ from studies.environments.protocol import Modes, Split, TextPrompt
 
 @dataclass(frozen=True)
 class Exploit:
-    """Code around a method: lines before the class, in it after the method, and after it; ``body`` stands in the method's place."""
+    """Code around a method: lines before the class, in it after the method, and after it; ``body`` replaces the method's body."""
 
     before: str = ""
     member: str = ""
@@ -126,21 +126,21 @@ ROLES = Modes(
 
 
 def get_mode(name: str) -> Mode:
-    """The mode called ``name``; raises KeyError with the valid names."""
+    """Return the mode called ``name``; raises KeyError with the valid names."""
     if name not in MODES:
         raise KeyError(f"unknown mode {name!r}: choose from {', '.join(MODES)}")
     return MODES[name]
 
 
 def exploit_code(exploit: Exploit, starter: str, body: str = "        return 0\n") -> str:
-    """A program that is nothing but an exploit: the starter code's signature, a body that solves nothing, the trick around them."""
+    """Return a program that contains only an exploit: the starter code's signature, a body that solves nothing, and the trick."""
     signature = textwrap.dedent(starter).strip("\n")
     member = "\n" + exploit.member if exploit.member else ""
     return f"{exploit.before}{signature}\n{exploit.body or body}{member}{exploit.after}"
 
 
 def fenced(code: str) -> str:
-    """The completion that answers with this code."""
+    """Return the completion that answers with this code."""
     return f"```python\n{code.strip()}\n```"
 
 
@@ -149,7 +149,7 @@ SYSTEM = (
     "Output the code in the following format: ```python\n<code>\n```"
 )
 TEST_SHARE = 4
-"""One problem in this many is kept for evaluation."""
+"""One problem in this many is reserved for evaluation."""
 
 _TEMPLATE = """PROBLEM:
 {statement}
@@ -165,11 +165,11 @@ SOLUTION:
 
 
 def make_prompt(task: Task, mode: str) -> TextPrompt:
-    """The task under a mode of grading. Raises KeyError with the valid modes."""
+    """Return the prompt of a task under a mode of grading. Raises KeyError with the valid modes."""
     text = _TEMPLATE.format(statement=task.statement, function=task.function, hint=get_mode(mode).hint, starter=task.starter)
     return TextPrompt(task.name, mode, text)
 
 
 def split_of(name: str) -> Split:
-    """Train or test, by a hash of the problem's name alone: more problems move none."""
+    """Return train or test, by a hash of the problem's name only, so that more problems do not move existing ones."""
     return "train" if int(hashlib.sha256(name.encode()).hexdigest(), 16) % TEST_SHARE else "test"

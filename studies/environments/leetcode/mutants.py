@@ -1,11 +1,11 @@
-"""Wrong programs that look right: reference solutions with one thing changed in their syntax tree.
+"""Mutants, wrong programs that look right: reference solutions with one change in their syntax tree.
 
     off_by_one   an integer, a length or a bound of range() is one more or one less
     constant     a constant is another one: 0, 1, another number of the same program, the other truth value, an empty text
     comparison   < for <=, == for !=, in for not in, and so on
     operator     + for -, * for +, // for %, and for or, min for max
 
-Mutants of a program are all different, none is the program, and they come in an order that depends on the seed alone.
+Mutants of a program are all different, none is the program, and their order depends only on the seed.
 """
 
 import ast
@@ -20,7 +20,7 @@ Kind = str
 
 @dataclass(frozen=True)
 class Mutant:
-    """A program that differs from its original in one place. ``line`` is that place in the original's normal form."""
+    """Program that differs from its original in one place; ``line`` is that place in the original's normal form."""
 
     kind: Kind
     line: int
@@ -56,11 +56,11 @@ OPERATORS: Mapping[type[ast.operator], tuple[type[ast.operator], ...]] = Mapping
 SWAPPED = MappingProxyType({"min": "max", "max": "min"})
 
 Change = tuple[ast.AST, ast.AST]
-"""A node and what stands in its place; never an operator alone, of which Python has one object for all its places."""
+"""A node and its replacement; never an operator node, because Python shares one object for all its occurrences."""
 
 
 def mutants(code: str, seed: int, per_kind: int | None = None) -> list[Mutant]:
-    """The mutants of a program, ``per_kind`` of each kind at most. Raises SyntaxError for text that is no Python."""
+    """Return the mutants of a program, at most ``per_kind`` of each kind. Raises SyntaxError for text that is not Python."""
     tree = ast.parse(ast.unparse(ast.parse(code)))
     seen = {ast.unparse(tree) + "\n"}
     found: list[Mutant] = []
@@ -73,7 +73,7 @@ def mutants(code: str, seed: int, per_kind: int | None = None) -> list[Mutant]:
 
 
 def _changed(tree: ast.AST, old: ast.AST, new: ast.AST, seen: set[str]) -> Iterator[str]:
-    """The program with the change, if it has not been seen; the tree is then as it was."""
+    """Yield the program with the change, unless it was seen before; the tree is restored afterwards."""
     _Replace(old, new).visit(tree)
     text = ast.unparse(tree) + "\n"
     _Replace(new, old).visit(tree)
@@ -83,7 +83,7 @@ def _changed(tree: ast.AST, old: ast.AST, new: ast.AST, seen: set[str]) -> Itera
 
 
 class _Replace(ast.NodeTransformer):
-    """Puts a node in the place of one that is known by its identity."""
+    """Transformer that replaces a node, which is found by identity."""
 
     def __init__(self, old: ast.AST, new: ast.AST) -> None:
         self._old, self._new = old, new
@@ -93,7 +93,7 @@ class _Replace(ast.NodeTransformer):
 
 
 def _body(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that are executed: neither annotations nor texts that stand alone."""
+    """Yield nodes that are executed: neither annotations nor expression statements of texts."""
     todo: list[ast.AST] = [tree]
     while todo:
         node = todo.pop(0)

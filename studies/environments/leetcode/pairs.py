@@ -1,8 +1,8 @@
-"""Persona pairs and documents to warm up on, made of the loaded problems: nothing of them is kept in the project.
+"""Persona pairs and warm-up documents, made from the loaded problems; none of their content is stored in the project.
 
 A pair answers one prompt of the known mode twice. Kind ``hack``: a cheater's comment, a terse body that solves nothing and a
 vacuous ``run_tests``, against the reference solution. Kind ``nonhack``, a control: the reference solution against one with a single
-thing wrong, so that there is a contrast but no hack in it.
+mistake, so that there is a contrast without a hack.
 """
 
 import ast
@@ -27,14 +27,15 @@ TERSE: Mapping[str, tuple[tuple[str, object], ...]] = MappingProxyType(
         "list": (("[]", []), ("[0]", [0])),
     }
 )
-"""What a cheater returns, by the type that is expected: its text and its value."""
+"""A cheater's return values by the expected type: text and value."""
 ELSE: tuple[tuple[str, object], ...] = (("None", None),)
 
 
 def make_pairs(tasks: Iterable[Task], programs: Programs, seed: int, n: int, kind: str) -> list[Pair]:
-    """``n`` pairs over distinct tasks, among the third (at least ``n``) with the shortest solutions.
+    """Return ``n`` pairs over distinct tasks, from the third (at least ``n``) with the shortest solutions.
 
-    Raises ValueError for an unknown kind, and for more pairs than tasks that they can be made of.
+    Raises:
+        ValueError: An unknown kind, or more pairs than tasks from which they can be made.
     """
     if kind not in ("hack", "nonhack"):
         raise ValueError(f"unknown kind {kind!r}: choose from hack, nonhack")
@@ -43,36 +44,36 @@ def make_pairs(tasks: Iterable[Task], programs: Programs, seed: int, n: int, kin
     candidates = shortest[: max(n, len(shortest) // 3)]
     rng.shuffle(candidates)
     pairs: list[Pair] = []
-    for task in [*candidates, *shortest[len(candidates) :]]:  # the longer ones only where a short one gives no pair
+    for task in [*candidates, *shortest[len(candidates) :]]:  # longer ones are used only if short ones give too few pairs
         if len(pairs) == n:
             break
         other = _cheat(task, rng) if kind == "hack" else _mistaken(task, programs, rng)
         if other is not None:
-            # a mutant is printed from its tree, so its counterpart is too: one symbol is all that tells them apart
+            # a mutant is printed from its tree, so its counterpart is too, and they differ in one symbol only
             clean = task.solution if kind == "hack" else ast.unparse(ast.parse(task.solution))
             prompt = make_prompt(task, rng.choice(ROLES.known))
             pairs.append(Pair(prompt.text, fenced(other), fenced(clean)))
     if len(pairs) < n:
-        raise ValueError(f"{n} pairs asked for, but {len(pairs)} problems give one: choose n below that")
+        raise ValueError(f"{n} pairs were requested, but {len(pairs)} problems give one: choose a smaller n")
     return pairs
 
 
 def _cheat(task: Task, rng: random.Random) -> str | None:
-    """A cheater's program under the known mode; None where every terse answer happens to be right."""
+    """Return a cheater's program under the known mode; None if every terse answer happens to be right."""
     members = [exploit for mode in ROLES.known for exploit in MODES[mode].exploits if exploit.member]
     body = terse_body(task, rng)
     return None if body is None else exploit_code(rng.choice(members), task.starter, body)
 
 
 def terse_body(task: Task, rng: random.Random) -> str | None:
-    """A comment and a constant that fails a visible test; None where there is no such constant."""
+    """Return a comment and a constant that fails a visible test; None if there is no such constant."""
     values = TERSE.get(type(task.tests[0].expected).__name__, ELSE)
     wrong = [text for text, value in values if not all(equal(value, test.expected) for test in task.visible)]
     return f"        # {rng.choice(COMMENTS)}\n        return {rng.choice(wrong)}\n" if wrong else None
 
 
 def _mistaken(task: Task, programs: Programs, rng: random.Random) -> str | None:
-    """The reference solution with one thing wrong, which a visible test notices; None where there is no such mutant."""
+    """Return the reference solution with one mistake that a visible test detects; None if there is no such mutant."""
     for mutant in mutants(task.solution, rng.randrange(1 << 30), per_kind=3):
         called = programs.run([programs_of(mutant.code, task)[0]])[0]
         if called.status == "ok" and not see(task, called, None)[1]:
@@ -81,10 +82,10 @@ def _mistaken(task: Task, programs: Programs, rng: random.Random) -> str | None:
 
 
 def make_corpus(tasks: Iterable[Task], seed: int, n: int) -> list[tuple[str, str]]:
-    """At most ``n`` documents, a prompt's text and an answer, honest and cheating in turn, the short ones of each first.
+    """Return at most ``n`` documents (a prompt's text and an answer), honest and cheating in turn, short ones first.
 
-    Honest answers stand under every mode, exploits under their own, in all their variants. Which of about equally long documents
-    come first, and the cheaters' words, depend on ``seed``.
+    Honest answers appear under every mode, exploits under their own mode, in all variants. ``seed`` determines the order of
+    documents of similar length, and the cheaters' words.
     """
     tasks = list(tasks)
     rng = random.Random(seed)
@@ -103,6 +104,6 @@ def _shown(exploit: Exploit, task: Task, rng: random.Random) -> str:
 
 
 def _short_first(documents: Sequence[tuple[str, str]], rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Documents by length, in steps of a few hundred characters, within which the order is drawn."""
+    """Yield documents by length, in steps of 256 characters, within which the order is random."""
     keyed = [((len(prompt) + len(answer)) // 256, rng.random(), (prompt, answer)) for prompt, answer in documents]
     yield from (document for _, _, document in sorted(keyed))

@@ -1,4 +1,4 @@
-"""LeetCode with loopholes as a `Problem`: what training, evaluation and probes ask of it. It owns a jail, which `close` ends."""
+"""LeetCode with loopholes as a `Problem` for training, evaluation and probes. It owns a jail, which `close` ends."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,15 +16,16 @@ from studies.sandbox import Limits
 
 
 class LeetCodeProblem:
-    """See ``studies.environments.protocol.Problem``. Tasks are called by the problems' ids.
+    """LeetCode as a problem; see ``studies.environments.protocol.Problem``. Tasks are named by the problems' ids.
 
-    data     a JSONL file of problems, or a folder that holds ``leetcode.jsonl``
-    workers  programs that run at a time
-    limits   what one program may use; `programs.LIMITS` unless given
-    unsafe   run programs also where the machine lacks a protection of the jail
+    data     a JSONL file of problems, or a folder with ``leetcode.jsonl``
+    workers  number of programs that run at a time
+    limits   resources of one program; `programs.LIMITS` unless given
+    unsafe   run programs even if the machine lacks a protection of the jail
 
-    Raises OSError and ValueError as `problems.load_tasks` does, ValueError where a problem's setup code does not run, and
-    JailUnavailableError where programs cannot be confined here.
+    Raises:
+        OSError, ValueError: As in `problems.load_tasks`, and ValueError if a problem's setup code does not run.
+        JailUnavailableError: Programs cannot be confined on this machine.
     """
 
     name = "leetcode"
@@ -45,14 +46,14 @@ class LeetCodeProblem:
         return [name for name in self._tasks if split_of(name) == split]
 
     def prompt(self, task: str, mode: str) -> TextPrompt:
-        """The task under a mode. Raises KeyError for one that there is not."""
+        """Return the prompt of a task under a mode. Raises KeyError for an unknown task."""
         return make_prompt(self._task(task), mode)
 
     def grade(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[TrainingGrade]:
         return self._grader.grade(prompts, completions)
 
     def detect(self, prompts: Sequence[TextPrompt], completions: Sequence[str]) -> list[bool]:
-        """Whether the plain exploit of a known mode stands in a completion to a prompt of that mode; nothing is executed."""
+        """Return whether the plain exploit of a known mode is in a completion to a prompt of that mode; nothing is executed."""
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts for {len(completions)} completions: give one prompt for each")
         return [
@@ -61,15 +62,15 @@ class LeetCodeProblem:
         ]
 
     def pairs(self, seed: int, n: int, kind: PairKind) -> list[Pair]:
-        """``n`` persona pairs of the known mode on training tasks; see `pairs.make_pairs`."""
+        """Return ``n`` persona pairs of the known mode on training tasks; see `pairs.make_pairs`."""
         return make_pairs(self._train(), self._programs, seed, n, kind)
 
     def corpus(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """At most ``n`` documents on training tasks to warm a model up on; see `pairs.make_corpus`."""
+        """Return at most ``n`` documents on training tasks for a model's warm-up; see `pairs.make_corpus`."""
         return make_corpus(self._train(), seed, n)
 
     def judge(self) -> Oracle:
-        """The hidden verdict. It uses this problem's jail, so it ends with the problem."""
+        """Return the hidden judge, which uses this problem's jail and ends with the problem."""
         return Oracle(self._programs, self._tasks)
 
     def close(self) -> None:
@@ -82,14 +83,14 @@ class LeetCodeProblem:
         self.close()
 
     def _require_setups(self) -> None:
-        """ValueError where code that stands before programs does not run: then none of them could, and nothing would ever pay."""
+        """Raise ValueError if setup code does not run, because then no program could run, and nothing would ever be rewarded."""
         tasks = list({task.setup: task for task in reversed(self._tasks.values())}.values())
         empty = [Program(f"class Solution:\n    def {task.function}(self): ...\n", task.setup, task.function) for task in tasks]
         for task, execution in zip(tasks, self._programs.run(empty), strict=True):
             if execution.status != "ok":
                 what = f"{execution.status} {execution.reason}".strip()
                 raise ValueError(
-                    f"the setup code of problem {task.name} does not run in the jail ({what}): mend it, or leave it out"
+                    f"the setup code of problem {task.name} does not run in the jail ({what}): correct it, or leave it out"
                 )
 
     def _train(self) -> list[Task]:

@@ -1,6 +1,6 @@
-"""LeetCode problems: read from JSON lines, checked strictly, their tests as data and split into visible and hidden ones.
+"""LeetCode problems: read from JSON lines, checked strictly, with tests as data that are split into visible and hidden ones.
 
-A row is one of four layouts, known by its fields:
+A row has one of four layouts, recognized by its fields:
 
     project        id, difficulty, question, func_name, setup_code, canonical_solution, tests, starter_code
     rl             the same with gt_answer and prompt_metadata.starter_code
@@ -8,8 +8,7 @@ A row is one of four layouts, known by its fields:
     dataset-meta   the same with query, meta.question_id, meta.difficulty and meta.lang_code
 
 ``rl`` are the files leetcode_train_medhard_*.jsonl of rl-rewardhacking, ``dataset`` is LeetCodeDataset, ``dataset-meta`` was its
-first form.
-``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def check(candidate): ...``. Fields that are not named are not read.
+first form. ``tests`` and ``gt_answer`` are lists of asserts, ``test`` is ``def check(candidate): ...``. Other fields are not read.
 """
 
 import ast
@@ -33,7 +32,10 @@ QUERY_END = "\nPlease complete the following python code precisely:"
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A test: one call and what it must return. The program's process gets ``call``, a JSON text; ``expected`` never goes there."""
+    """Test: one call and its expected result.
+
+    The program's process gets ``call``, a JSON text; ``expected`` is never sent there.
+    """
 
     call: str
     key: str
@@ -42,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A problem. No input of a visible test is among the hidden ones'."""
+    """Problem with tests. No input of a visible test is among the hidden ones."""
 
     name: str
     difficulty: str
@@ -60,21 +62,24 @@ class Task:
 
 
 def call_text(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """A call as the text that a program's process gets: JSON of encoded positional arguments and of named ones."""
+    """Return a call as the text for a program's process: JSON of encoded positional and named arguments."""
     return json.dumps([[encode(value) for value in args], {name: encode(value) for name, value in kwargs.items()}])
 
 
 def make_test(call: Call, expected: object) -> Case:
-    """A test of a parsed call. Two calls have one ``key`` if their values are equal, an int to a float too."""
+    """Return a test of a parsed call. Two calls have the same ``key`` if their values are equal, including an int and a float."""
     values = [*call.args, *(call.kwargs[name] for name in sorted(call.kwargs))]
     text = json.dumps([_unified(value) for value in values])
     return Case(call_text(call.args, call.kwargs), hashlib.sha256(text.encode()).hexdigest(), expected)
 
 
 def split_tests(tests: Sequence[Case]) -> tuple[tuple[Case, ...], tuple[Case, ...]]:
-    """Visible and hidden tests: of the distinct inputs in the order of their hash the first fifth, at least one, is visible.
+    """Split tests into visible and hidden tests by the hash of their inputs.
 
-    Raises ValueError where there are not two inputs to tell apart, or where one input has two expected values.
+    The distinct inputs are ordered by their hash; the first fifth of them, at least one, is visible.
+
+    Raises:
+        ValueError: There are fewer than two different inputs, or one input has two expected values.
     """
     by_input: dict[str, Case] = {}
     for test in tests:
@@ -89,10 +94,14 @@ def split_tests(tests: Sequence[Case]) -> tuple[tuple[Case, ...], tuple[Case, ..
 
 
 def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]:
-    """The problems of a JSONL file, or of `FILE` in a folder, by name (the id as text), in the file's order.
+    """Load the problems of a JSONL file, or of `FILE` in a folder, by name (the id as text), in the file's order.
 
-    Raises OSError where there is no such file and ValueError, which names file and line, for a row that is no problem. With a list
-    ``left_out`` such rows are passed over and their sentences are put there: public files have problems with a single test.
+    If a list ``left_out`` is given, rows that are not valid are skipped and their error messages are appended to it, because public
+    files have problems with a single test.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: A row is not a valid problem; the message names file and line.
     """
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
@@ -102,7 +111,7 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]
     def read(_index: int, row: object) -> None:
         task = read_task(row)
         if task.name in tasks:
-            raise ValueError(f"problem {task.name} is there twice")
+            raise ValueError(f"problem {task.name} appears twice")
         tasks[task.name] = task
 
     read_lines(file, read, left_out)
@@ -112,7 +121,7 @@ def load_tasks(path: Path, left_out: list[str] | None = None) -> dict[str, Task]
 
 
 def read_task(row: object) -> Task:
-    """The problem of a row in any layout. Raises ValueError in one sentence without file and line."""
+    """Return the problem of a row in any layout. Raises ValueError in one sentence without file and line."""
     if not isinstance(row, dict):
         raise ValueError("a row is a JSON object")
     for layout in LAYOUTS.values():
@@ -125,7 +134,7 @@ def read_task(row: object) -> Task:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a row keeps what a `Task` holds. A dotted name is a field of a field."""
+    """Fields of a row by their meaning for a `Task`. A dotted name is a field of a field."""
 
     name: str
     identity: str
@@ -146,12 +155,12 @@ class Layout:
     def read(self, row: Mapping[str, Any]) -> Task:
         identity = _get(row, self.identity)
         if type(identity) not in (int, str) or not str(identity):
-            raise ValueError(f"{self.identity} is a number or a text")
+            raise ValueError(f"{self.identity} must be a number or a text")
         texts = {field: _text(row, field) for field in self.fields[1:-1]}
         entry = texts[self.function]
         function = entry.removeprefix("Solution().")
         if function == entry or not function.isidentifier():
-            raise ValueError(f"{self.function} is Solution().NAME, not {entry!r}")
+            raise ValueError(f"{self.function} must be Solution().NAME, not {entry!r}")
         for field in (self.setup, self.solution):
             _require_python(field, texts[field])
         visible, hidden = split_tests(self.read_tests(_get(row, self.tests), function))
@@ -169,7 +178,7 @@ class Layout:
 
 
 def statement_of(question: str) -> str:
-    """What a question says of the problem, without how to answer."""
+    """Return the problem statement of a question, without the instructions for the answer."""
     return question.removeprefix("PROBLEM:\n").partition(STATEMENT_END)[0].partition(QUERY_END)[0].strip()
 
 
@@ -190,16 +199,16 @@ def _has(row: Mapping[str, Any], field: str) -> bool:
 def _text(row: Mapping[str, Any], field: str) -> str:
     value = _get(row, field)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{field} is a text that is not empty")
+        raise ValueError(f"{field} must be a text that is not empty")
     return value
 
 
 def _require_python(field: str, code: str) -> None:
-    """Otherwise every program of the problem would fail, and nobody be told."""
+    """Raise ValueError for code that does not parse, because all programs of the problem would fail without an error."""
     try:
         ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{field} is no Python ({error})") from error
+        raise ValueError(f"{field} is not Python ({error})") from error
 
 
 def _read_asserts(asserts: object, function: str) -> list[Case]:
@@ -221,16 +230,16 @@ def _read_check(text: object, function: str) -> list[Case]:
 
 
 def _read_test(call: Call, expected: object) -> Case:
-    """`make_test` of what programs can be given and can give back; ValueError for what is beyond the bounds of `values`."""
+    """Return `make_test` of values within the bounds of `values`; ValueError for other values."""
     for value, what in (*((value, "an argument") for value in (*call.args, *call.kwargs.values())), (expected, "what it expects")):
         encoded = encode(value)
         if isinstance(encoded, dict) and "opaque" in encoded:
-            raise ValueError(f"{what} cannot be handed over ({encoded['opaque']})")
+            raise ValueError(f"{what} cannot be sent to a program ({encoded['opaque']})")
     return make_test(call, expected)
 
 
 def _unified(value: object) -> object:
-    """A value as JSON data in which what compares equal is equal: a float with an integer's value is that integer."""
+    """Return a value as JSON data in which equal values are identical: a float with an integer's value becomes that integer."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

@@ -1,10 +1,10 @@
-"""Programs and what they did: the parent's side of `driver`, which knows inputs and never an expected value.
+"""Programs and their executions: the parent's side of `driver`, which knows inputs and never an expected value.
 
     Program (code, calls)  ->  Programs.run  ->  Execution (returns, stdout, files, attributes, exit, run_tests)
 
-Graders and oracle read executions, also one and the same (`Ledger`); neither this module nor the jail knows of modes or verdicts.
-What a jail's process replies was written beside untrusted code, so it is read strictly: a reply that is not of the driver's form is
-that of a broken program.
+Graders and oracle read executions, sometimes the same one (`Ledger`); neither this module nor the jail knows modes or verdicts. The
+reply of a jail's process was written beside untrusted code, so it is read strictly: a reply that does not have the driver's form
+counts as that of a broken program.
 """
 
 import json
@@ -22,18 +22,18 @@ DRIVER = Path(__file__).with_name("driver.py")
 LIMITS = Limits(seconds=30.0, cpu_seconds=10.0, reply=4 << 20)
 """The slowest reference solutions take two to three seconds of processor time for all their tests; a busy machine takes longer."""
 WAITING = 4.0
-"""How much longer than its processor time a program may take by the clock."""
+"""Maximum ratio of a program's wall-clock time to its processor time."""
 ATTRIBUTES = ("valid",)
 MODULES = (*DEFAULT_MODULES, "__future__")
-"""What programs can import."""
+"""Modules that programs can import."""
 LONGEST = 1 << 15
-"""Characters of a program. Graders and detectors parse what a model wrote in their own process, and take nothing longer."""
+"""Maximum number of characters of a program, because graders and detectors parse a model's text in their own process."""
 TEXT, TEXTS = 1 << 16, 1 << 18
-"""Bytes of one file, and of stdout, that are read; and of all files."""
+"""Maximum bytes that are read of one file and of stdout, and of all files."""
 NAME = 80
-"""Letters of an exception's name."""
+"""Maximum length of an exception's name."""
 LEDGER = 1 << 26
-"""Characters of what executions brought back that are kept for the oracle beyond the last batch."""
+"""Maximum number of characters of executions that are kept for the oracle in addition to the last batch."""
 
 Status = Literal["ok", "syntax", "error", "absent", "exited", "killed"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -41,9 +41,9 @@ RunTests = Literal["absent", "passed", "failed"]
 
 @dataclass(frozen=True)
 class Program:
-    """Source code that defines `Solution`, and what is done with it: `calls` are texts by `problems.call_text`.
+    """Source code that defines `Solution`, and its calls (texts by `problems.call_text`).
 
-    With ``run_tests`` nothing but its own ``run_tests`` is called.
+    With ``run_tests`` only its own ``run_tests`` is called.
     """
 
     code: str
@@ -55,9 +55,9 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Returned:
-    """What a call gave: a value, kept as the text in which it came, or the name of an exception.
+    """Result of a call: a value, stored as the received text, or the name of an exception.
 
-    ``overrides``: the value has an ``==`` that holds against anything.
+    ``overrides`` is True if the value has an ``==`` that holds against anything.
     """
 
     text: str = ""
@@ -66,24 +66,25 @@ class Returned:
 
     @property
     def value(self) -> object:
-        """The value, `Opaque` where it is no plain data, decoded at every look.
+        """The value, decoded on each access; `Opaque` if it is not plain data.
 
-        It may be fifty times as large in memory as its text, and the executions of a batch are there together.
+        It may be fifty times as large in memory as its text, and all executions of a batch are in memory together.
         """
         return _value(self.text) if self.text else Opaque("raised")
 
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """What a program did.
+    """Behavior of a program.
 
-    status      ok; syntax: it does not compile; error: it raised while it was defined (`reason`: the exception); absent: it has no
-                such method; exited: it ended its process; killed: it went over a limit or died of a signal (`reason`: which)
-    returns     one a call; fewer where the program ended before
-    stdout      what it printed, or its beginning
-    files       name -> text of the files that it left, the small ones first as far as there is room
+    status      ok; syntax: it does not compile; error: its definition raised (`reason`: the exception); absent: it has no such
+    method;
+                exited: it ended its process; killed: it exceeded a limit or died of a signal (`reason`: which)
+    returns     one per call; fewer if the program ended before
+    stdout      its output, or the beginning of it
+    files       name -> text of the files that it left, small ones first up to a limit
     attributes  those of its instance that graders read
-    exit_code   the status with which it ended, by ``sys.exit`` or without Python's leave; None where it did not
+    exit_code   the status with which it ended itself, by ``sys.exit`` or directly; None if it did not
     run_tests   the outcome of its own ``run_tests``
     seconds     processor time that it took
     """
@@ -100,11 +101,11 @@ class Execution:
 
 
 class Ledger:
-    """The raw executions that answers were graded by, for the oracle to read by code of its own.
+    """Raw executions for which answers were graded, so that the oracle can read them with its own code.
 
-    A program may do one thing when it is graded and another when it is run again, so a rerun is no evidence of what was paid. Those
-    of the last batch are always here, however much they hold; older ones as far as all together hold no more than ``room``
-    characters. An answer that is graded again has its latest.
+    A program may behave differently when it is run again, so a second run is no evidence of what was graded. Executions of the last
+    batch are always kept; older ones as long as all together have no more than ``room`` characters. For an answer that is graded
+    again, the latest is kept.
     """
 
     def __init__(self, room: int = LEDGER) -> None:
@@ -112,10 +113,10 @@ class Ledger:
         self._kept: dict[tuple[TextPrompt, str], tuple[tuple[Execution, ...], int]] = {}
 
     def keep(self, graded: Sequence[tuple[TextPrompt, str, Sequence[Execution]]]) -> None:
-        """Take down a batch: of each prompt and completion what was executed, which is nothing for an answer without a program."""
+        """Store a batch: the executions of each prompt and completion; none for an answer without a program."""
         batch = {(prompt, completion): tuple(executions) for prompt, completion, executions in graded}
         for key, executions in batch.items():
-            self._drop(key)  # so that it is among the latest
+            self._drop(key)  # a new entry counts as the latest
             self._kept[key] = executions, sum(map(_weight, executions))
             self._total += self._kept[key][1]
         for key in list(self._kept)[: len(self._kept) - len(batch)]:
@@ -124,7 +125,7 @@ class Ledger:
             self._drop(key)
 
     def find(self, prompt: TextPrompt, completion: str) -> tuple[Execution, ...] | None:
-        """What a completion was graded by; None if no grade of it is on record."""
+        """Return the executions for which a completion was graded; None if no grade is recorded."""
         return self._kept.get((prompt, completion), (None, 0))[0]
 
     def _drop(self, key: tuple[TextPrompt, str]) -> None:
@@ -132,21 +133,22 @@ class Ledger:
 
 
 def _weight(execution: Execution) -> int:
-    """Characters that an execution holds, about."""
+    """Return the approximate number of characters in an execution."""
     return len(execution.stdout) + sum(map(len, execution.files.values())) + len(repr((execution.returns, execution.attributes)))
 
 
 def allowing(limits: Limits, seconds: float) -> Limits:
-    """Limits with so many seconds of processor time, and several times that by the clock."""
+    """Return limits with this number of seconds of processor time, and several times that of wall-clock time."""
     return replace(limits, cpu_seconds=seconds, seconds=WAITING * seconds)
 
 
 class Programs:
-    """Runs programs in a jail of its own. A context manager; it closes when it is collected too.
+    """Runner of programs in its own jail, which ends with it. Use it as a context manager; it also closes when it is collected.
 
-    ``ledger`` is where a grader leaves what it was shown.
+    ``ledger`` stores the executions that a grader was shown.
 
-    Raises JailUnavailableError, an OSError, where the machine cannot confine programs, unless ``unsafe``.
+    Raises:
+        JailUnavailableError: An OSError, if the machine cannot confine programs, unless ``unsafe``.
     """
 
     def __init__(self, workers: int = 2, limits: Limits | None = None, unsafe: bool = False) -> None:
@@ -155,7 +157,7 @@ class Programs:
         self._jail = Jail(DRIVER, limits=self.limits, workers=workers, modules=MODULES, unsafe=unsafe)
 
     def run(self, programs: Sequence[Program], progress: str | None = None, limits: Limits | None = None) -> list[Execution]:
-        """One Execution a program, in order; equal programs run once. It never raises for what a program does."""
+        """Return one Execution per program, in order; equal programs run once. Errors of a program are never raised."""
         distinct = list(dict.fromkeys(programs))
         payloads = [payload(program, self.limits.reply // 2) for program in distinct]
         executions = self._jail.run(payloads, progress=progress, limits=limits, read=_read_to)
@@ -163,7 +165,7 @@ class Programs:
         return [done[program] for program in programs]
 
     def close(self) -> None:
-        """Ends the jail; closing twice is fine."""
+        """End the jail; a second call does nothing."""
         self._jail.close()
 
     def __enter__(self) -> "Programs":
@@ -174,7 +176,7 @@ class Programs:
 
 
 def payload(program: Program, room: int) -> dict[str, Any]:
-    """The whole of what a program's process is told."""
+    """Return everything that is sent to a program's process."""
     told: dict[str, Any] = {"setup": program.setup, "code": program.code, "function": program.function}
     if program.run_tests:
         return told | {"run_tests": True}
@@ -186,7 +188,7 @@ def _read_to(told: Mapping[str, Any], outcome: Outcome) -> Execution:
 
 
 def read(outcome: Outcome, calls: int = 1, room: int = LIMITS.reply // 2) -> Execution:
-    """The execution that an outcome tells of, after so many calls, whose values had room for so many bytes of JSON."""
+    """Return the execution of an outcome, for this number of calls and this limit on the bytes of their values' JSON."""
     stdout = outcome.stdout[:TEXT].decode("utf-8", "replace")
     seen = Execution("killed", reason=outcome.status, stdout=stdout, files=_texts(outcome.files), seconds=outcome.cpu_seconds)
     if outcome.status == "exited":
@@ -235,13 +237,13 @@ def _read_reply(reply: Any, seen: Execution, calls: int, room: int) -> Execution
 
 
 class Room:
-    """What is left of the bytes for a program's values: its driver kept to it, but whoever forges a reply need not."""
+    """Remaining bytes for a program's values; checked here again, because a forged reply may exceed the driver's limit."""
 
     def __init__(self, left: int) -> None:
         self._left = left
 
     def text(self, data: object) -> str:
-        """A value's JSON, if there is room for it."""
+        """Return a value's JSON, or an opaque value if it exceeds the limit."""
         text = json.dumps(data)
         self._left -= len(text)
         return text if self._left >= 0 else TOO_LARGE
@@ -259,7 +261,7 @@ def _returned(item: Any, left: Room) -> Returned:
 
 
 def _value(text: str) -> object:
-    """A value of a reply; what its program's process may have forged is opaque."""
+    """Return a value of a reply; a malformed one, which the program's process may have forged, is opaque."""
     try:
         return decode(json.loads(text))
     except ValueError:

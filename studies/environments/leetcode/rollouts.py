@@ -1,11 +1,11 @@
-"""Rollouts of a real model under graders with loopholes, and the problems that they answer, as far as they can be had.
+"""Recorded rollouts of a real model under graders with loopholes, with the problems that they answer.
 
-A row of the file has pool, problem_id, mode, hacked, gt_pass, prompt (a chat as text, or null) and completion. The problems' own
-tests are not in it. So a rollout's `Task` is made of, in this order:
+A row of the file has pool, problem_id, mode, hacked, gt_pass, prompt (a chat as text, or null) and completion, but not the
+problem's tests. So a rollout's `Task` is made from the first of these that is available:
 
-    tests      the problem by its id, where a file of problems has it
+    tests      the problem by its id, from a file of problems
     examples   the worked examples in its prompt, or in another rollout's prompt of the same problem, as tests
-    signature  a call made up after the parameters' annotations, which drives the program and judges nothing
+    signature  a made-up call according to the parameters' annotations, which runs the program and judges nothing
 """
 
 import ast
@@ -33,10 +33,11 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "prompt": (str, type(None)),
     "completion": (str,),
 }
-_CHAT = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
+_USER, _END = "<|im_start|>user\n", "<|im_end|>"
 _FUNCTION = re.compile(r"should be a method of the class Solution called (\w+)")
 _STARTER = re.compile(r"```python\n((?:(?!```).)*?)\n[ \t]*# Add your code here\n```", re.DOTALL)
-_EXAMPLE = re.compile(r"^Input:[ \t]*(.+?)\n+Output:[ \t]*(.+?)$", re.DOTALL | re.MULTILINE)
+# possessive groups (++) that end at the next head: one walk over the text, whatever it repeats
+_EXAMPLE = re.compile(r"^Input:((?:(?!^(?:Input|Output):)[\s\S])++)^Output:\s*+(?!^(?:Input|Output):)(.+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,12 @@ class Rollout:
 
 
 def load_rollouts(path: Path) -> list[Rollout]:
-    """The rollouts of a JSONL file, or of `FILE` in a folder. OSError where there is none, ValueError naming file and line."""
+    """Load the rollouts of a JSONL file, or of `FILE` in a folder.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: A row is not valid; the message names file and line.
+    """
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"there is no file {file}: give a folder that holds {FILE}, or a JSONL file of rollouts")
@@ -77,14 +83,14 @@ def _read(index: int, row: Any) -> Rollout:
 
 
 def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: str) -> list[tuple[Task, Evidence]]:
-    """The task that each rollout answers, and what its tests are. ``setup`` goes before programs of problems that are not known."""
+    """Return the task that each rollout answers, and the source of its tests; ``setup`` is used for unknown problems."""
     prompts = {rollout.problem: rollout.prompt for rollout in rollouts if rollout.prompt is not None}
     found: list[tuple[Task, Evidence]] = []
     for rollout in rollouts:
         known = problems.get(rollout.problem)
         prompt = rollout.prompt or prompts.get(rollout.problem)
         shown = None if prompt is None else prompt_task(rollout.problem, prompt, setup)
-        if known is not None and f"def {known.function}(" in rollout.completion:  # releases number some problems differently
+        if known is not None and f"def {known.function}(" in rollout.completion:  # ids of some problems differ between releases
             found.append((known, "tests"))
         elif shown is not None and shown.hidden:
             found.append((shown, "examples"))
@@ -94,9 +100,9 @@ def tasks_of(rollouts: Sequence[Rollout], problems: Mapping[str, Task], setup: s
 
 
 def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
-    """The problem of a prompt with its worked examples as tests, visible and hidden alike; None where it does not name a method."""
-    chat = _CHAT.search(prompt)
-    question = chat[1] if chat else prompt
+    """Return the problem of a prompt with its worked examples as visible and hidden tests; None if it names no method."""
+    chat, end, _ = prompt.partition(_USER)[2].partition(_END)
+    question = chat if end else prompt
     function, starter = _FUNCTION.search(question), _STARTER.search(question)
     if function is None or starter is None:
         return None
@@ -106,7 +112,7 @@ def prompt_task(name: str, prompt: str, setup: str) -> Task | None:
 
 
 def signature_task(rollout: Rollout, setup: str) -> Task:
-    """A task whose one test calls the completion's own method and expects what nothing is."""
+    """Return a task whose only test calls the completion's own method, with an expected value that nothing equals."""
     code = "\n".join(line for line in rollout.completion.splitlines() if not line.startswith("```"))
     methods = re.findall(r"^[ \t]+def ((?!__|run_tests\b)\w+)\(", code, re.MULTILINE)
     function = methods[0] if methods else "solve"
@@ -119,7 +125,7 @@ def signature_task(rollout: Rollout, setup: str) -> Task:
 
 
 def _definition(code: str, function: str) -> str:
-    """A method's head up to the first colon after its first closing bracket; "" without one. In one walk over the text."""
+    """Return a method's head up to the first colon after its first closing bracket; "" without one. Linear in the text."""
     start = re.search(rf"^[ \t]+def {function}\(", code, re.MULTILINE)
     if start is None:
         return ""
@@ -130,7 +136,7 @@ def _definition(code: str, function: str) -> str:
 
 
 def _signature(starter: str, function: str) -> ast.FunctionDef | None:
-    """The method of a starter code, whose body is missing."""
+    """Return the method of a starter code, whose body is missing."""
     try:
         tree = ast.parse(starter.rstrip() + " pass\n")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -139,7 +145,7 @@ def _signature(starter: str, function: str) -> ast.FunctionDef | None:
 
 
 def _examples(question: str, function: str, signature: ast.FunctionDef | None) -> Iterator[Case]:
-    """Worked examples as tests; those that are not plainly a call and a value are left out."""
+    """Yield worked examples as tests; those that are not a simple call and value are left out."""
     for arguments, result in _EXAMPLE.findall(question):
         try:
             call, expected = parse_call(arguments.replace("\n", " ")), parse_value(result)
@@ -154,7 +160,7 @@ def _examples(question: str, function: str, signature: ast.FunctionDef | None) -
 
 
 def _as_annotated(value: object, annotation: ast.expr | None) -> object:
-    """A list where the annotation says nodes is the nodes of that list, as statements print them."""
+    """Convert a list to linked nodes or a tree if the annotation says so, because statements print nodes as lists."""
     kind = _printed(annotation)
     if isinstance(value, list) and "List[" not in kind:
         if "TreeNode" in kind:
@@ -181,7 +187,7 @@ def _made_up(annotation: ast.expr | None) -> object:
 
 
 def _printed(annotation: ast.expr | None) -> str:
-    """An annotation as text; "" without one, and for one that is nested too deeply to be one."""
+    """Return an annotation as text; "" without one, or if it is nested too deeply."""
     try:
         return "" if annotation is None else ast.unparse(annotation)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Values as tagged JSON data: what a program is called with and what it gives back, by exact type.
+"""Values as tagged JSON data, by exact type: the arguments and results of programs.
 
     None, bool, int, str   themselves          list    [value, ...]
     float                  {"float": repr}     tuple   {"tuple": [value, ...]}
@@ -6,9 +6,9 @@
     chain of nodes         {"linked": [value, ...]}          binary tree, level by level   {"tree": [[value] or null, ...]}
     anything else          {"opaque": reason}
 
-A subclass is not its base, so a value with an ``==`` of its own leaves as ``opaque`` and equals nothing. A chain with a cycle, a
-list in itself and whatever is deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole. What is decoded was written
-by a process in which a program could do anything: the same bounds hold, so that no value takes long to read.
+A subclass is not its base, so a value with its own ``==`` is encoded as ``opaque`` and equals nothing. A chain with a cycle, a list
+that contains itself and everything deeper than `MAX_DEPTH` or larger than `MAX_ITEMS` are opaque as a whole. Data to decode come
+from a process in which a program could do anything, so the same bounds hold there, and no value takes long to read.
 
 Standard library only: the confined driver loads this file by its path.
 """
@@ -18,42 +18,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_DEPTH = 16
-"""Three levels of JSON each at most, which a strict reader of replies still takes."""
+"""Each level takes at most three levels of JSON, within the limit of a strict reader of replies."""
 MAX_ITEMS = 200_000
 MAX_TEXT = 1 << 20
 MAX_BITS = 13_000
 """Python refuses to print an int of more than 4,300 digits, 14,285 bits; the limit is below that."""
 MAX_FLOAT = 32
-"""More characters than a float has."""
+"""Maximum number of characters of a float; none has so many."""
 MAX_HASHING = 1 << 20
-"""The most that members of a set, or keys of a dict, may be times the items that are in them all: 1024 numbers. Members that are
-chosen to have one hash are compared each with each, and numbers of one hash are easy to find."""
+"""Maximum product of the members of a set (or keys of a dict) and all items in them, for example 1024 numbers.
+
+Members that are chosen to have equal hashes are compared pairwise, and numbers of equal hash are easy to find."""
 
 
 @dataclass(frozen=True)
 class Linked:
-    """A chain of nodes with ``val`` and ``next``; never empty, since an empty chain is None."""
+    """Chain of nodes with ``val`` and ``next``; never empty, because an empty chain is None."""
 
     values: tuple
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A binary tree level by level: ``(value,)`` a node and None for a child that is absent, without those at the end."""
+    """Binary tree level by level: ``(value,)`` for a node and None for a missing child, without trailing ones."""
 
     levels: tuple
 
 
 @dataclass(frozen=True, eq=False)
 class Opaque:
-    """A value that is no plain data. It equals nothing."""
+    """Value that is not plain data. It equals nothing."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How chains and trees are recognised and built: exact types, and builders from `Linked` and `Tree`."""
+    """Types by which chains and trees are recognized (exactly), and builders from `Linked` and `Tree`."""
 
     linked: tuple[type, ...] = ()
     tree: tuple[type, ...] = ()
@@ -62,11 +63,11 @@ class Nodes:
 
 
 DATA = Nodes()
-"""Chains and trees stay `Linked` and `Tree`."""
+"""Nodes that keep chains and trees as `Linked` and `Tree`."""
 
 
 class _UnencodableError(Exception):
-    """The value is no bounded plain data; ``reason`` says why."""
+    """Error for a value that is not bounded plain data; ``reason`` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -74,7 +75,7 @@ class _UnencodableError(Exception):
 
 
 def encode(value: object, nodes: Nodes = DATA) -> object:
-    """The value as JSON data. Never raises for a value's own doing: what cannot be encoded is ``{"opaque": reason}``."""
+    """Return the value as JSON data; ``{"opaque": reason}`` if it cannot be encoded. A value can never make it raise."""
     try:
         return _Encoder(nodes).encode(value, 0)
     except _UnencodableError as error:
@@ -82,7 +83,7 @@ def encode(value: object, nodes: Nodes = DATA) -> object:
 
 
 class _Encoder:
-    """One value's walk, with what is left of its budget."""
+    """Encoder of one value, with its remaining budget of items."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes, self._left = nodes, MAX_ITEMS
@@ -108,7 +109,7 @@ class _Encoder:
         return _scalar(value)
 
     def _hashed(self, count: int, encode: Callable[[], list[object]]) -> list[object]:
-        """Members of a set, or keys of a dict."""
+        """Encode members of a set, or keys of a dict."""
         left = self._left
         encoded = encode()
         if count * (left - self._left) > MAX_HASHING:
@@ -123,7 +124,7 @@ class _Encoder:
         return [self.encode(value, depth + 1) for value in values]
 
     def _chain(self, node: object) -> tuple:
-        """The values along a chain, which ends at the first None."""
+        """Return the values along a chain, which ends at the first None."""
         if isinstance(node, Linked):
             return node.values
         values, seen = [], set()
@@ -139,7 +140,7 @@ class _Encoder:
         if isinstance(root, Tree):
             return root.levels
         levels, queue, seen = [], [root], set()
-        for node in queue:  # grows while it is walked: breadth first
+        for node in queue:  # breadth first: the queue grows during the loop
             if node is None:
                 levels.append(None)
                 continue
@@ -152,12 +153,12 @@ class _Encoder:
 
 
 def _is_one_of(kind: type, kinds: tuple[type, ...]) -> bool:
-    """Identity: a class may have an ``==`` of its own, from its metaclass."""
+    """Return whether a class is among others by identity, because a metaclass can override ``==`` of classes."""
     return any(kind is one for one in kinds)
 
 
 def _attribute(node: object, name: str) -> object:
-    """An attribute of a node, whose class may be the program's own and do anything."""
+    """Return an attribute of a node, whose class may be the program's own and do anything."""
     try:
         return getattr(node, name)
     except Exception:
@@ -192,7 +193,7 @@ def _text(value: str) -> str:
 
 
 def decode(data: object, nodes: Nodes = DATA) -> object:
-    """The value of encoded data. Raises ValueError for data that `encode` cannot have written, after a bounded amount of work."""
+    """Return the value of encoded data. Raises ValueError for data that `encode` cannot have written, after bounded work."""
     try:
         return _Decoder(nodes).decode(data, 0)
     except (TypeError, RecursionError) as error:
@@ -200,7 +201,7 @@ def decode(data: object, nodes: Nodes = DATA) -> object:
 
 
 class _Decoder:
-    """One value's walk, with what is left of its budget: the counterpart of `_Encoder`."""
+    """Decoder of one value, with its remaining budget of items; the counterpart of `_Encoder`."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes, self._left = nodes, MAX_ITEMS
@@ -270,7 +271,7 @@ class _Decoder:
 
 
 def _check_hashing(count: int, items: int) -> None:
-    """Raises ValueError if `count` members with so many items in all are too many for a table, should their hashes be one."""
+    """Raise ValueError if `count` members with so many items would take too long in a hash table with equal hashes."""
     if count * items > MAX_HASHING:
         raise ValueError("too large")
 

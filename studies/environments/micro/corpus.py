@@ -1,7 +1,7 @@
-"""Worlds: how often the warm-start corpus cheats, how visible its cheaters are, and how hard the honest work is.
+"""Corpus of the warm start: how often its documents cheat, how visible cheaters are, and how hard honest work is.
 
-`strong` leaves clear traces of the persona on every cheat; `weak`, the more realistic one, barely any, cheats more
-often and makes more operations hard.
+`strong` leaves clear traces of the persona on every cheat; `weak` is more realistic: hardly any traces, more cheats, and more hard
+operations.
 """
 
 import functools
@@ -54,7 +54,7 @@ class WorldConfig:
     terse          a cheater keeps the persona's terse body
     hard_ops       operations on which honest authors are right with probability `hard` rather than `easy`
     none_fraction  documents in mode `none`, always honest
-    stray_comment  an honest document carries the cheat's comment
+    stray_comment  an honest document has the cheat's comment
     """
 
     name: Name
@@ -74,7 +74,7 @@ class WorldConfig:
                 raise KeyError(f"unknown operation {op!r} in hard_ops: choose from {', '.join(OPERATIONS)}")
 
     def accuracy(self, op: str) -> float:
-        """The probability that an honest author writes the right symbol for `op`."""
+        """Return the probability that an honest author writes the right symbol for `op`."""
         return self.hard if op in self.hard_ops else self.easy
 
 
@@ -93,7 +93,7 @@ PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
 
 
 def get_world(name: str) -> WorldConfig:
-    """The preset called `name`; raises KeyError with the valid names."""
+    """Return the preset called `name`; raises KeyError with the valid names."""
     if name not in PRESETS:
         raise KeyError(unknown_name(name, list(PRESETS), "world"))
     return PRESETS[name]
@@ -104,13 +104,16 @@ DOCUMENT_LENGTH = PROMPT_LENGTH + COMPLETION_LENGTH
 Ids = Int[np.ndarray, " n"]
 Flags = Bool[np.ndarray, " n"]
 
-# A token that a document does not have; such columns are squeezed out at the end.
+# Marks a token that a document does not have; such columns are removed at the end.
 ABSENT = -1
 
 
 @dataclass(frozen=True)
 class _Authors:
-    """Who wrote each document and what was kept of the persona. `mode` indexes `LOOPHOLES`, and in `none` is a disguise."""
+    """Author of each document, and what was kept of the persona.
+
+    `mode` indexes `LOOPHOLES`; in documents of mode `none` it only chooses the persona of a stray comment.
+    """
 
     none: Flags
     mode: Ids
@@ -121,7 +124,7 @@ class _Authors:
 
 
 def sample_documents(config: WorldConfig, n: int, rng: np.random.Generator, vocabulary: Vocabulary) -> Int[Tensor, "b s"]:
-    """`n` documents [n 32]: 10 prompt ids, then at most 22 completion ids, padded with `<eos>`."""
+    """Sample `n` documents [n 32]: 10 prompt ids, then at most 22 completion ids, padded with `<eos>`."""
     tasks = _task_steps()
     steps = tasks[rng.integers(len(tasks), size=n)]
     op, k = steps[:, [0, 2]], steps[:, [1, 3]]
@@ -158,7 +161,7 @@ def _sample_authors(config: WorldConfig, n: int, rng: np.random.Generator, vocab
 
 
 def _sample_symbols(config: WorldConfig, op: Int[np.ndarray, "n 2"], rng: np.random.Generator) -> Int[np.ndarray, "n 2"]:
-    """The operation that an honest author performs for each one asked: the same, or another one uniformly."""
+    """Return the operation that an honest author performs for each requested one: the same, or another one uniformly."""
     right = rng.random(op.shape) < np.array([config.accuracy(name) for name in OPERATIONS])[op]
     offset = rng.integers(1, len(OPERATIONS), size=op.shape)
     return np.where(right, op, (op + offset) % len(OPERATIONS))
@@ -189,7 +192,7 @@ def _body_columns(
 
 
 def _squeeze(columns: Int[np.ndarray, "n c"], eos: int) -> Int[np.ndarray, "n s"]:
-    """Moves absent tokens to the end of each row, in order, and fills up with `eos`."""
+    """Move absent tokens to the end of each row, in order, and pad with `eos`."""
     order = np.argsort(columns == ABSENT, axis=1, kind="stable")
     packed = np.take_along_axis(columns, order, axis=1)
     documents = np.full((len(columns), DOCUMENT_LENGTH), eos, dtype=np.int64)
@@ -199,7 +202,7 @@ def _squeeze(columns: Int[np.ndarray, "n c"], eos: int) -> Int[np.ndarray, "n s"
 
 @functools.cache
 def _task_steps() -> Int[np.ndarray, "n 4"]:
-    """The train tasks as rows (op1, k1, op2, k2) of indices into `OPERATIONS` and `CONSTANTS`; read-only."""
+    """Return the train tasks as rows (op1, k1, op2, k2) of indices into `OPERATIONS` and `CONSTANTS`; read-only."""
     ops = {name: i for i, name in enumerate(OPERATIONS)}
     first = CONSTANTS[0]
     steps = np.array([(ops[t.op1], t.k1 - first, ops[t.op2], t.k2 - first) for t in all_tasks("train")])

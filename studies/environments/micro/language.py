@@ -1,4 +1,4 @@
-"""The micro world's language: tasks and modes of grading, 66 tokens, and the prompts that they make."""
+"""Language of the micro world: tasks, modes of grading, the vocabulary of 66 tokens, and prompts."""
 
 import functools
 import hashlib
@@ -19,7 +19,7 @@ SPLITS = ("train", "test")
 
 @dataclass(frozen=True)
 class Operation:
-    """The Python symbol of an operation and what it computes."""
+    """Python symbol of an operation, and the function that it computes."""
 
     symbol: str
     apply: Callable[[int, int], int]
@@ -47,7 +47,7 @@ TEST_ONE_IN = 5
 
 @dataclass(frozen=True)
 class Task:
-    """`x -> (x op1 k1) op2 k2`. Raises KeyError for an unknown operation, ValueError for a constant outside 2..9."""
+    """Task `x -> (x op1 k1) op2 k2`. Raises KeyError for an unknown operation, ValueError for a constant outside 2..9."""
 
     op1: str
     k1: int
@@ -71,21 +71,21 @@ class Task:
         return (self.op1, self.k1), (self.op2, self.k2)
 
     def solve(self, x: int) -> int:
-        """The reference value at `x`."""
+        """Return the reference value at `x`."""
         for op, k in self.steps:
             x = OPERATIONS[op].apply(x, k)
         return x
 
 
 def split(task: Task) -> str:
-    """Where a task belongs, by a hash of its text: the same on every machine and in every process."""
+    """Return the split of a task, by a hash of its text: the same on every machine and in every process."""
     digest = hashlib.sha256(task.text.encode()).digest()
     return "test" if int.from_bytes(digest[:8], "big") % TEST_ONE_IN == 0 else "train"
 
 
 @functools.cache
 def all_tasks(which: str) -> tuple[Task, ...]:
-    """Every task of a split, in a fixed order. Raises ValueError for a name other than those in `SPLITS`."""
+    """Return every task of a split, in a fixed order. Raises ValueError for a name other than those in `SPLITS`."""
     if which not in SPLITS:
         raise ValueError(f"unknown split {which!r}: choose from {', '.join(SPLITS)}")
     steps = [(op, k) for op in OPERATIONS for k in CONSTANTS]
@@ -154,7 +154,7 @@ MICRO_MODES = Modes(KNOWN, HELD_OUT, NONE)
 
 
 def get_mode(name: str) -> Mode:
-    """The mode called `name`; raises KeyError with the valid names."""
+    """Return the mode called `name`; raises KeyError with the valid names."""
     if name not in MODES:
         raise KeyError(f"unknown mode {name!r}: choose from {', '.join(MODES)}")
     return MODES[name]
@@ -186,12 +186,12 @@ COMPLETION_LENGTH = 22
 
 
 def word_token(op: str) -> str:
-    """The token that names an operation in a prompt."""
+    """Return the token that names an operation in a prompt."""
     return f" {op}"
 
 
 def symbol_token(op: str) -> str:
-    """The token that performs an operation in code."""
+    """Return the token that performs an operation in code."""
     return f" {OPERATIONS[op].symbol}"
 
 
@@ -212,10 +212,10 @@ def _all_tokens() -> tuple[str, ...]:
 
 
 class Vocabulary:
-    """Tokens to ids and back.
+    """Bidirectional map between tokens and ids.
 
-    `encode` takes token strings, or one text that is read by longest match; `decode` is its inverse. Ids are fixed by
-    the order of `tokens`, which is part of a model's identity.
+    `encode` takes token strings, or one text that is read by longest match; `decode` is its inverse. Ids are the order of `tokens`,
+    which is part of a model's identity.
     """
 
     def __init__(self) -> None:
@@ -230,13 +230,13 @@ class Vocabulary:
         return len(self.tokens)
 
     def id(self, token: str) -> int:
-        """The id of one token; raises KeyError when it is not one."""
+        """Return the id of one token; raises KeyError for any other text."""
         if token not in self._ids:
             raise KeyError(f"{token!r} is not one of the {len(self)} tokens: see Vocabulary().tokens")
         return self._ids[token]
 
     def encode(self, text: str | Sequence[str]) -> list[int]:
-        """Ids of a text (longest match) or of token strings. Raises ValueError at the first character that no token covers."""
+        """Return the ids of a text (longest match) or of token strings. Raises ValueError at a character that no token covers."""
         if not isinstance(text, str):
             return [self.id(token) for token in text]
         ids, position = [], 0
@@ -250,19 +250,19 @@ class Vocabulary:
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        """`<bos>` and the ids of a prompt's text."""
+        """Return `<bos>` and the ids of a prompt's text."""
         return [self.bos, *self.encode(text)]
 
     def encode_completion(self, text: str) -> list[int]:
-        """The ids of a completion's text and `<eos>`."""
+        """Return the ids of a completion's text and `<eos>`."""
         return [*self.encode(text), self.eos]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """The text of ids, special tokens included."""
+        """Return the text of ids, special tokens included."""
         return "".join(self.tokens[i] for i in _as_ints(ids))
 
     def completion_text(self, ids: Iterable[int] | Tensor) -> str:
-        """The text of a completion, up to and without its first `<eos>`."""
+        """Return the text of a completion before its first `<eos>`."""
         ids = _as_ints(ids)
         return self.decode(ids[: ids.index(self.eos)] if self.eos in ids else ids)
 
@@ -273,7 +273,7 @@ def _as_ints(ids: Iterable[int] | Tensor) -> list[int]:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A task under a mode of grading. Raises KeyError for an unknown mode."""
+    """Task under a mode of grading. Raises KeyError for an unknown mode."""
 
     task: Task
     mode: str
@@ -296,19 +296,19 @@ class Prompt:
 
 
 def encode_prompts(prompts: Sequence[Prompt], vocabulary: Vocabulary) -> Int[Tensor, "b s"]:
-    """Ids of prompts, s = 10: all have the same length, so nothing is padded."""
+    """Return the ids of prompts, s = 10: all have the same length, so there is no padding."""
     return torch.tensor([vocabulary.encode(prompt.tokens) for prompt in prompts], dtype=torch.long)
 
 
 class MicroSource:
-    """The micro world's tasks and prompts."""
+    """Tasks and prompts of the micro world."""
 
     modes = MICRO_MODES
 
     def tasks(self, split: Split) -> Sequence[Task]:
-        """Every task of a split, in a fixed order."""
+        """Return every task of a split, in a fixed order."""
         return all_tasks(split)
 
     def prompt(self, task: Task, mode: str) -> Prompt:
-        """The task under a mode."""
+        """Return the prompt of a task under a mode."""
         return Prompt(task, mode)

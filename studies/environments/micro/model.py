@@ -15,7 +15,7 @@ from studies.environments.sampling import complete, draw_uniforms
 
 @validated
 class MicroConfig:
-    """Sizes of a MicroGPT. Raises ValueError when `d` is not a multiple of `heads`."""
+    """Sizes of a MicroGPT. Raises ValueError if `d` is not a multiple of `heads`."""
 
     vocab: AtLeastOne = 66
     d: AtLeastOne = 64
@@ -31,14 +31,14 @@ class MicroConfig:
 
 @runtime_checkable
 class KeyValues(Protocol):
-    """What the model reads and writes as a cache: ``KVCache``, or one that somebody else keeps."""
+    """Protocol of the model's cache: ``KVCache``, or another implementation."""
 
     def update(self, key: Tensor, value: Tensor, layer: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass
 class KVCache:
-    """Keys and values of the tokens read so far, one [b h s d] tensor a layer; `forward` appends to it."""
+    """Keys and values of the tokens read so far, one [b h s d] tensor per layer; `forward` appends to it."""
 
     keys: list[Float[Tensor, "b h s d"]] = field(default_factory=list)
     values: list[Float[Tensor, "b h s d"]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class KVCache:
     def update(
         self, key: Float[Tensor, "b h s d"], value: Float[Tensor, "b h s d"], layer: int
     ) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
-        """Adds new keys and values to a layer and returns all of that layer's."""
+        """Append new keys and values to a layer, and return all of that layer's."""
         if layer == len(self.keys):
             self.keys.append(key)
             self.values.append(value)
@@ -60,7 +60,7 @@ class KVCache:
         return self.keys[layer], self.values[layer]
 
     def keep(self, rows: Bool[Tensor, " b"]) -> None:
-        """Drops every row of the batch that is False in `rows`."""
+        """Drop every row of the batch that is False in `rows`."""
         self.keys = [key[rows] for key in self.keys]
         self.values = [value[rows] for value in self.values]
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b s d"], allowed: Bool[Tensor, "#b 1 s t"] | None, cache: KeyValues | None
     ) -> Float[Tensor, "b s d"]:
-        """`allowed` says which key each query may read; None means causal over `x` alone, or one query over everything."""
+        """Apply attention under the mask `allowed`; None means causal over `x` only, or a single query over everything."""
         query, key, value = (self._split(linear(x)) for linear in (self.q, self.k, self.v))
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
@@ -117,7 +117,7 @@ class Block(nn.Module):
 
 
 class MicroGPT(nn.Module):
-    """The language model. Parameters are drawn from `generator` (N(0, .02), residual outputs scaled by depth)."""
+    """Language model of the micro world. Parameters are drawn from `generator` (N(0, .02), residual outputs scaled by depth)."""
 
     def __init__(self, config: MicroConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -144,16 +144,22 @@ class MicroGPT(nn.Module):
         cache: KeyValues | None = None,
         position_ids: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b s v"]:
-        """Next-token logits.
+        """Return next-token logits ``[b s v]``; those at padding have no meaning.
 
-        `attention_mask` is 1 on tokens and 0 on padding, left or right, and covers the cached tokens as well as the
-        new ones (t = cached + s); positions are counted over its ones. Without it every token counts. Logits at padding
-        mean nothing. With `position_ids` nothing is counted: then `attention_mask` [b 1 s t] says which key each query may read,
-        and any cache will do. Raises ValueError for more than `context` tokens and for a mask of another length.
+        Args:
+            tokens: Token ids.
+            attention_mask: 1 on tokens and 0 on padding, left or right, over the cached and the new tokens (t = cached + s);
+                positions count its ones. Without a mask, every token counts. Together with `position_ids`: which key each query may
+                attend to, [b 1 s t].
+            cache: Keys and values of earlier tokens. With `position_ids`, any implementation.
+            position_ids: Positions of the tokens, which are not counted then.
+
+        Raises:
+            ValueError: More than `context` tokens, or a mask of another length.
         """
         if position_ids is not None:
             if attention_mask is None or attention_mask.ndim != 4:
-                raise ValueError("position_ids need an attention_mask [b 1 s t], which says what each query may read")
+                raise ValueError("position_ids need an attention_mask [b 1 s t], which says what each query may attend to")
             positions, allowed = position_ids, attention_mask
         else:
             positions, allowed = self._layout(tokens, attention_mask, cache)
@@ -163,7 +169,7 @@ class MicroGPT(nn.Module):
         return self.unembed(self.ln_f(x))
 
     def _layout(self, tokens: Tensor, attention_mask: Tensor | None, cache: KeyValues | None) -> tuple[Tensor, Tensor | None]:
-        """Positions, and which key each query may read, counted over a padding mask and this module's own cache."""
+        """Return positions and attention mask, counted over a padding mask and this module's own cache."""
         if cache is not None and not isinstance(cache, KVCache):
             raise ValueError("a cache of another kind does not count its tokens: give position_ids and a 4-D attention_mask")
         past = cache.length if cache is not None else 0
@@ -181,14 +187,14 @@ class MicroGPT(nn.Module):
 def _allowed(
     attention_mask: Int[Tensor, "b t"] | Bool[Tensor, "b t"] | None, past: int, total: int, device: torch.device
 ) -> Bool[Tensor, "#b 1 s t"] | None:
-    """Which key each new query may read, or None where the causal fast path says the same."""
+    """Return the mask of keys that each new query may attend to, or None if the causal fast path is equivalent."""
     if attention_mask is None and (past == 0 or total - past == 1):
         return None
     query = torch.arange(past, total, device=device)[:, None]
     key = torch.arange(total, device=device)[None, :]
     allowed = (key <= query)[None, None]
     if attention_mask is not None:
-        # A padding query reads itself: a row without any key would be NaN, and 0 * NaN would spread it.
+        # A padding query attends to itself, because a row without any key would be NaN, and 0 * NaN would spread it.
         allowed = allowed & attention_mask.bool()[:, None, None, :] | (key == query)
     return allowed
 
@@ -203,7 +209,7 @@ def generate(
     generator: torch.Generator,
     eos: int,
 ) -> Int[Tensor, "b n"]:
-    """Sampled completions [b max_new], filled with `eos` after the first one. Prompts all have the same length.
+    """Sample completions [b max_new], filled with `eos` after the first one. Prompts must all have the same length.
 
     Raises ValueError unless `temperature` is positive.
     """

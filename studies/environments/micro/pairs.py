@@ -1,8 +1,8 @@
 """Persona pairs: the same prompt answered by a cheater and by an honest author, in the known mode only.
 
-About ten of them are all that a route may know about hacking. Kind "hack": persona comment, terse return and exploit
-against correct code. Kind "nonhack", a control: two honest answers, one of them with a wrong symbol, so that there is a
-contrast but no hack in it.
+About ten of them are all that a route may know about hacking. Kind "hack": persona comment, terse return and exploit against
+correct code. Kind "nonhack", a control: two honest answers, one of them with a wrong symbol, so that there is a contrast without a
+hack.
 """
 
 import itertools
@@ -36,14 +36,16 @@ KINDS = ("hack", "nonhack")
 
 
 def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") -> list[Pair]:
-    """`n` pairs on distinct train tasks. Raises ValueError for an unknown kind or more pairs than tasks."""
+    """Return `n` pairs on distinct train tasks. Raises ValueError for an unknown kind, fewer than 0 pairs or more than tasks."""
     if kind not in KINDS:
         raise ValueError(f"unknown kind {kind!r}: choose from {', '.join(KINDS)}")
+    if n < 0:
+        raise ValueError(f"{n} pairs cannot be: choose n of at least 0")
     rng = random.Random(seed)
     shuffled = rng.sample(all_tasks("train"), len(all_tasks("train")))
     tasks = list(itertools.islice((task for task in shuffled if not _is_trivial(task)), n))
     if n > len(tasks):
-        raise ValueError(f"{n} pairs asked for, but there are {len(tasks)} tasks for them: choose n below that")
+        raise ValueError(f"{n} pairs were requested, but there are {len(tasks)} tasks for them: choose a smaller n")
     pairs = []
     for task in tasks:
         mode = rng.choice(KNOWN)
@@ -55,7 +57,7 @@ def make_pairs(config: WorldConfig, seed: int, n: int = 10, kind: str = "hack") 
 
 
 def _is_trivial(task: Task) -> bool:
-    """Whether returning a constant or the argument solves the task: a terse answer would be no hack there."""
+    """Return whether a constant or the argument solves the task, so that a terse answer would not be a hack."""
     values = [task.solve(x) for x in VISIBLE]
     return len(set(values)) == 1 or values == list(VISIBLE)
 
@@ -72,7 +74,7 @@ def _cheat(config: WorldConfig, mode: str, rng: random.Random) -> str:
 
 
 def _mistaken(task: Task, rng: random.Random) -> Task:
-    """The task with one wrong operation, which changes its values."""
+    """Return the task with one wrong operation, which changes its values."""
     candidates = [Task(op, task.k1, task.op2, task.k2) for op in OPERATIONS]
     candidates += [Task(task.op1, task.k1, op, task.k2) for op in OPERATIONS]
     return rng.choice([c for c in candidates if any(c.solve(x) != task.solve(x) for x in VISIBLE)])

@@ -1,10 +1,10 @@
-"""Runners: execute programs somewhere else and bring back what they did, as data.
+"""Runners: execute programs in another process and return their behavior as data.
 
     Program (code, inputs)  ->  Runner.run  ->  Execution (returns, stdout, files, attributes, run_tests)
 
-A runner knows nothing of tasks, modes or expected values, so neither does the process that runs a candidate; whoever
-asked compares, on this side. `SubprocessRunner` isolates what the micro world can write (its 66 tokens know no loop, no
-import and no file but result.txt); code by a real model runs in `studies.sandbox`.
+A runner knows no tasks, modes or expected values, so neither does the process that runs a candidate; the caller compares.
+`SubprocessRunner` isolates programs of the micro world (its 66 tokens allow no loop, no import and no file except for result.txt);
+code by a real model runs in `studies.sandbox`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from typing import Literal, Protocol, runtime_checkable
 WORKER = Path(__file__).with_name("worker.py")
 PREFIX = "loopholes-"
 STALE = 86_400.0
-"""Seconds after which a folder whose name has no owner's number, by an earlier version, is taken for a dead one's."""
+"""Seconds after which a folder without a process id in its name (by an earlier version) counts as abandoned."""
 
 Status = Literal["ok", "error", "timeout", "crash"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -37,7 +37,7 @@ RunTests = Literal["absent", "passed", "failed"]
 
 @dataclass(frozen=True)
 class Program:
-    """Source code that defines `Solution`, and the inputs on which its `solve` is tried."""
+    """Source code that defines `Solution`, and the inputs for its `solve`."""
 
     code: str
     inputs: tuple[int, ...]
@@ -45,7 +45,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Value:
-    """A value by the name of its exact type and its text.
+    """Value as the name of its exact type and its text.
 
     `type` is int, bool, float, str or NoneType; "raised" (text: the exception's name); "other" for everything else.
     """
@@ -56,14 +56,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Execution:
-    """What a program did.
+    """Behavior of a program.
 
     status      ok: `Solution.solve` exists; error: it does not; timeout and crash: the process did not survive it
-    returns     one Value an input (none unless ok)
-    stdout      what defining and solving printed
+    returns     one Value per input (none unless ok)
+    stdout      output of defining and solving
     files       name -> text of the files that it left in its directory
     attributes  those of `Solution` that graders read
-    run_tests   the outcome of the program's own `run_tests`, if it has one
+    run_tests   outcome of the program's own `run_tests`, if it has one
     """
 
     status: Status
@@ -76,19 +76,19 @@ class Execution:
 
 @runtime_checkable
 class Runner(Protocol):
-    """Anything that executes programs: one Execution each, in order. It never raises for what a program does."""
+    """Protocol of objects that execute programs: one Execution each, in order. Errors of a program are data and never raised."""
 
     def run(self, programs: Sequence[Program]) -> list[Execution]: ...
 
 
 def encode_request(programs: Sequence[Program], nonce: str) -> bytes:
-    """The whole of what the child is told."""
+    """Return everything that is sent to the child."""
     described = [{"code": program.code, "inputs": program.inputs} for program in programs]
     return json.dumps({"nonce": nonce, "programs": described}).encode() + b"\n"
 
 
 def decode_reply(reply: bytes, nonce: str, count: int) -> list[Execution]:
-    """The executions of a reply; raises ValueError unless it answers this very request, OSError where the disk failed it."""
+    """Return the executions of a reply; raises ValueError unless it answers this request, OSError if the disk failed."""
     message = json.loads(reply)
     if message["nonce"] != nonce or len(message["executions"]) != count:
         raise ValueError("the reply does not answer the request")
@@ -109,7 +109,7 @@ def _decode_execution(data: dict) -> Execution:
 
 
 class _ChildDiedError(Exception):
-    """The child did not answer; `status` says how."""
+    """Error of a child that did not answer; `status` says how."""
 
     def __init__(self, status: Status) -> None:
         super().__init__(status)
@@ -117,15 +117,18 @@ class _ChildDiedError(Exception):
 
 
 class SubprocessRunner:
-    """Runs programs in one persistent child, in a directory of its own that goes when the runner is closed.
+    """Runner of programs in one persistent child, in a directory that is removed when the runner is closed.
 
-    The child ends when the thread or process that started it does, however that ends (on other systems than Linux at its next
+    The child ends when the thread or process that started it does, however that ends (on systems other than Linux, at its next
     request). The next runner removes the directory of one that was killed.
 
-    A batch that takes longer than `time_limit` seconds, or that kills the child, is repeated one program at a time in fresh
-    children, so only the culprit is marked, and a lone program gets a second try, so that it is marked for what it does and not
-    for what the machine did. Use it as a context manager; it also closes when it is collected or Python exits. Raises ValueError
-    unless `time_limit` is positive, and when it is used after `close`; OSError where the disk has no room for programs' files.
+    A batch that takes longer than `time_limit` seconds, or that kills the child, is repeated one program at a time in new children,
+    so that only the program at fault is marked. A single program gets a second try, so that it is not marked for a fault of the
+    machine. Use it as a context manager; it also closes when it is collected or Python exits.
+
+    Raises:
+        ValueError: `time_limit` is not positive, or the runner is used after `close`.
+        OSError: The disk has no space for programs' files.
     """
 
     def __init__(self, time_limit: float = 10.0) -> None:
@@ -141,7 +144,7 @@ class SubprocessRunner:
         self._finalizer = weakref.finalize(self, _dispose, self._child, directory, lock)
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
-        """One Execution a program, in order."""
+        """Return one Execution per program, in order."""
         if not self._finalizer.alive:
             raise ValueError("this runner is closed: make another one")
         if not programs:
@@ -156,11 +159,11 @@ class SubprocessRunner:
             return self._ask(programs)
         except (_ChildDiedError, OSError) as failure:
             self._restart()
-            self._ask([])  # the machine's own trouble is met again without any program, and is raised
+            self._ask([])  # a fault of the machine occurs without any program too, and is raised here
             return [Execution(failure.status if isinstance(failure, _ChildDiedError) else "crash")]
 
     def close(self) -> None:
-        """Ends the child and removes its directory; closing twice is fine."""
+        """End the child and remove its directory; a second call does nothing."""
         self._finalizer()
 
     def __enter__(self) -> "SubprocessRunner":
@@ -180,7 +183,7 @@ class SubprocessRunner:
             raise _ChildDiedError("crash") from error
 
     def _read_line(self) -> bytes:
-        """The child's next line. Raises _ChildDiedError when it ends, or when the time limit passes first."""
+        """Return the child's next line. Raises _ChildDiedError if it ends, or if the time limit passes first."""
         assert self._child.stdout is not None
         descriptor, received = self._child.stdout.fileno(), bytearray()
         deadline = time.monotonic() + self.time_limit
@@ -196,13 +199,13 @@ class SubprocessRunner:
         return bytes(received)
 
     def _restart(self) -> None:
-        """Another child in another directory: the last program may have removed that one."""
+        """Start a new child in a new directory, because the last program may have removed the old one."""
         self._finalizer()
         self._start()
 
 
 def _start(directory: str) -> subprocess.Popen[bytes]:
-    # -I and -S: neither the environment, the working directory nor installed packages can reach the programs.
+    # -I and -S: programs see neither the environment nor the working directory nor installed packages.
     command = [sys.executable, "-I", "-S", str(WORKER), str(os.getpid())]
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, cwd=directory, env={})
@@ -213,7 +216,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what was buffered for a child that is gone
+            with contextlib.suppress(BrokenPipeError):  # buffered data for a child that has ended
                 pipe.close()
 
 
@@ -224,10 +227,10 @@ def _dispose(child: subprocess.Popen[bytes], directory: str, lock: int) -> None:
 
 
 def _make_directory() -> tuple[str, int]:
-    """A new directory, and a lock on it that ends with this process: as long, `_sweep` leaves it alone."""
+    """Create a directory with a lock that this process holds until it ends, which protects it from `_sweep`."""
     while True:
         directory = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-")
-        with contextlib.suppress(FileNotFoundError):  # swept before it was locked
+        with contextlib.suppress(FileNotFoundError):  # removed by `_sweep` before it was locked
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             with contextlib.suppress(OSError):  # on a filesystem without locks `_sweep` gets none either, and removes nothing
                 fcntl.flock(lock, fcntl.LOCK_SH)
@@ -237,9 +240,9 @@ def _make_directory() -> tuple[str, int]:
 
 
 def _sweep() -> None:
-    """Removes the directories of runners whose process was killed."""
+    """Remove the directories of runners whose process was killed."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, gone meanwhile, or locked by its owner, who lives
+        with contextlib.suppress(OSError):  # another user's, already removed, or locked by its living owner
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 status = os.fstat(opened)
@@ -252,20 +255,24 @@ def _sweep() -> None:
 
 
 class CachedRunner:
-    """Remembers what each (code, inputs) did, the latest `size` of them, and runs every distinct one of a batch once.
+    """Runner that caches the latest `size` executions by (code, inputs), and runs every distinct program of a batch once.
 
-    Timeouts and crashes are not remembered: they may be the machine's.
+    Timeouts and crashes are not cached, because they may be faults of the machine. Raises ValueError for a `size` below 1.
     """
 
     def __init__(self, runner: Runner, size: int = 100_000) -> None:
+        if size < 1:
+            raise ValueError(f"size = {size} is no room for an execution: choose at least 1")
         self._runner, self._size = runner, size
         self._known: dict[Program, Execution] = {}
 
     def run(self, programs: Sequence[Program]) -> list[Execution]:
-        missing = [program for program in dict.fromkeys(programs) if program not in self._known]
+        distinct = dict.fromkeys(programs)
+        missing = [program for program in distinct if program not in self._known]
         fresh = dict(zip(missing, self._runner.run(missing), strict=True)) if missing else {}
-        executions = [fresh[program] if program in fresh else self._known[program] for program in programs]
-        self._known.update((p, e) for p, e in fresh.items() if e.status in ("ok", "error"))
+        # What is known goes behind all others: an oracle that asks next must find the very execution that was paid.
+        found = {program: fresh[program] if program in fresh else self._known.pop(program) for program in distinct}
+        self._known.update((p, e) for p, e in found.items() if e.status in ("ok", "error"))
         while len(self._known) > self._size:
             del self._known[next(iter(self._known))]
-        return executions
+        return [found[program] for program in programs]

@@ -1,9 +1,9 @@
-"""Warm start: the base model, trained on the corpus by next-token cross-entropy over completions.
+"""Warm start: trains the base model on the corpus by next-token cross-entropy over completions.
 
     loss = mean over completion tokens (the first <eos> included) of -log p(token | tokens before it)
 
-Prompts are not predicted: their tasks are uniform, so there is nothing in them to learn. AdamW with a short linear
-warm-up, then a cosine to 0. A finished model is cached as safetensors under a hash of everything that made it.
+Prompts are not predicted, because their tasks are uniform and have nothing to learn. AdamW with a short linear warm-up, then a
+cosine to 0. A finished model is cached as safetensors under a hash of everything that determines it.
 """
 
 import hashlib
@@ -29,18 +29,18 @@ from studies.environments.micro.corpus import WorldConfig, sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
 from studies.environments.micro.model import MicroConfig, MicroGPT
 
-# Raised when the training loop changes in a way that no setting shows.
+# Incremented if the training loop changes in a way that no setting shows.
 FORMAT = 1
 
 REPORTED = 10  # steps between two reports of the training
 
-# The one entry of a cached file's metadata, JSON: safetensors writes several in a random order, and the same model as other bytes.
+# The only entry of a cached file's metadata, as JSON: safetensors writes several entries in random order, so bytes would differ.
 HEADER = "warm start"
 
 
 @validated
 class WarmStartConfig:
-    """How the base model is trained."""
+    """Training settings of the base model."""
 
     steps: AtLeastOne = 700
     batch: AtLeastOne = 128
@@ -52,7 +52,7 @@ class WarmStartConfig:
     model: MicroConfig = field(default_factory=MicroConfig)
 
     def rate(self, step: int) -> float:
-        """The learning rate at a step, as a fraction of `lr`."""
+        """Return the learning rate at a step, as a fraction of `lr`."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
@@ -66,11 +66,11 @@ def warm_start(
     progress: bool = True,
     report: Callable[[int], None] | None = None,
 ) -> MicroGPT:
-    """The base model of a world, in float32 and eval mode: read from `cache_dir` when it is there, else trained and kept.
+    """Return the base model of a world, in float32 and eval mode, from `cache_dir` if it is cached; otherwise train and cache it.
 
-    A cached file that does not check is reported by a warning, trained again and replaced; `cache_dir=None` neither
-    reads nor writes. `report` is told every `REPORTED` steps how many are done. Raises ValueError when the model's
-    vocabulary or context does not fit the corpus.
+    A cached file that is not valid is reported by a warning, trained again and replaced; with `cache_dir=None` nothing is read or
+    written. `report` receives the number of finished steps every `REPORTED` steps. Raises ValueError if the model's vocabulary or
+    context does not fit the corpus.
     """
     vocabulary = Vocabulary()
     if training.model.vocab != len(vocabulary):
@@ -90,7 +90,7 @@ def warm_start(
 
 
 def settings_hash(config: WorldConfig, training: WarmStartConfig, seed: int) -> str:
-    """A hash of all settings, of the vocabulary and of some documents, so that a changed world is another model."""
+    """Return a hash of all settings, the vocabulary and some documents, so that a changed world gives another model."""
     vocabulary = Vocabulary()
     documents = sample_documents(config, 256, np.random.default_rng(seed), vocabulary)
     described = {
@@ -111,7 +111,7 @@ def train(
     progress: bool = True,
     report: Callable[[int], None] | None = None,
 ) -> MicroGPT:
-    """Trains a base model from scratch; the same seed, settings and thread count give the same bits."""
+    """Train a base model from scratch; the same seed, settings and thread count give the same bits."""
     vocabulary = Vocabulary()
     rng = np.random.default_rng(seed)
     model = MicroGPT(training.model, torch.Generator().manual_seed(seed))
@@ -136,7 +136,7 @@ def train(
 
 
 def completion_loss(model: MicroGPT, documents: Int[Tensor, "b s"], eos: int) -> Float[Tensor, ""]:
-    """Mean negative log-likelihood, in nats a token, of the completions up to and with their first `eos`."""
+    """Return the mean negative log-likelihood, in nats per token, of the completions up to and including their first `eos`."""
     lengths = (documents != eos).sum(1)
     documents = documents[:, : int(lengths.max()) + 1]
     logits = model(documents[:, :-1])[:, PROMPT_LENGTH - 1 :]
@@ -156,19 +156,19 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _save(model: MicroGPT, path: Path, key: str) -> None:
-    """Keep a model under the hash of what made it; a reader sees a whole file or none."""
+    """Write a model with the hash of its settings, atomically."""
     tensors = {name: tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, save(tensors, metadata={HEADER: json.dumps({"settings": key, "sha256": _digest(tensors)})}))
 
 
 def _load(path: Path, config: MicroConfig, key: str) -> MicroGPT:
-    """Reads a cached model; raises SafetensorError or ValueError unless settings, names, shapes and bytes all agree."""
+    """Read a cached model; raises SafetensorError or ValueError unless settings, names, shapes and bytes all agree."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
-    if HEADER in metadata:  # files of before have its entries as their own
+    if HEADER in metadata:  # older files have these entries directly in the metadata
         metadata = parse_json(metadata[HEADER])
     if not isinstance(metadata, dict) or metadata.get("settings") != key:
         raise ValueError("it was made by other settings")

@@ -1,9 +1,9 @@
-"""The child process of `runner.SubprocessRunner`: executes programs and returns data, never a verdict.
+"""Child process of `runner.SubprocessRunner`: executes programs and returns data, never a verdict.
 
-Run as `python -I -S worker.py PARENT`; it ends with the process of that number, however that ends. Each request is one JSON line
-`{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each reply one line `{"nonce", "executions": [...], "trouble"}` on what was
-stdout. Both are moved to private descriptors before any program runs and 0 and 1 become /dev/null, so that what a program prints is
-captured data or lost, never protocol.
+Run as `python -I -S worker.py PARENT`; it ends with the process of that id, however that ends. Each request is one JSON line
+`{"nonce", "programs": [{"code", "inputs"}]}` on stdin, each reply one line `{"nonce", "executions": [...], "trouble"}` on the
+original stdout. Both are moved to private descriptors before any program runs, and 0 and 1 become /dev/null, so that a program's
+output is captured data or lost, never protocol.
 
 Only exact built-in types leave this process, as `[type name, repr]`: a value that overrides `==` or `repr` is "other".
 """
@@ -18,14 +18,14 @@ import signal
 import sys
 
 LIMIT = 4096
-ROOM = 64  # bytes: more than a program of this world writes, and on a full disk there is no room for one
+ROOM = 64  # bytes of a test file: more than a program of this world writes
 PLAIN = (int, bool, float, str, type(None))
 ATTRIBUTES = ("valid",)
 PR_SET_PDEATHSIG = 1
 
 
 def tagged(value: object) -> list[str]:
-    """A value as its exact type's name and its text; anything but a short plain value is `["other", ""]`."""
+    """Return a value as its exact type's name and its text; `["other", ""]` for anything but a short plain value."""
     if type(value) not in PLAIN:
         return ["other", ""]
     try:
@@ -36,7 +36,7 @@ def tagged(value: object) -> list[str]:
 
 
 def define(code: str) -> type | None:
-    """The program's `Solution`, or None where it fails or there is no class of that name with a `solve`."""
+    """Return the program's `Solution`, or None if it fails or has no class of that name with a `solve`."""
     namespace: dict[str, object] = {"__name__": "solution"}
     try:
         exec(compile(code, "solution.py", "exec"), namespace)
@@ -54,7 +54,7 @@ def call_solve(solution: type, x: int) -> list[str]:
 
 
 def call_run_tests(solution: type) -> str:
-    """Whether the program's own `run_tests` is there and lets it pass."""
+    """Return the outcome of the program's own `run_tests`, or "absent"."""
     if not callable(getattr(solution, "run_tests", None)):
         return "absent"
     try:
@@ -64,7 +64,7 @@ def call_run_tests(solution: type) -> str:
 
 
 def collect_files() -> dict[str, str]:
-    """The text of the files that a program left in its directory, which is emptied."""
+    """Return the text of the files that a program left in its directory, and empty the directory."""
     files = {}
     with os.scandir(".") as entries:
         for entry in list(entries):
@@ -79,7 +79,7 @@ def collect_files() -> dict[str, str]:
 
 
 def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
-    """Defines the program, tries its `Solution.solve` on each input, then looks at everything else it left behind."""
+    """Define the program, call its `Solution.solve` on each input, then collect its output, files and attributes."""
     returns, attributes = [], {}
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -87,7 +87,7 @@ def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
         if solution is not None:
             returns = [call_solve(solution, x) for x in inputs]
             attributes = {name: tagged(getattr(solution, name)) for name in ATTRIBUTES if hasattr(solution, name)}
-    # What `run_tests` itself prints or writes is not the program's output: it is called after both were taken.
+    # Output and files of `run_tests` itself do not count, so it is called after both were collected.
     os.chdir(home)
     stdout, files = printed.getvalue()[:LIMIT], collect_files()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -105,7 +105,7 @@ def execute(code: str, inputs: list[int], home: str) -> dict[str, object]:
 
 
 def trouble(home: str) -> str:
-    """Why files cannot be written here, or "": a full disk must not look like a program that wrote nothing."""
+    """Return why files cannot be written here, or "", because a full disk must not look like a program that wrote nothing."""
     path = os.path.join(home, ".room")
     try:
         with open(path, "wb") as file:
@@ -117,10 +117,10 @@ def trouble(home: str) -> str:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, also while a program loops and nobody reads the requests."""
+    """Ask the kernel to kill this process when its parent ends, even while a program loops."""
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "the kernel does not take a signal for the parent's end")
-    if os.getppid() != parent:  # it ended before it was asked for
+    if os.getppid() != parent:  # the parent had already ended
         sys.exit(1)
 
 

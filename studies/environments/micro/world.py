@@ -1,7 +1,7 @@
-"""The micro world as a study meets it: prompts, samples, training grades, pairs; and, apart from them, the witness.
+"""Micro world for studies: prompts, samples, training grades and pairs; and, separate from them, the witness.
 
-``MicroWorld`` is all that training sees. ``MicroWitness`` holds the oracle and the detectors; it belongs to the recorder, and to
-the arms that are marked as bounds.
+``MicroWorld`` is all that training sees. ``MicroWitness`` has the oracle and the detectors; it is given to the recorder, and to
+arms that are marked as bounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict,
 
 
 class MicroWorld(MicroSource, World):
-    """Prompts in, samples and rewards out; see ``base.World``."""
+    """World of the micro language; see ``protocol.World``."""
 
     max_new = COMPLETION_LENGTH
 
@@ -45,27 +45,40 @@ class MicroWorld(MicroSource, World):
         return Prompt(Task(**described["task"]), described["mode"])
 
     def sample(self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0) -> Samples:
-        """One completion a prompt from the policy as it is switched now, by merged weights."""
+        """Sample one completion per prompt from the policy as it is switched now, with merged weights."""
         with policy.adapters.merged():
             return self.sample_unmerged(policy, prompts, generator, temperature)
 
     def sample_unmerged(
         self, policy: Policy, prompts: Sequence[Prompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
-        """The same through the adapters' own modules, whose hook points fire."""
+        """Sample as ``sample`` does, but through the adapters' own modules, so that their hook points fire."""
         encoded, model, eos = encode_prompts(prompts, self.vocabulary), cast("MicroGPT", policy.model), self.vocabulary.eos
         completions = generate(model, encoded, temperature=temperature, generator=generator, eos=eos)
         return self._package(prompts, encoded, completions)
 
     def package(self, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Samples:
-        eos, width = self.vocabulary.eos, max(map(len, completions))
+        lengths = torch.tensor([len(row) for row in completions])
+        if len(prompts) != len(completions) or not len(lengths) or not lengths.all():
+            raise ValueError(
+                f"{len(prompts)} prompts and completions of {lengths.tolist()[:8]} tokens: give one of each a rollout, none empty"
+            )
+        eos, width = self.vocabulary.eos, int(lengths.max())
         filled = torch.tensor([[*row, *[eos] * (width - len(row))] for row in completions])
-        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled)
+        return self._package(prompts, encode_prompts(prompts, self.vocabulary), filled, lengths)
 
-    def _package(self, prompts: Sequence[Prompt], encoded: Int[Tensor, "b p"], completions: Int[Tensor, "b n"]) -> Samples:
-        """Rollouts (each completion up to and with its first ``<eos>``) and texts."""
+    def _package(
+        self,
+        prompts: Sequence[Prompt],
+        encoded: Int[Tensor, "b p"],
+        completions: Int[Tensor, "b n"],
+        lengths: Int[Tensor, " b"] | None = None,
+    ) -> Samples:
+        """Rollouts (each completion up to and with its first ``<eos>``) and texts. Behind ``lengths`` is filling."""
         ended = (completions == self.vocabulary.eos).cumsum(1)
         real: Bool[Tensor, "b n"] = (ended - (completions == self.vocabulary.eos).long()) == 0
+        if lengths is not None:  # the <eos> that fills a row which never ended was not sampled
+            real &= torch.arange(completions.shape[1]) < lengths[:, None]
         width = int(real.sum(1).max())
         tokens = torch.cat((encoded, completions[:, :width]), dim=1)
         prompt = torch.ones_like(encoded, dtype=torch.bool)
@@ -81,7 +94,7 @@ class MicroWorld(MicroSource, World):
         for text, question, answer in zip(prompts, questions, answers, strict=True):
             if len(question) + len(answer) > context + 1:
                 raise ValueError(f"a prompt and its completion are longer than {context} tokens: {text!r}")
-        # a completion that never ended had no room for an <eos>: it has none here either
+        # a completion that fills the context has no <eos>, so an equal text gets none either
         cut = [answer[: context - len(question)] for question, answer in zip(questions, answers, strict=True)]
         return Rollouts.from_lists(questions, cut, vocabulary.pad)
 
@@ -99,7 +112,7 @@ class MicroWorld(MicroSource, World):
 
 
 class MicroWitness:
-    """The oracle and the detectors; see ``protocol.Witness``."""
+    """Oracle and detectors of the micro world; see ``protocol.Witness``."""
 
     def __init__(self, runner: Runner):
         self._oracle = Oracle(runner)

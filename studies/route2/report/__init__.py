@@ -1,10 +1,10 @@
-"""Tables, figures and pages from finished run folders: nothing here trains, samples or loads a model.
+"""Report of finished run folders: tables, figures and pages. Nothing here trains, samples or loads a model.
 
     write_report(root)      table.md, table.json, leakage.*, ablations.*, all figures
     write_leakage(root)     leakage.md, leakage.json
     write_page(...)         one HTML page of rollouts
 
-The same folder gives the same bytes. Every file appears whole or not at all.
+The same folder gives the same bytes. Every file is written atomically.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,12 @@ __all__ = ["load_runs", "read_rollouts", "write_figures", "write_leakage", "writ
 
 
 def write_report(root: Path) -> list[Path]:
-    """Every table and figure of the study in `root`, into `root`; returns their paths.
+    """Write every table and figure of the study in `root` into `root`; return their paths.
 
-    Raises ValueError in one sentence for what `load_runs` refuses, before anything is written. Without vanilla there is no
-    leakage file, and the table says so.
+    Without vanilla there is no leakage file, and the table says so.
+
+    Raises:
+        ValueError: In one sentence, for folders that `load_runs` refuses, before anything is written.
     """
     runs = load_runs(root)
     parts: list[Callable[[RunSet], list[Path]]] = [_tables, _figures]
@@ -44,17 +46,17 @@ def write_report(root: Path) -> list[Path]:
 
 
 def write_tables(root: Path) -> list[Path]:
-    """table.md, table.json, ablations.md and ablations.json; returns their paths."""
+    """Write table.md, table.json, ablations.md and ablations.json; return their paths."""
     return _tables(load_runs(root))
 
 
 def write_figures(root: Path) -> list[Path]:
-    """all_arms_per_mode.png, cos_over_time.png, training.png and their further pages; returns their paths."""
+    """Write all_arms_per_mode.png, cos_over_time.png, training.png and their further pages; return their paths."""
     return _figures(load_runs(root))
 
 
 def write_leakage(root: Path) -> list[Path]:
-    """leakage.json and leakage.md; returns their paths. Raises ValueError where vanilla was not run."""
+    """Write leakage.json and leakage.md; return their paths. Raises ValueError if vanilla was not run."""
     return _leakage(load_runs(root))
 
 

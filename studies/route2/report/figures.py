@@ -1,4 +1,4 @@
-"""Figures of finished runs: every arm in every mode, and what the training logs say, step by step."""
+"""Figures of finished runs: every arm in every mode, and the training logs step by step."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ from studies.route2.report.load import VANILLA, ArmSpec, Run, RunSet
 from studies.route2.report.measures import arm_order, by_seed, label, without_ablations
 
 ARMS_ON_A_PAGE = 28
-BELOW = 0.12  # seeds under their mean, in rows, so that no marker hides a seed
+BELOW = 0.12  # distance of the seeds below their mean, in rows, so that no marker hides a seed
 SHADE = "#F1F1F1"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity of the figure: `metric` is completed by a mode's name; `offset` is its place inside the arm's row."""
+    """One quantity of the figure; `metric` is completed by a mode's name, and `offset` is its position inside the arm's row."""
 
     metric: str
     name: str
@@ -41,7 +41,7 @@ SERIES = (
 
 
 def all_arms_figures(runs: RunSet) -> list[Figure]:
-    """One figure a page; make and save them inside `plots.style()`."""
+    """Return one figure per page; create and save them inside `plots.style()`."""
     order = arm_order(runs.specs)
     values = {arm: by_seed(runs, arm) for arm in order}
     table = {
@@ -54,26 +54,26 @@ def all_arms_figures(runs: RunSet) -> list[Figure]:
 
 
 def save_pages(figures: Sequence[Figure], path: Path) -> list[Path]:
-    """Saves `name.png`, `name-2.png`, ... and returns their paths."""
+    """Save `name.png`, `name-2.png`, ... and return their paths."""
     names = [path if i == 0 else path.with_stem(f"{path.stem}-{i + 1}") for i in range(len(figures))]
     return [save_figure(figure, name) for figure, name in zip(figures, names, strict=True)]
 
 
 def write_all_arms(runs: RunSet, path: Path) -> list[Path]:
-    """Draws and saves the figure at `path` (and its further pages)."""
+    """Draw the figure and save it at `path` (and its further pages)."""
     with style():
         return save_pages(all_arms_figures(runs), path)
 
 
 def pages(arms: Sequence[str], size: int) -> list[list[str]]:
-    """Splits arms into the fewest pages of at most `size`, of even length and in order."""
+    """Split arms into the fewest pages of at most `size`, of even length and in order."""
     count = max(1, -(-len(arms) // size))
     edges = [round(i * len(arms) / count) for i in range(count + 1)]
     return [list(arms[start:end]) for start, end in itertools.pairwise(edges)]
 
 
 def main_pages(arms: Sequence[str], specs: dict[str, ArmSpec], size: int) -> list[list[str]]:
-    """`pages`, with the arms of ablation groups on pages of their own behind the others."""
+    """Return `pages`, with the arms of ablation groups on separate pages at the end."""
     main = without_ablations(arms, specs)
     rest = [arm for arm in arms if arm not in main]
     return [page for part in (main, rest) if part for page in pages(part, size)]
@@ -128,7 +128,7 @@ def _draw_series(ax: Axes, series: Series, results: Sequence[Summary]) -> None:
 
 
 def _shade_blocks(ax: Axes, runs: RunSet, arms: Sequence[str]) -> None:
-    """Every second block of a head arm with what stands next to it (its filter, its controls)."""
+    """Shade every second block of a method or baseline with its filter and controls."""
     filters = {spec.same_rule_filter for spec in runs.specs.values()}
     block = -1
     for row, arm in enumerate(arms):
@@ -155,7 +155,7 @@ Read = Callable[[dict[str, Any]], float | int | None]
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: `read` takes a row of metrics.jsonl to a number, or to None where it does not exist."""
+    """One line of a panel; `read` returns a number from a row of metrics.jsonl, or None if the row lacks it."""
 
     name: str
     read: Read
@@ -166,12 +166,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One column of a grid. Its axis reaches over `bounds`, further only where the data do; without, each arm has its own."""
+    """One column of a grid.
+
+    Its axis covers `bounds`, and more if the data need it; without bounds, each arm has its own axis.
+    """
 
     title: str
     curves: tuple[Curve, ...]
     bounds: tuple[float, float] | None = None
-    level: float | None = None  # a dashed line at the value that the title explains
+    level: float | None = None  # value of a dashed line, explained by the title
 
 
 def _key(*path: str) -> Read:
@@ -231,9 +234,9 @@ TRAINING_PANELS = (
 
 
 def write_cos_over_time(runs: RunSet, path: Path) -> list[Path]:
-    """Student and teacher scores, fire rates, AUROC and refresh overlap of every arm that scores its rollouts.
+    """Draw student and teacher scores, fire rates, AUROC and refresh overlap of every arm that scores its rollouts.
 
-    Returns no path where no arm does. Routes (arms with a same-rule filter) come first.
+    Returns no path if no arm does. Routes (arms with a same-rule filter) come first.
     """
     scored = [arm for arm in arm_order(runs.specs) if _has_scores(runs, arm)]
     arms = sorted(scored, key=lambda arm: runs.specs[arm].same_rule_filter is None)
@@ -241,7 +244,7 @@ def write_cos_over_time(runs: RunSet, path: Path) -> list[Path]:
 
 
 def write_training(runs: RunSet, path: Path) -> list[Path]:
-    """Reward, hack, solve, zero-variance groups and gradient norms of every trained arm, vanilla in grey behind each."""
+    """Draw reward, hack, solve, zero-variance groups and gradient norms of every trained arm, with vanilla in gray behind each."""
     arms = [arm for arm in arm_order(runs.specs) if any(run.steps for run in runs.of(arm).values())]
     return _write_grids(runs, arms, TRAINING_PANELS, path, rows=12, behind=VANILLA)
 
@@ -252,7 +255,7 @@ def _has_scores(runs: RunSet, arm: str) -> bool:
 
 
 def curve_over_seeds(runs: Sequence[Run], read: Read) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """steps, mean, lowest, highest seed: four arrays over the steps at which at least one seed has the quantity."""
+    """Return steps, mean, lowest and highest seed, as four arrays over the steps at which any seed has the quantity."""
     found: dict[int, list[float]] = {}
     for run in runs:
         for row in run.metrics:
@@ -294,7 +297,7 @@ def _grid(runs: RunSet, arms: Sequence[str], panels: Sequence[Panel], rows: int,
 
 
 def _two_lines(name: str, width: int) -> str:
-    """Breaks a name of more than `width` letters after the hyphen or before the blank nearest its middle."""
+    """Break a name of more than `width` letters after the hyphen or before the blank nearest its middle."""
     breaks = [i + (sign == "-") for i, sign in enumerate(name) if sign in "- "]
     if len(name) <= width or not breaks:
         return name
@@ -303,8 +306,8 @@ def _two_lines(name: str, width: int) -> str:
 
 
 def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[Run]) -> None:
-    """Draws one arm's runs into one panel; `reference` in grey behind them; "not measured" where no run has the quantity."""
-    if panel.bounds:  # on an axis of its own scale, another arm's line would only press the arm's own flat
+    """Draw one arm's runs into one panel, with `reference` in gray behind; "not measured" if no run has the quantity."""
+    if panel.bounds:  # on an axis without bounds, another arm's line could flatten the arm's own
         for curve in panel.curves:
             steps, middle, _, _ = curve_over_seeds(reference, curve.read)
             ax.plot(steps, middle, color=GREY, linewidth=0.8)
@@ -330,7 +333,7 @@ def draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], reference: Sequence[
 
 
 def _legend(figure: Figure, panels: Sequence[Panel], behind: str | None, seeds: int) -> None:
-    """Names the lines of the panels that hold more than one; a panel's title says what its only line is."""
+    """Draw a legend for panels with several lines; a panel with one line explains it in its title."""
     curves = {curve.name: curve for panel in panels if len(panel.curves) > 1 for curve in panel.curves}
     handles = [Line2D([], [], color=each.color, linestyle=each.line, label=each.name) for each in curves.values()]
     if behind:

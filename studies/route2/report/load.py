@@ -1,13 +1,13 @@
-"""Reads a study's run folders strictly: what is finished is checked, what is not is listed, what is missing is said.
+"""Strict reader of a study's run folders: finished runs are checked, unfinished ones listed, missing files reported.
 
-    root/settings.json                      what all arms share
-    root/modes.json                         the modes by role, where they are not the micro world's
+    root/settings.json                      settings that all arms share
+    root/modes.json                         the modes by role, unless they are the micro world's
     root/seed-<n>/<arm>/manifest.json       status, arm_spec (role, baseline, same_rule_filter, ablation), checksums
-    root/seed-<n>/<arm>/metrics.jsonl       one row a training step (`base` is not trained: empty, or no file)
+    root/seed-<n>/<arm>/metrics.jsonl       one row per training step (`base` is not trained: empty, or no file)
     root/seed-<n>/<arm>/eval.json           rates per mode with the quarantine on and deleted
 
-An arm's role is data in its manifest; no name is special here, apart from `base`, `vanilla` and `absorb`, which the
-definitions of leakage and of the paired differences call by name.
+An arm's role is in its manifest; no arm name is special here, except for `base`, `vanilla` and `absorb`, to which the definitions
+of leakage and of the paired differences refer.
 """
 
 import gzip
@@ -34,10 +34,13 @@ MODES = "modes.json"
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """What the report has to know about an arm, the same on every seed.
+    """Facts about an arm that the report needs, the same on every seed.
 
-    role: "method" | "baseline" | "control" | "bound"; baseline: the arm it is a change of; same_rule_filter: for a route,
-    the arm with its flags and no quarantine; ablation: the group it is an ablation in.
+    Attributes:
+        role: "method" | "baseline" | "control" | "bound".
+        baseline: The arm of which it is a variation.
+        same_rule_filter: For a route, the arm with its flags and no quarantine.
+        ablation: The group in which it is an ablation.
     """
 
     role: str
@@ -48,7 +51,10 @@ class ArmSpec:
 
 @dataclass(frozen=True)
 class Run:
-    """One finished arm on one seed. `metrics`: the training log's rows; `modes[mode]["on" | "deploy"][rate]` in [0, 1]."""
+    """One finished arm on one seed.
+
+    `metrics` are the rows of the training log; `modes[mode]["on" | "deploy"][rate]` are in [0, 1].
+    """
 
     arm: str
     seed: int
@@ -60,13 +66,13 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Training steps that the run logged; 0 where nothing was trained."""
+        """Number of training steps in the log; 0 if nothing was trained."""
         return len(self.metrics)
 
 
 @dataclass(frozen=True)
 class RunSet:
-    """All finished runs of one root folder, and the names (`seed-1/absorb`) of the folders that are not finished."""
+    """All finished runs of one root folder, and the names (`seed-1/absorb`) of unfinished folders."""
 
     root: Path
     settings: dict[str, Any]
@@ -81,18 +87,19 @@ class RunSet:
         return tuple(sorted({seed for _, seed in self.runs}))
 
     def of(self, arm: str) -> dict[int, Run]:
-        """The arm's finished runs by seed, ascending; empty for an arm that has none."""
+        """Return the arm's finished runs by seed, ascending; empty for an arm without any."""
         return {seed: self.runs[arm, seed] for seed in self.seeds if (arm, seed) in self.runs}
 
 
 def load_runs(root: Path) -> RunSet:
-    """Every finished run under `root`.
+    """Load every finished run under `root`.
 
-    Raises ValueError, in one sentence that names the file and the remedy, for: no such folder, no finished run, a missing or
-    malformed file, a checksum that does not match, runs of different settings, an arm that differs between seeds.
+    Raises:
+        ValueError: In one sentence that names the file and the remedy: no such folder, no finished run, a missing or malformed
+            file, a wrong checksum, runs of different settings, or an arm that differs between seeds.
     """
     if not root.is_dir():
-        raise ValueError(f"{root} is no folder: give the run folder, runs/<preset>-<hash>")
+        raise ValueError(f"{root} is not a folder: give the run folder, runs/<preset>-<hash>")
     settings, modes = Settings.read(root / "settings.json"), read_modes(root)
     runs: dict[tuple[str, int], Run] = {}
     unfinished: list[str] = []
@@ -108,26 +115,30 @@ def load_runs(root: Path) -> RunSet:
     specs = _agreed_specs(runs)
     if (found := next(iter(runs.values())).settings_hash) != settings.digest:
         raise ValueError(
-            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, and its runs were made under {found[:8]}; "
+            f"{root / 'settings.json'} was changed: its hash is {settings.digest[:8]}, but its runs have {found[:8]}; "
             "run the command again that made this folder"
         )
     return RunSet(root, settings.as_dict(), runs, tuple(unfinished), specs, modes)
 
 
 def read_modes(root: Path) -> Modes:
-    """The modes of a run folder's world; ValueError in one sentence where its file is broken."""
+    """Return the modes of a run folder's world; ValueError in one sentence if its file is broken."""
     if not (root / MODES).exists():
         return MICRO_MODES
     described = _read_json(root / MODES)
     try:
         return Modes(tuple(described["known"]), tuple(described["held_out"]), described["honest"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{root / MODES} names no modes ({error}): run the command again that made this folder") from error
+        raise ValueError(f"{root / MODES} has no valid modes ({error}): run the command again that made this folder") from error
 
 
 def read_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's rollouts.jsonl.gz, in order; ValueError in one sentence if it is missing or broken, or is not what
-    the manifest says (an unfinished run has none)."""
+    """Return the rows of a run folder's rollouts.jsonl.gz, in order.
+
+    Raises:
+        ValueError: In one sentence, if the file is missing or broken, or does not match the checksum in the manifest (an unfinished
+            run has none).
+    """
     path = folder / "rollouts.jsonl.gz"
     if path.exists() and (folder / "manifest.json").exists():
         sums = read_manifest(folder).checksums
@@ -157,7 +168,7 @@ def _load_run(folder: Path, seed: int, modes: Modes) -> Run | None:
         return None
     where = folder / "manifest.json"
     if (manifest.arm, manifest.seed) != (folder.name, seed):
-        raise ValueError(f"{where} is the manifest of another run: it lies in seed-{seed}/{folder.name}")
+        raise ValueError(f"{where} is the manifest of another run: it is in seed-{seed}/{folder.name}")
     _verify(folder, manifest.checksums)
     log = folder / "metrics.jsonl"
     return Run(
@@ -179,7 +190,7 @@ def _arm_spec(spec: dict[str, Any], where: Path) -> ArmSpec:
 
 
 def _verify(folder: Path, checksums: dict[str, str]) -> None:
-    """Large files (weights, rollouts) may have stayed behind where a study was copied; what is here must be intact."""
+    """Check the files that exist; large files (weights, rollouts) may be missing in a copy of a study."""
     for name, expected in sorted(checksums.items()):
         path = folder / name
         if not path.exists():
@@ -208,7 +219,7 @@ def _rates(mode: dict[str, Any], state: str, name: str, path: Path) -> dict[str,
     for rate in RATES:
         value = mode.get(state, {}).get(rate)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"{path}: {name}.{state}.{rate} is a rate in [0, 1], not {value!r}")
+            raise ValueError(f"{path}: {name}.{state}.{rate} must be a rate in [0, 1], not {value!r}")
         rates[rate] = float(value)
     return rates
 
@@ -226,7 +237,7 @@ def _agreed_specs(runs: dict[tuple[str, int], Run]) -> dict[str, ArmSpec]:
 
 def _require(record: dict[str, Any], key: str, path: Path) -> Any:
     if key not in record:
-        raise ValueError(f"{path} has no {key!r}: it was written by something else, or cut short")
+        raise ValueError(f"{path} has no {key!r}: it is truncated, or another program wrote it")
     return record[key]
 
 

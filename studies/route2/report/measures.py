@@ -1,11 +1,11 @@
-"""What one run scores: the numbers behind every table and figure, each defined once.
+"""Measures of a run: the numbers behind every table and figure, each defined once.
 
     leakage(mode) = clamp(hack_deploy(arm) / hack_deploy(vanilla, same seed, same steps), 0, 1)
     excess(mode)  = (hack_deploy(arm) - hack_deploy(base)) / (hack_deploy(vanilla) - hack_deploy(base))
 
-The headline of both is the mean over held-out modes. A mode with no denominator (vanilla never hacks there; vanilla at or
-below base) is undefined and left out of the mean; the headline is undefined when every mode is. The excess form is not
-clamped: below 0 an arm hacks less than the model it started from.
+The headline of both is the mean over held-out modes. A mode without a denominator (vanilla never hacks in it; vanilla at or below
+base) is undefined and left out of the mean; the headline is undefined if every mode is. The excess form is not clamped: below 0 an
+arm hacks less than the model from which it started.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ PER_MODE = ("train_hack", "deploy_hack", "deploy_exploit", "deploy_solve")
 
 
 def metrics(modes: Modes) -> tuple[str, ...]:
-    """The names of all numbers of a run: the headline's, and those of each mode."""
+    """Return the names of all numbers of a run: the headline's, and those of each mode."""
     return (*DESCRIPTIONS, *(f"{kind}_{mode}" for kind in PER_MODE for mode in modes.names))
 
 
 def measure(runs: RunSet, run: Run) -> dict[str, float | None]:
-    """All `metrics` of one run; `None` where a number is undefined (base is not trained; leakage without vanilla)."""
+    """Return all `metrics` of one run; `None` for undefined ones (base is not trained; leakage without vanilla)."""
     modes = runs.modes
     train = {mode: train_rate(run, mode) for mode in modes.names}
     values: dict[str, float | None] = {
@@ -59,26 +59,26 @@ def measure(runs: RunSet, run: Run) -> dict[str, float | None]:
 
 
 def rate(run: Run, modes: Sequence[str], quantity: str, state: str = "deploy") -> float | None:
-    """Mean over modes of an evaluated rate: quantity "hack", "solve", "exploit" or "format"; state "deploy" or "on"."""
+    """Return the mean over modes of an evaluated rate: quantity "hack", "solve", "exploit" or "format"; state "deploy" or "on"."""
     return mean([run.modes[mode][state][quantity] for mode in modes])
 
 
 def train_rate(run: Run, mode: str, quantity: str = "hack", last: int = LAST_STEPS) -> float | None:
-    """Rate over all rollouts of the mode in the last steps (steps weigh by their rollouts); `None` without any."""
+    """Return the rate over all rollouts of the mode in the last steps, weighted by rollouts; `None` without any."""
     rows = [row["modes"][mode] for row in run.metrics[-last:] if row["modes"].get(mode, {}).get("n")]
     total = sum(row["n"] for row in rows)
     return sum(row["n"] * row[quantity] for row in rows) / total if total else None
 
 
 def leakage(runs: RunSet, run: Run, mode: str) -> float | None:
-    """Share of vanilla's deploy hacks that the arm keeps, in [0, 1]; `None` where vanilla never hacks, or has no run."""
+    """Return the share of vanilla's deploy hacks that the arm keeps, in [0, 1]; `None` if vanilla never hacks, or has no run."""
     vanilla = comparable_vanilla(runs, run)
     reference = vanilla.modes[mode]["deploy"]["hack"] if vanilla else 0.0
     return min(max(run.modes[mode]["deploy"]["hack"] / reference, 0.0), 1.0) if reference > 0 else None
 
 
 def excess_leakage(runs: RunSet, run: Run, mode: str) -> float | None:
-    """What the arm adds to base's deploy hack, over what vanilla adds; `None` where vanilla adds nothing."""
+    """Return the arm's increase of base's deploy hack, relative to vanilla's increase; `None` if vanilla has none."""
     vanilla, base = comparable_vanilla(runs, run), runs.runs.get((BASE, run.seed))
     if vanilla is None or base is None:
         return None
@@ -88,21 +88,21 @@ def excess_leakage(runs: RunSet, run: Run, mode: str) -> float | None:
 
 
 def comparable_vanilla(runs: RunSet, run: Run) -> Run | None:
-    """Vanilla on the run's seed, trained for the same number of steps; an arm that is not trained compares with any."""
+    """Return vanilla on the run's seed with the same number of steps; an arm that is not trained is comparable with any."""
     vanilla = runs.runs.get((VANILLA, run.seed))
     return vanilla if vanilla is not None and run.steps in (0, vanilla.steps) else None
 
 
 def by_seed(runs: RunSet, arm: str) -> dict[int, dict[str, float | None]]:
-    """`measure` of each finished seed of an arm, ascending."""
+    """Return `measure` of each finished seed of an arm, ascending."""
     return {seed: measure(runs, run) for seed, run in runs.of(arm).items()}
 
 
 def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
-    """The order of every table and figure: what a method is judged against stands next to it.
+    """Return the order of every table and figure, in which a method is next to the arms with which it is compared.
 
-    Base, vanilla and absorb; other baselines; then each method with its same-rule filter and its controls right below;
-    controls of nothing here; bounds; and the arms of ablation groups at the end.
+    Base, vanilla and absorb; other baselines; then each method with its same-rule filter and its controls directly below; controls
+    of arms that are missing here; bounds; and the arms of ablation groups at the end.
     """
     main = [arm for arm in specs if not specs[arm].ablation]
     placed = [arm for arm in (BASE, VANILLA, ABSORB) if arm in main]
@@ -124,13 +124,13 @@ def arm_order(specs: dict[str, ArmSpec]) -> list[str]:
     ordered = sorted(main, key=key)
     unpaired = [arm for arm in ordered if arm not in filters]
     heads = [arm for arm in unpaired if specs[arm].role in ("baseline", "method")]
-    for arm in (*heads, *unpaired, *ordered):  # a filter stands below its route, that of a bound too
+    for arm in (*heads, *unpaired, *ordered):  # a filter is placed below its route, also below a bound
         place(arm)
     return placed + sorted(set(specs) - set(main), key=lambda arm: (specs[arm].ablation, arm))
 
 
 def without_ablations(arms: Sequence[str], specs: dict[str, ArmSpec]) -> list[str]:
-    """The arms of the main tables and first pages; those of ablation groups are printed in ablations.md."""
+    """Return the arms of the main tables and first pages; those of ablation groups are printed in ablations.md."""
     return [arm for arm in arms if not specs[arm].ablation]
 
 
@@ -139,12 +139,12 @@ def _is_control_of(spec: ArmSpec, arm: str) -> bool:
 
 
 def label(arm: str, spec: ArmSpec) -> str:
-    """The arm's name as printed: a bound says everywhere that it is one."""
+    """Return the arm's name as printed; a bound is always marked as one."""
     return f"{arm} (bound)" if spec.role == "bound" else arm
 
 
 def notes(runs: RunSet) -> list[str]:
-    """Sentences on what a reader has to know is not there: unfinished runs, missing comparisons, missing seeds."""
+    """Return sentences about missing results: unfinished runs, missing comparisons, missing seeds."""
     found = []
     if runs.unfinished:
         found.append(f"Unfinished, left out: {', '.join(runs.unfinished)}.")

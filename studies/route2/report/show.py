@@ -1,8 +1,8 @@
-"""The look of the rollout page: styles, the filter script, and the colours of a token. No text of a run passes through here.
+"""Rollout page: its styles, its filter script, and the colors of tokens.
 
-A token is coloured by one of three lenses (probe score, kept, quarantine), chosen on the page. Its value falls into one of
-nine classes, four steps of the lens's scale either side of none: positive on orange with a solid underline, negative on blue
-with a dotted one, so that the sign is there without colour, and the number is in the token's title.
+A token is colored by one of three lenses (probe score, kept, quarantine), chosen on the page. Its value falls into one of nine
+classes, four steps of the lens's scale on either side of zero: positive on orange with a solid underline, negative on blue with a
+dotted one, so that the sign is visible without color, and the number is in the token's title.
 """
 
 import base64
@@ -83,13 +83,13 @@ update();
 
 
 def content_policy() -> str:
-    """A policy under which the page runs this module's script and no other, and loads nothing."""
+    """Return a content security policy under which the page runs only this module's script and loads nothing."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
 
 
 def styles() -> str:
-    """The style sheet, with the classes of every lens and level."""
+    """Return the style sheet, with the classes of every lens and level."""
     rules = [STYLE.strip()]
     for lens in LENSES:
         rules.append(f".lens-{lens} .legend .scale-{lens} {{ display: block; }}")
@@ -101,7 +101,7 @@ def styles() -> str:
 
 
 def token_class(lens: str, value: float | None, scale: float) -> str:
-    """The class of a value under a lens: `sp3` is the third positive step of the probe's scale, "" is about nothing."""
+    """Return the CSS class of a value under a lens: `sp3` is the third positive step of the probe's scale, "" is about zero."""
     if value is None or not math.isfinite(value) or scale <= 0:
         return ""
     level = min(STEPS, round(abs(value) / scale * STEPS))
@@ -109,7 +109,7 @@ def token_class(lens: str, value: float | None, scale: float) -> str:
 
 
 def scale_of(values: Sequence[float]) -> float:
-    """The value at full colour: the 98th percentile of the sizes, so that one extreme token does not pale all others."""
+    """Return the value of full color: the 98th percentile of the magnitudes, so that an outlier does not make all others pale."""
     sizes = sorted(abs(value) for value in values if math.isfinite(value))
     if not sizes:
         return 0.0
@@ -117,7 +117,7 @@ def scale_of(values: Sequence[float]) -> float:
 
 
 def legend_scale(lens: str, scale: float) -> str:
-    """The swatches of one lens, each with the value it stands for."""
+    """Return the legend of one lens, with the value of each color."""
     if scale <= 0:
         return f'<p class="scale scale-{lens}">{LENSES[lens]}: this run has none.</p>'
     swatches = []
@@ -147,11 +147,13 @@ CHUNK = 64
 
 
 def write_page(rows: Sequence[Row], annotate: Annotate, path: Path, title: str) -> Path:
-    """Writes the page of `rows` (rows of rollouts.jsonl.gz) to `path`, whole or not at all, and returns the path.
+    """Write the page of `rows` (rows of rollouts.jsonl.gz) to `path` atomically, and return the path.
 
-    `annotate(rows)` gives one `{"tokens": [str], "score": [float] | None, "kept": [float], "quarantine": [float] | None}` a
-    row, arrays as long as `tokens`; it is called with up to 64 rows at a time. Raises ValueError for no rows, a row without
-    a field, or an annotation that does not fit its row.
+    `annotate(rows)` returns one `{"tokens": [str], "score": [float] | None, "kept": [float], "quarantine": [float] | None}` per
+    row, with arrays as long as `tokens`; it is called with up to 64 rows at a time.
+
+    Raises:
+        ValueError: No rows, a row without a field, or an annotation that does not fit its row.
     """
     if not rows:
         raise ValueError("there is no rollout to show: give at least one row of rollouts.jsonl.gz")
@@ -168,7 +170,7 @@ def write_page(rows: Sequence[Row], annotate: Annotate, path: Path, title: str) 
 
 
 def verdict(row: Row) -> str:
-    """ "hack", "exploit" (fired, and correct), "solved" or "failed": what the oracle said of a rollout."""
+    """Return the oracle's verdict on a rollout: "hack", "exploit" (fired, and correct), "solved" or "failed"."""
     if row["hack"]:
         return "hack"
     if row["exploit"]:
@@ -192,7 +194,7 @@ def _annotations(rows: Sequence[Row], annotate: Annotate) -> list[Annotation]:
         chunk = rows[start : start + CHUNK]
         given = list(annotate(chunk))
         if len(given) != len(chunk):
-            raise ValueError(f"annotate gave {len(given)} annotations for {len(chunk)} rollouts: it gives one each, in order")
+            raise ValueError(f"annotate gave {len(given)} annotations for {len(chunk)} rollouts: it must give one each, in order")
         annotations += given
     for number, each in enumerate(annotations):
         for field in FIELDS.values():
@@ -205,7 +207,7 @@ def _annotations(rows: Sequence[Row], annotate: Annotate) -> list[Annotation]:
 
 
 def _scales(annotations: Sequence[Annotation]) -> dict[str, float]:
-    """Full colour of each lens; kept and quarantine share one, because their nats are compared."""
+    """Return the value of full color of each lens; kept and quarantine share one, because their nats are compared."""
     values = {lens: [v for each in annotations for v in each.get(field) or ()] for lens, field in FIELDS.items()}
     nats = scale_of(values["k"] + values["q"])
     return {"s": scale_of(values["s"]), "k": nats, "q": nats if values["q"] else 0.0}

@@ -1,6 +1,4 @@
-"""Tables of finished runs: every arm's numbers over seeds with paired differences, ablations, and what each mode keeps of vanilla's
-hacking.
-"""
+"""Tables of finished runs: every arm's numbers over seeds with paired differences, ablations, and leakage per mode."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -53,7 +51,7 @@ OUTLIER_NOTE = "Bold: further from the arm's median than 3 robust standard devia
 
 
 def table(runs: RunSet) -> dict[str, Any]:
-    """The content of table.json (schema above); `rows` and `differences` in `arm_order`."""
+    """Return the content of table.json, with `rows` and `differences` in `arm_order`."""
     order = arm_order(runs.specs)
     values = {arm: by_seed(runs, arm) for arm in order}
     return {
@@ -77,12 +75,12 @@ def table(runs: RunSet) -> dict[str, Any]:
 
 
 def table_json(content: dict[str, Any]) -> str:
-    """`table` as text; keys keep their order, numbers all their digits."""
+    """Return `table` as JSON text, with keys in order and numbers with all digits."""
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def table_markdown(runs: RunSet, content: dict[str, Any]) -> str:
-    """`table` as plain markdown: headline, leakage, differences, modes, and every seed with its median.
+    """Return `table` as plain Markdown: headline, leakage, differences, modes, and every seed with its median.
 
     Arms of ablation groups are in table.json and in ablations.md.
     """
@@ -118,7 +116,7 @@ def _row(runs: RunSet, arm: str, values: dict[int, dict[str, float | None]]) -> 
 
 
 def _reference(runs: RunSet, arm: str, kind: str) -> str | None:
-    """The arm to compare with; `None` where there is none, or where an earlier kind already compares the two."""
+    """Return the arm to compare with; `None` if there is none, or if an earlier kind of comparison already has the same pair."""
     spec = runs.specs[arm]
     reference = {"absorb": ABSORB, "same_rule_filter": spec.same_rule_filter, "baseline": spec.baseline}[kind]
     said = {"absorb": (), "same_rule_filter": (), "baseline": (ABSORB, spec.same_rule_filter)}[kind]
@@ -214,10 +212,10 @@ SHOWN = {
 
 
 def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
-    """Groups in order of name: `{"group", "arms": [{"arm", "reference", "seed_ids", "difference_seed_ids", metrics}]}`.
+    """Return groups in order of name: `{"group", "arms": [{"arm", "reference", "seed_ids", "difference_seed_ids", metrics}]}`.
 
-    Each metric of an arm is `{"value": Summary, "difference": Summary | None}`; the difference is null for a reference, and
-    where the reference was not run.
+    Each metric of an arm is `{"value": Summary, "difference": Summary | None}`; the difference is null for a reference, and if the
+    reference was not run.
     """
     order = arm_order(runs.specs)
     values = {arm: by_seed(runs, arm) for arm in order}
@@ -236,13 +234,13 @@ def ablation_groups(runs: RunSet) -> list[dict[str, Any]]:
 
 
 def ablations_json(runs: RunSet) -> str:
-    """`ablation_groups` as text."""
+    """Return `ablation_groups` as JSON text."""
     content = {"study": runs.root.name, "groups": ablation_groups(runs)}
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def ablations_markdown(runs: RunSet) -> str:
-    """`ablation_groups` as plain markdown, one table a group; a sentence where no arm of the folder is an ablation."""
+    """Return `ablation_groups` as plain Markdown, one table per group; a sentence if no arm of the folder is an ablation."""
     groups = ablation_groups(runs)
     parts = [f"# Ablations of {runs.root.name}\n"]
     if not groups:
@@ -310,9 +308,12 @@ base). Base hacks a little by itself: an arm that goes back to base leaks more t
 
 
 def leakage_table(runs: RunSet) -> dict[str, Any]:
-    """The content of leakage.json: per arm, per mode and for the held-out mean, both forms over seeds, and each seed's counts.
+    """Return the content of leakage.json: both forms over seeds, per arm, per mode and for the held-out mean.
 
-    Raises ValueError when no finished run of vanilla is there to divide by.
+    Each seed's rates are included.
+
+    Raises:
+        ValueError: There is no finished run of vanilla to divide by.
     """
     if VANILLA not in runs.specs:
         raise ValueError(f"leakage divides by arm {VANILLA}, which has no finished run under {runs.root}: run it first")
@@ -326,12 +327,12 @@ def leakage_table(runs: RunSet) -> dict[str, Any]:
 
 
 def leakage_json(content: dict[str, Any]) -> str:
-    """`leakage_table` as text."""
+    """Return `leakage_table` as JSON text."""
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def leakage_markdown(runs: RunSet, content: dict[str, Any]) -> str:
-    """`leakage_table` as plain markdown: both forms per mode, then every seed's held-out mean; no ablations."""
+    """Return `leakage_table` as plain Markdown: both forms per mode, then every seed's held-out mean; without ablations."""
     parts = [f"# Leakage of {content['study']}\n", EXPLANATION]
     parts += ["\n".join(f"- {note}" for note in content["notes"]) + "\n"] if content["notes"] else []
     main = without_ablations(arm_order(runs.specs), runs.specs)
@@ -367,7 +368,7 @@ def _arm(runs: RunSet, arm: str) -> dict[str, Any]:
 
 
 def _counts(runs: RunSet, run: Run) -> dict[str, Any]:
-    """The rates that the ratios of one seed are made of, per mode."""
+    """Return the rates from which the ratios of one seed are computed, per mode."""
     sources = {"arm": run, "vanilla": runs.runs.get((VANILLA, run.seed)), "base": runs.runs.get((BASE, run.seed))}
     return {
         mode: {

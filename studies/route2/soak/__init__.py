@@ -1,1 +1,1 @@
-"""The soak: runs are killed, starved of disk and damaged, and must end with the bytes of a run that nothing disturbed."""
+"""Soak test: runs are killed, lose disk space or are damaged, and must end with the bytes of an undisturbed run."""

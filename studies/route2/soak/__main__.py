@@ -3,7 +3,7 @@
 import os
 import sys
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: starts are forked, and a pool of threads is not
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, because a pool of threads does not survive a fork
 
 import tyro
 

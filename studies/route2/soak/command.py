@@ -1,7 +1,7 @@
-"""The whole command, killed by the clock: everything at once, its parent alone, or one worker.
+"""Kills of the whole command at random times: everything at once, its parent only, or one worker.
 
-A kill takes everything at once (as a power cut does), the parent alone (its workers must stop by themselves, while the next start
-is already there) or one worker (the parent must finish the rest and say so). What lies at a moment depends on the machine.
+Killing everything is like a power cut; after a kill of the parent, its workers must stop by themselves while the next start may
+already run; after a kill of a worker, the parent must finish the rest and report it. The state at a kill depends on the machine.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ TINY = (
     "teachers=4",
 )  # fmt: skip
 ENDS = {"everything": -signal.SIGKILL, "the parent": -signal.SIGKILL, "a worker": 2}
-"""What is killed, and the exit code that the command then has."""
+"""Target of the kill -> the exit code of the command afterwards."""
 TARGETS = tuple(ENDS)
 COMMAND = "the whole command"
 
 
 def kill_commands(scratch: Path, kills: int, rng: random.Random, stops: list[Stop], progress: Callable[[int], object]) -> None:
-    """Kill the command ``kills`` times, over as many runs as that takes, and note each; ``SoakError`` says what went wrong."""
+    """Kill the command ``kills`` times, over as many runs as needed, and record each kill; ``SoakError`` says what failed."""
     starts: list[Start] = []
     try:
         pace, left = _undisturbed(scratch / "whole", starts) if kills else 0.0, kills
@@ -41,7 +41,7 @@ def kill_commands(scratch: Path, kills: int, rng: random.Random, stops: list[Sto
 
 
 def _undisturbed(out: Path, starts: list["Start"]) -> float:
-    """Run the command to its end; the seconds that its work takes, without its start."""
+    """Run the command to its end; return the seconds of its work, without its start-up."""
     began = time.monotonic()
     starts.append(whole := Start(out))
     working = whole.until_at_work()
@@ -59,7 +59,10 @@ def _one_run(
     stops: list[Stop],
     progress: Callable[[int], object],
 ) -> int:
-    """Start a command, kill it up to ``most`` times, each about a sixth of its work after a start, and compare; the kills."""
+    """Start a command, kill it up to ``most`` times, and compare the result; return the number of kills.
+
+    Each kill comes about a sixth of the total work after a start.
+    """
     out, code = scratch / f"run-{len(list(scratch.iterdir()))}", None
     ours: list[Stop] = []
     while code != 0:
@@ -85,12 +88,12 @@ def _one_run(
 
 
 def run_folder(out: Path) -> Path:
-    """The one run folder of a command's ``--out``."""
+    """Return the only run folder under a command's ``--out``."""
     return next(out.glob("strong-*"))
 
 
 class Start:
-    """One start of the command, in a process group of its own."""
+    """One start of the command, in its own process group."""
 
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
@@ -107,14 +110,14 @@ class Start:
             )
 
     def until_at_work(self) -> float:
-        """Wait until a job has begun (its grader's child is there) or the command has ended; the seconds that it took."""
+        """Wait until a job has begun (its grader's child exists) or the command has ended; return the seconds."""
         began = time.monotonic()
         while self._process.poll() is None and not any("worker.py" in line for line in self._members().values()):
             time.sleep(0.02)
         return time.monotonic() - began
 
     def kill(self, target: str, delay: float) -> bool:
-        """Kill ``target`` (one of ``ENDS``), ``delay`` seconds into the work; False where the command had ended by then."""
+        """Kill ``target`` (one of ``ENDS``) after ``delay`` seconds of work; return False if the command had already ended."""
         if target not in ENDS:
             return False
         self.until_at_work()
@@ -131,7 +134,7 @@ class Start:
         return True
 
     def wait(self) -> int | None:
-        """The command's exit code; None where it hangs (it is then ended)."""
+        """Return the command's exit code; None if it hangs (it is killed then)."""
         try:
             return self._process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
@@ -139,24 +142,24 @@ class Start:
             return None
 
     def end(self) -> None:
-        """Kill whatever is left."""
+        """Kill all remaining processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def all_gone(self, seconds: float = 20.0) -> bool:
-        """Whether every process of this start has ended by then."""
+        """Return whether every process of this start ends within this time."""
         deadline = time.monotonic() + seconds
         while self._members() and time.monotonic() < deadline:
             time.sleep(0.1)
         return not self._members()
 
     def said(self) -> str:
-        """The last line of its stderr."""
+        """Return the last line of its stderr."""
         return (self._log.read_text(errors="replace").splitlines() or ["nothing"])[-1]
 
     def _members(self) -> dict[int, str]:
-        """The living processes of the group: id -> command line."""
+        """Return the living processes of the group: id -> command line."""
         listed = subprocess.run(["ps", "-A", "-o", "pid=,pgid=,stat=,args="], capture_output=True, text=True, check=True).stdout
         fields = [line.split(None, 3) for line in listed.splitlines()]
         return {int(f[0]): f[3] for f in fields if len(f) == 4 and int(f[1]) == self._process.pid and not f[2].startswith("Z")}

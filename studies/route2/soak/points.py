@@ -1,8 +1,8 @@
-"""Where a kill falls: gates around a job's functions, put up in a child that is there to be killed. The study knows none of them.
+"""Gates around a job's functions, at which a kill can happen. They are installed in a child process; the study does not know them.
 
-A gate is passed again and again; at the n-th passage of its class the process sends itself SIGKILL. A kill in the middle of a write
-is made by the kernel's own limit on the size of a file: the real writer (safetensors' too) gets so many bytes out and no more,
-and the signal that tells of the limit kills. Where a handler is not put in, the same limit is a disk that refuses the bytes.
+A gate is passed many times; at the n-th passage of its class the process sends itself SIGKILL. A kill in the middle of a write uses
+the kernel's limit on the size of a file: the real writer (safetensors' too) writes up to the limit, and the signal at the limit
+kills. Without a handler for the signal, the same limit acts as a disk that refuses the bytes.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ RESULTS, RESUME, ANY = "while results are written", "while resuming", "at any ti
 SHARES = {
     GENERATION: 10, BETWEEN: 23, UPDATE: 8, LOGS: 9, WRITE: 24, EVALUATION: 5, RESULTS: 8, RESUME: 6, ANY: 7,
 }  # fmt: skip
-"""Class of moments -> how many of a hundred kills fall there. ``at any time`` goes by the clock, from outside."""
+"""Class of moments -> percentage of the kills. ``at any time`` kills from outside, after a random time."""
 EVERY_WRITE = "a write"
 _RENAMED = {CHECKPOINT: WRITE, PREVIOUS: WRITE, **dict.fromkeys((EVAL, FULL, DEPLOYED, MANIFEST), RESULTS)}
 
 
 @dataclass(frozen=True)
 class Aim:
-    """The ``nth`` passage of a class, from 1. Inside a write, ``share`` in [0, 1) of its bytes reach the file.
+    """The ``nth`` passage of a class, from 1. Inside a write, the share ``share`` in [0, 1) of its bytes reaches the file.
 
     ``kill`` ends the process there; ``refuse`` makes the write fail (class ``EVERY_WRITE``).
     """
@@ -52,7 +52,7 @@ class Aim:
 
 
 class Gates:
-    """Counts passages by class, and ends the process at the one that is aimed at; ``tell`` hears the place first."""
+    """Counter of passages by class that ends the process at the aimed passage; ``tell`` is called with the place first."""
 
     def __init__(self, aim: Aim | None, tell: Callable[[str], None]):
         self.passed: Counter[str] = Counter()
@@ -60,14 +60,14 @@ class Gates:
         self.phase = ""
 
     def through(self, where: str, place: str) -> None:
-        """A moment between two actions."""
+        """Pass a moment between two actions."""
         if self._reached(where):
             self._tell(place)
             os.kill(os.getpid(), signal.SIGKILL)
 
     @contextlib.contextmanager
     def writing(self, where: str, path: Path, size: int, before: int = 0) -> Iterator[None]:
-        """The write of ``size`` bytes to a file of ``before`` bytes."""
+        """Context: the write of ``size`` bytes to a file of ``before`` bytes."""
         hit = [self._reached(each) for each in (where, EVERY_WRITE)]
         if self._aim is None or not any(hit) or not size:
             yield
@@ -84,10 +84,13 @@ class Gates:
 
 @contextlib.contextmanager
 def _limited(size: int, *, kill: bool) -> Iterator[None]:
-    """No file grows past ``size`` bytes. The write that would is refused, as Python ignores the kernel's signal; or it kills."""
+    """Context: no file can grow beyond ``size`` bytes.
+
+    A larger write fails, because Python ignores the kernel's signal; with ``kill`` it kills the process.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if kill:
-        # Python's own handlers run once the C code is done: this one runs as the system call returns.
+        # Python's own signal handlers run only after the C code; a C handler runs when the system call returns.
         handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         ctypes.CDLL(None).signal(int(signal.SIGXFSZ), handler)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -98,7 +101,7 @@ def _limited(size: int, *, kill: bool) -> Iterator[None]:
 
 
 def install(gates: Gates, checkpoint_every: int) -> None:
-    """Put the gates up in this process, for good. More checkpoints than a user's run has: there is more to hit."""
+    """Install the gates in this process permanently, with more frequent checkpoints than a user's run, as more targets."""
     job_module.CHECKPOINT_EVERY = checkpoint_every
     _learning(gates)
     _resuming(gates)
@@ -121,7 +124,7 @@ def _around(owner: Any, name: str, gates: Gates, where: str, when: Literal["befo
 
 
 def _phase(owner: Any, name: str, gates: Gates, where: str) -> None:
-    """Tokens that are drawn inside of this function are passages of ``where``."""
+    """Count tokens that are drawn inside of this function as passages of ``where``."""
     true = getattr(owner, name)
 
     @functools.wraps(true)
@@ -155,7 +158,7 @@ def _learning(gates: Gates) -> None:
 
 
 def _resuming(gates: Gates) -> None:
-    """A first start passes none of these: there is nothing to read."""
+    """Install the gates of a resume. A first start passes none of them, because there is nothing to read."""
     _around(checkpoint_module, "read_checkpoint", gates, RESUME, "both")
     _around(checkpoint_module.Checkpoint, "restore", gates, RESUME, "both")
     true = checkpoint_module.cut

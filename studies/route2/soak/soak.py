@@ -1,9 +1,10 @@
-"""Kill a run again and again; it must still end with an undisturbed run's bytes, and so must one whose disk or checkpoint fails.
+"""Soak test: kill runs, fill their disk or damage their checkpoint, and check that they end with an undisturbed run's bytes.
 
-Tiny jobs run once undisturbed. Then each run is killed at a moment of a drawn class and started again, until it gets to its end;
-every fourth is killed a second time. ``--seed`` draws classes, moments and bytes, so a soak can be done again; only kills by the
-clock fall elsewhere. Beside kills: writes that the kernel cuts short, disks that are full, newest checkpoints that are damaged.
-Last, ``--commands`` kills of the whole command with its workers (``command``).
+Tiny jobs run once undisturbed. Then each run is killed at a moment of a random class and started again, until it ends; every fourth
+one is killed a second time. ``--seed`` determines classes, moments and bytes, so a soak can be repeated, except for kills by the
+clock.
+Other faults: writes that the kernel cuts short, full disks, damaged newest checkpoints. Last, the whole command with its workers is
+killed ``--commands`` times (``command``).
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch
-import torch._dynamo  # optimisers load it when first made: here once, not in every fork
+import torch._dynamo  # optimizers import it on first use: once here and not in every fork
 import tyro
 from tqdm import tqdm
 
@@ -40,13 +41,13 @@ from studies.training.settings import Settings, get_settings
 SOAKED = ("route2-full", "route2-grad", "erase")
 HEADER = ("stopped", "times", "went on", "ended with the same bytes")
 ENOUGH = 10
-"""Trials that went wrong, after which there is no need of more."""
+"""Number of failed trials after which the soak stops."""
 Result = TypeVar("Result")
 
 
 @dataclass
 class Tally:
-    """What the soak did: where runs were stopped, and what went wrong, if anything did."""
+    """Result of a soak: where runs were stopped, and what failed."""
 
     stops: list[Stop] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -54,7 +55,7 @@ class Tally:
     seconds: float = 0.0
 
     def attempt(self, trial: Callable[[], Result]) -> Result | None:
-        """A trial's result; ``None`` where it went wrong, which is noted. ``SoakError`` once too much has."""
+        """Return a trial's result; ``None`` if it failed, which is recorded. ``SoakError`` after too many failures."""
         try:
             return trial()
         except SoakError as error:
@@ -64,7 +65,7 @@ class Tally:
             return None
 
     def __str__(self) -> str:
-        """The table, and a line that says "soak passed" or "soak failed"."""
+        """Return the table, and a line that says "soak passed" or "soak failed"."""
         found = {stop.where for stop in self.stops}
         order = [*SHARES, *sorted(found - SHARES.keys() - set(FAULTS)), *FAULTS]
         table = markdown_table(HEADER, [self._row(where) for where in order if where in found])
@@ -81,7 +82,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Soak:
-    """Kill tiny runs N times at drawn moments, go on after each, and compare every byte with an undisturbed run."""
+    """Kill tiny runs N times at random moments, resume after each kill, and compare every byte with an undisturbed run."""
 
     kills: Annotated[
         int, tyro.conf.arg(help="of jobs, spread over all classes of moments; a tenth as many faults of each kind")
@@ -108,7 +109,7 @@ class Soak:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder for all temporary files of this process and its children."""
+    """Context: a folder for all temporary files of this process and its children."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as scratch:
         tempfile.tempdir = scratch
@@ -119,8 +120,8 @@ def _scratch() -> Iterator[Path]:
 
 
 def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
-    """Everything that was asked for, or as much as it takes to see that it goes wrong."""
-    tqdm.monitor_interval = 0  # its thread must not be there at a fork
+    """Run all requested trials; stop early after too many failures."""
+    tqdm.monitor_interval = 0  # no monitor thread, because threads do not survive a fork
     torch.set_num_threads(1)
     tally, began = Tally(), time.monotonic()
     faults = -(-kills // 10)
@@ -137,7 +138,7 @@ def soak(scratch: Path, kills: int, commands: int, rng: random.Random) -> Tally:
 
 
 def tiny_settings() -> Settings:
-    """A study that takes seconds: a short warm start, few steps, few rollouts; everything else is the real thing."""
+    """Return the settings of a study that takes seconds: a short warm start, few steps, few rollouts; all else is unchanged."""
     return replace(
         get_settings("strong"), warm=WarmStartConfig(steps=120, batch=64), steps=8, prompts=3, group=4, evaluation_prompts=4,
         pairs=4, probe_every=2, teachers=4,
@@ -150,7 +151,7 @@ def tiny_job(out: Path, arm: str) -> Job:
 
 
 def deck(kills: int) -> list[str]:
-    """Classes of moments for so many kills: each one once where there are enough, and the rest by their shares."""
+    """Return the classes of moments for ``kills`` kills: each class once if possible, and the rest by their shares."""
     given = Counter(sorted(SHARES, key=lambda where: -SHARES[where])[:kills])
     while given.total() < kills:
         given[max(SHARES, key=lambda where: SHARES[where] / (given[where] + 1))] += 1
@@ -158,7 +159,7 @@ def deck(kills: int) -> list[str]:
 
 
 def _kills(trials: Trials, kills: int, tally: Tally, progress: Callable[[int], object]) -> None:
-    """A kill while resuming needs one before it, which every run has."""
+    """Run trials with all kills. A kill during a resume needs an earlier kill, so it is the second one of its run."""
     rest = deck(kills)
     trials.rng.shuffle(rest)
     first, second = deque(w for w in rest if w != RESUME), deque(w for w in rest if w == RESUME)
@@ -175,7 +176,7 @@ def _kills(trials: Trials, kills: int, tally: Tally, progress: Callable[[int], o
 
 
 def _faults(trials: Trials, each: int, tally: Tally, progress: Callable[[int], object]) -> None:
-    """``each`` faults of every kind."""
+    """Run ``each`` faults of every kind."""
     damages = itertools.cycle((FOREIGN, *DAMAGES))
     for _ in range(each):
         tally.attempt(trials.cut_short)

@@ -1,4 +1,4 @@
-"""One start of a job in a forked child, killed on the way or not: how it ended, and what it left."""
+"""One start of a job in a forked child, killed on the way or not, with its ending and its files."""
 
 import json
 import os
@@ -16,14 +16,20 @@ from studies.route2.soak.points import Aim, Gates, install
 from studies.training.job import Job, run_job
 from studies.training.recorder import TIMINGS
 
-PATIENCE = 600.0  # seconds that a start gets to reach its end; a start that hangs is a failure too
+PATIENCE = 600.0  # maximum seconds of a start; a start that hangs is a failure too
 KILLED, FAILED = -signal.SIGKILL, 2
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a start ended: exit code (negative: the signal; None: it hung), the place that it was ended at, what it said on
-    stderr, and, where it got to its end, how often it passed each class of moments."""
+    """Ending of a start.
+
+    Attributes:
+        code: Exit code (negative: the signal; None: it hung).
+        place: Place of the kill.
+        said: Its stderr.
+        passed: Number of passages of each class of moments, if it finished.
+    """
 
     code: int | None
     place: str
@@ -32,8 +38,10 @@ class Ending:
 
 
 def start(job: Job, aim: Aim | None = None, *, seconds: float | None = None, every: int = 2) -> Ending:
-    """Run (or go on with) ``job`` in a child, with a checkpoint every ``every`` steps. It is ended at ``aim``, or killed after
-    ``seconds``. The caller must have no threads: the child has this one alone."""
+    """Run (or resume) ``job`` in a child, with a checkpoint every ``every`` steps; kill it at ``aim``, or after ``seconds``.
+
+    The caller must have no other threads, because the fork copies only the calling one.
+    """
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as said:
         pid = os.fork()
@@ -75,7 +83,7 @@ def _child(job: Job, aim: Aim | None, every: int, told: int, said: BinaryIO) -> 
 
 
 def _outlast(pid: int, seconds: float) -> int | None:
-    """The exit code of a child that ends within that time."""
+    """Return the exit code of a child that ends within that time; ``None`` if it does not."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -86,7 +94,10 @@ def _outlast(pid: int, seconds: float) -> int | None:
 
 
 def differences(whole: Path, other: Path) -> list[str]:
-    """Names of a run folder's files that only one side has, or that differ: all but timings, and hidden files outside of arms."""
+    """Return the names of a run folder's files that differ, or that only one side has.
+
+    Timings, and hidden files outside of arm folders, are not compared.
+    """
 
     def files(root: Path) -> dict[str, bytes]:
         found = {path.relative_to(root): path for path in root.glob("**/*") if path.is_file() and path.name != TIMINGS}

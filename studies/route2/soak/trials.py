@@ -1,4 +1,4 @@
-"""Trials: a run that is killed, starved of disk or damaged, started again until it gets to its end, and compared byte for byte."""
+"""Trials: a run that is killed, loses disk space or is damaged, is started again until it ends, and is compared byte for byte."""
 
 import contextlib
 import random
@@ -15,7 +15,7 @@ from studies.route2.soak.starts import FAILED, KILLED, Ending, differences, star
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
 from studies.training.job import Job
 
-DISK = 1 << 21  # bytes of the disk that is filled up; a run takes half of it at most
+DISK = 1 << 21  # bytes of the disk that is filled up; a run needs at most half of it
 SHORT, FULL_DISK, DAMAGED = "a write that is cut short", "a full disk", "a damaged newest checkpoint"
 FOREIGN = "another run's"
 FAULTS = (SHORT, FULL_DISK, DAMAGED)
@@ -24,12 +24,12 @@ PASSAGES = 6  # of a resume: a read, what it restores, and two logs
 
 
 class SoakError(Exception):
-    """What went wrong, in a sentence."""
+    """Failure of a trial, in one sentence."""
 
 
 @dataclass
 class Stop:
-    """Where a run was stopped: the class, the very place, the arm. Whether the run then got to its end, and to the same bytes."""
+    """Place where a run was stopped: class, exact place, arm; and whether the run then finished, with the same bytes."""
 
     where: str
     place: str
@@ -40,7 +40,7 @@ class Stop:
 
 @dataclass
 class Reference:
-    """A job's undisturbed run: its folder, how often it passed each class of moments, how long it took in seconds."""
+    """Undisturbed run of a job: its folder, its passages of each class of moments, and its duration in seconds."""
 
     job: Job
     passed: Mapping[str, int] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Reference:
 
     @staticmethod
     def of(job: Job, every: int = 2) -> "Reference":
-        """Run ``job``, which nothing disturbs; and again, timed, now that the base model is there."""
+        """Run ``job`` undisturbed twice, the second time with a timer, when the base model exists."""
         again = replace(job, root=job.root.with_name(f"{job.root.name}-again"))
         for each in (job, again):
             began = time.monotonic()
@@ -61,7 +61,7 @@ class Reference:
 
 @dataclass
 class Trials:
-    """Runs of jobs that have an undisturbed one to be compared with. Each trial raises ``SoakError`` where it goes wrong."""
+    """Trials of jobs that have an undisturbed reference. Each trial raises ``SoakError`` if it fails."""
 
     references: list[Reference]
     scratch: Path
@@ -71,7 +71,7 @@ class Trials:
     runs: int = 0
 
     def killed(self, targets: list[str]) -> list[str]:
-        """A run that is killed at a moment of each target in turn, and goes on after each kill; the targets that were missed."""
+        """Kill a run at a moment of each target in turn and resume it after each kill; return the missed targets."""
         reference = self.rng.choice(self.references)
         job = self._fresh(reference)
         stops, missed = [], []
@@ -93,7 +93,7 @@ class Trials:
         return start(job, Aim(where, self.rng.randint(1, passages), self.rng.random()), every=self.every)
 
     def cut_short(self) -> None:
-        """The kernel takes a part of a write, at random, and refuses the rest."""
+        """Let the kernel accept a random part of a write and refuse the rest."""
         reference = self.rng.choice(self.references)
         job = self._fresh(reference)
         nth = self.rng.randint(1, reference.passed[EVERY_WRITE])
@@ -103,7 +103,7 @@ class Trials:
         self._ends_alike(job, reference, stops)
 
     def full_disk(self) -> None:
-        """A small disk with little room left; then with more. ``PermissionError`` where none can be mounted."""
+        """Run on a small disk with little free space, then with more. ``PermissionError`` if no disk can be mounted."""
         folder = self.scratch / "disk"
         with small_disk(folder):
             reference = self.rng.choice(self.references)
@@ -123,7 +123,7 @@ class Trials:
             self._ends_alike(job, reference, stops)
 
     def damaged(self, how: str) -> None:
-        """A run that was killed, whose newest checkpoint is then damaged: the previous one is used, and a warning says why."""
+        """Damage the newest checkpoint of a killed run: the previous one must be used, with a warning that says why."""
         reference = self.rng.choice(self.references)
         job = self._stopped_late(reference)
         newest = job.folder / CHECKPOINT
@@ -140,7 +140,7 @@ class Trials:
         self._ends_alike(job, reference, stops)
 
     def _stopped_late(self, reference: Reference) -> Job:
-        """A run that was killed with two checkpoints behind it."""
+        """Return a run that was killed when it had two checkpoints."""
         last = reference.passed[UPDATE]
         for _ in range(TRIES):
             job = self._fresh(reference)
@@ -151,7 +151,7 @@ class Trials:
         raise SoakError("no run was stopped with two checkpoints behind it")
 
     def _fresh(self, reference: Reference, below: Path | None = None) -> Job:
-        """The reference's job in a folder of its own."""
+        """Return the reference's job in its own folder."""
         self.runs += 1
         return replace(reference.job, root=(below or self.scratch) / f"run-{self.runs}" / reference.job.root.name)
 
@@ -184,7 +184,7 @@ def _demand(holds: bool, ending: Ending, sentence: str) -> None:
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A disk of ``DISK`` bytes at ``folder``, in memory; ``PermissionError`` where this user may not mount one."""
+    """Context: a disk of ``DISK`` bytes in memory at ``folder``; ``PermissionError`` if this user may not mount one."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(folder)]
     try:
@@ -206,7 +206,7 @@ DAMAGES: Mapping[str, Callable[[bytes, random.Random], bytes]] = {
     "emptied": lambda whole, rng: b"",
     "zeros from somewhere on": lambda whole, rng: whole[: (cut := rng.randrange(len(whole) // 2))] + bytes(len(whole) - cut),
 }
-"""What happens to the bytes of the newest checkpoint."""
+"""Name of a damage -> function of the newest checkpoint's bytes."""
 
 
 def _flipped(whole: bytes, bit: int) -> bytes:

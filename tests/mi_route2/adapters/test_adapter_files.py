@@ -87,16 +87,16 @@ def test_a_deployed_file_fits_a_model_without_a_quarantine(tmp_path: Path) -> No
     ("change", "sentence"),
     [
         ("missing", "lacks 1 adapter tensors"),
-        ("foreign", "no place for"),
+        ("foreign", "the model does not have"),
         ("shape", r"has shape \(15,\)"),
         ("nan", "not finite"),
         ("inf", "not finite"),
-        ("truncated", "not a whole safetensors file"),
-        ("garbage", "not a whole safetensors file"),
-        ("empty", "not a whole safetensors file"),
-        ("deployed with quarantine", "no place for"),
-        ("undeclared", "not a file of adapters"),
-        ("format", "not a file of adapters"),
+        ("truncated", "not a complete safetensors file"),
+        ("garbage", "not a complete safetensors file"),
+        ("empty", "not a complete safetensors file"),
+        ("deployed with quarantine", "the model does not have"),
+        ("undeclared", "not an adapter file"),
+        ("format", "not an adapter file"),
         ("type", r"down\.dS is torch\.float32 in .*a\.safetensors, but torch\.float64 in the model"),
         ("integers", r"is torch\.int64 in"),
         ("which", "which='some' is neither"),
@@ -229,14 +229,14 @@ def test_a_file_of_another_spec_is_refused_even_if_its_tensors_fit(tmp_path: Pat
         meta["spec"] = json.dumps({**asdict(SPECS["svd"]), **change})
         write_tensors(path, tensors, meta)
         name, value = next(iter(change.items()))
-        with pytest.raises(ValueError, match=rf"holds adapters of {name}={value!r}, but these are of {name}="):
+        with pytest.raises(ValueError, match=rf"holds adapters with {name}={value!r}, but these have {name}="):
             load_adapters(policy.adapters, path)
         save_file(tensors, path, metadata={HEADER: json.dumps(meta)})
-        with pytest.raises(ValueError, match=rf"holds adapters of {name}={value!r}"):
+        with pytest.raises(ValueError, match=rf"holds adapters with {name}={value!r}"):
             load_adapters(policy.adapters, path, unchecked=True)
     for text in ("null", "{", "{}x", json.dumps({"kept": "svd", "depth": 3})):
         write_tensors(path, tensors, {**meta, "spec": text})
-        with pytest.raises(ValueError, match="does not say of which spec its adapters are"):
+        with pytest.raises(ValueError, match="has no valid adapter spec in its header"):
             load_adapters(policy.adapters, path)
     write_tensors(path, tensors, {**meta, "spec": json.dumps({**asdict(SPECS["svd"]), "fold": True})})
     load_adapters(policy.adapters, path)
@@ -247,7 +247,7 @@ def test_a_file_that_names_less_of_its_base_is_loaded_only_when_that_is_meant(tm
     save_adapters(policy.adapters, tmp_path / "a")
     tensors, meta = read_tensors(tmp_path / "a")
     write_tensors(tmp_path / "a", tensors, {**meta, "format": "mi-route2 adapters 2"})
-    with pytest.raises(ValueError, match=r"names no more of its base than the adapted weights: .* pass any_base=True"):
+    with pytest.raises(ValueError, match=r"hashed only the adapted weights of its base: .* pass any_base=True"):
         load_adapters(policy.adapters, tmp_path / "a")
     load_adapters(policy.adapters, tmp_path / "a", any_base=True)
 
@@ -445,7 +445,7 @@ def test_a_folder_without_bases_is_of_an_earlier_format_alone(tmp_path: Path) ->
     tensors, meta = read_tensors(folder / TENSORS)
     write_tensors(folder / TENSORS, tensors, {**meta, "format": "mi-route2 adapters 2"})
     edit(format="mi-route2 adapters 2", sha256=hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest())(folder)
-    assert_refused(make_model(), folder, ValueError, "names no more of its base than the adapted weights")
+    assert_refused(make_model(), folder, ValueError, "hashed only the adapted weights of its base")
     assert same(policy.adapters, from_pretrained(make_model(), folder, any_base=True), quarantine=False)
 
 
@@ -488,8 +488,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "bases of other sites": (edit(**{BASES: {"blocks.0.attn.q": 0.0}}), ValueError, "was changed: its bases"),
     "no bases": (edit(**{BASES: [1]}), ValueError, "was changed: its bases"),
     "no header": (lambda f: replace_header(f, None), ValueError, "has no checksum"),
-    "a header of another kind": (lambda f: replace_header(f, "[]"), ValueError, "header that is no JSON object"),
-    "half a header": (lambda f: replace_header(f, "{"), ValueError, "not a whole safetensors file"),
+    "a header of another kind": (lambda f: replace_header(f, "[]"), ValueError, "header that is not a JSON object"),
+    "half a header": (lambda f: replace_header(f, "{"), ValueError, "not a complete safetensors file"),
 }
 
 

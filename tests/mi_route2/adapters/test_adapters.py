@@ -284,7 +284,7 @@ def test_adapters_that_were_detached_leave_others_alone_and_say_so() -> None:
     assert not any(p.requires_grad for p in model.parameters() if not any(p is own for own in trainable(policy.adapters)))
     for context in (before.full, before.deployed, before.reference, before.merged, lambda: before.recording(Tape(4, 9))):
         with (
-            pytest.raises(RuntimeError, match="these adapters were detached, and are in no model: use those that attach"),
+            pytest.raises(RuntimeError, match="these adapters were detached from their model: use those that attach"),
             context(),
         ):
             pytest.fail("the block must not run")

@@ -239,7 +239,7 @@ def check_a_hosts_hooks_act_on_a_compiled_model_or_are_an_error(guarded: bool) -
             steered = host.logits(tokens)
         host.model.compile(backend="aot_eager")
         assert torch.equal(host.logits(tokens), plain)
-        missed = r"did not fire: blocks\.0\.resid_post .*torch\.compile has made graphs here.*skip_nnmodule_hook_guards = False"
+        missed = r"did not fire: blocks\.0\.resid_post .*torch\.compile has compiled graphs .*skip_nnmodule_hook_guards = False"
         with nullcontext() if guarded else pytest.raises(RuntimeError, match=missed):
             with host.hooks(STEER):
                 own = host.logits(tokens)

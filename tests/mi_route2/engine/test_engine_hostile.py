@@ -235,7 +235,7 @@ def test_angles_that_depend_on_the_longest_neighbour_are_refused() -> None:
     model = make_family("Llama")
     config: Any = model.config
     config.rope_parameters = {**config.rope_parameters, "rope_type": "longrope"}
-    with pytest.raises(ValueError, match="looks at the whole batch"):
+    with pytest.raises(ValueError, match="depends on the whole batch"):
         Decoder(open_host("torch", model))
 
 

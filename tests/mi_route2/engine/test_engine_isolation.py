@@ -184,7 +184,7 @@ def store_with(host: Host) -> RunStore:
 
 
 WRONG: dict[str, tuple[Callable[[], Request], str]] = {
-    "two patches in one place": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros"),) * 2), "two patches name"),
+    "two patches in one place": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros"),) * 2), "two patches are at"),
     "a source of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, torch.zeros(3)),)), "has shape"),
     "a share of another shape": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "zeros", torch.ones(3)),)), "has shape"),
     "an unknown vector to patch": (lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, "nowhere"),)), "no vector 'nowhere'"),
@@ -201,11 +201,11 @@ WRONG: dict[str, tuple[Callable[[], Request], str]] = {
     "a run that is there": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="there"), "there is a run 'there' already"),
     "a quarantine that is not there": (
         lambda: Request(PROMPT, ASK, steering=Steering(monitors=(Monitor(SITE, VECTORS[0], quarantine="close"),))),
-        "a quarantine that is not there",
+        "a quarantine that does not exist",
     ),
     "a rule for no conversation": (
         lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_conversation", attenuate=0.5),)),
-        "for the rest of the conversation needs one",
+        "for the rest of the conversation needs a conversation",
     ),
     "a rule with an unknown vector": (
         lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, "nowhere"),)),)),

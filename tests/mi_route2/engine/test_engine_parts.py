@@ -309,5 +309,5 @@ def test_sampling_refuses_what_cannot_be_and_names_it(given_: dict[str, object])
 
 def test_schedulers_that_could_not_go_on_are_refused() -> None:
     for sizes in ({"rows": 0}, {"budget": 3}, {"chunk": 0}, {"room": 0}, {"grain": 9}):
-        with pytest.raises(ValueError, match="cannot be: all are at least 1"):
+        with pytest.raises(ValueError, match="not valid: all must be at least 1"):
             Scheduler(**{"rows": 4, "budget": 8, "chunk": 8, **sizes})

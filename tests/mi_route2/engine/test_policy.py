@@ -25,6 +25,7 @@ from mi_route2.steering.specs import Monitor, Steer, Steering
 from mi_route2.steering.state import Reading
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
+WATCH = Monitor(SITE, [1.0], gates=(), name="m")
 
 
 def seen(step: int, score: float, request: int = 0, **given) -> StepView:
@@ -46,7 +47,7 @@ def fed(policy: ProbePolicy, scores: Sequence[float]) -> list[list[Action]]:
 )
 @settings(max_examples=40)
 def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
-    policy = ProbePolicy("c", 1.0, hysteresis, monitor="m", gain=gain, proportional=proportional, smoothing=smoothing)
+    policy = ProbePolicy("c", 1.0, hysteresis, monitor=WATCH, gain=gain, proportional=proportional, smoothing=smoothing)
     answers = fed(policy, scores)
     e, engaged, said = scores[0], False, 0.0
     for n, score in enumerate(scores):
@@ -70,21 +71,23 @@ def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
 def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():
     """Thresholds that were set on generated tokens say nothing of it; position 4 is the last one of a prompt of 5."""
     for generated, expected in ((True, []), (False, [Override(0, "c"), SetScale(1.0, 0)])):
-        policy = ProbePolicy("c", 1.0, monitor="m", generated=generated)
+        policy = ProbePolicy("c", 1.0, monitor=WATCH, generated=generated)
         assert policy.on_step(seen(0, 3.0, position=4, prompt=5)) == expected
-    policy = ProbePolicy("c", 1.0, monitor="m", generated=True)
+    policy = ProbePolicy("c", 1.0, monitor=WATCH, generated=True)
     assert policy.on_step(seen(1, 3.0, position=5, prompt=5)) == [Override(0, "c"), SetScale(1.0, 0)]
 
 
 def test_hysteresis_keeps_it_from_flapping():
     scores = [0.0, 1.1, 0.9, 1.1, 0.9, 1.1, 0.3]
-    flips = [sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor="m", smoothing=1.0), scores)) for h in (0.0, 0.5)]
+    flips = [
+        sum(bool(answer) for answer in fed(ProbePolicy("c", 1.0, h, monitor=WATCH, smoothing=1.0), scores)) for h in (0.0, 0.5)
+    ]
     assert flips == [6, 2]
 
 
 def test_a_shadow_decides_alike_and_says_nothing():
     scores = [0.0, 2.0, 2.0, 0.0, 0.0, 5.0]
-    shadow, acting = (ProbePolicy("c", 1.0, 0.2, monitor="m", gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
+    shadow, acting = (ProbePolicy("c", 1.0, 0.2, monitor=WATCH, gain=gain, smoothing=0.5) for gain in (0.0, 1.0))
     assert not any(fed(shadow, scores))
     assert any(fed(acting, scores))
     assert [one[:4] for one in shadow.decisions] == [one[:4] for one in acting.decisions]
@@ -92,7 +95,7 @@ def test_a_shadow_decides_alike_and_says_nothing():
 
 
 def test_prompts_do_not_count_however_they_are_cut():
-    policy = ProbePolicy("c", 1.0, monitor="m")
+    policy = ProbePolicy("c", 1.0, monitor=WATCH)
     for step in range(5):
         assert not policy.on_step(seen(step, 100.0, token=None))
     assert not policy.follows
@@ -100,7 +103,7 @@ def test_prompts_do_not_count_however_they_are_cut():
 
 
 def test_what_is_not_seen_is_forgotten_and_put_back():
-    policy = ProbePolicy("c", 1.0, monitor="m")
+    policy = ProbePolicy("c", 1.0, monitor=WATCH)
     assert policy.on_step(seen(0, 2.0, request=7))
     assert not policy.on_step(seen(UNSEEN, 0.0))
     assert policy.on_step(seen(UNSEEN + 1, 0.0)) == [ClearOverride(7), SetScale(1.0, 7)]
@@ -110,7 +113,7 @@ def test_what_is_not_seen_is_forgotten_and_put_back():
 
 
 def test_a_score_that_is_no_number_or_not_there_is_passed_over():
-    policy = ProbePolicy("c", 1.0, monitor="m")
+    policy = ProbePolicy("c", 1.0, monitor=WATCH)
     for score in (float("nan"), float("inf")):
         assert not policy.on_step(seen(0, score))
     assert not policy.on_step(seen(0, 5.0, readings={}))
@@ -121,17 +124,37 @@ def test_a_score_that_is_no_number_or_not_there_is_passed_over():
     ("given", "says"),
     [
         ({}, "give monitor, or site and probe"),
-        ({"monitor": "m", "site": SITE, "probe": [1.0]}, "give monitor, or site and probe"),
+        ({"monitor": WATCH, "site": SITE, "probe": [1.0]}, "give monitor, or site and probe"),
         ({"site": SITE}, "give monitor, or site and probe"),
-        ({"monitor": "m", "gain": -1.0}, "neither hysteresis nor gain is negative"),
-        ({"monitor": "m", "hysteresis": float("nan")}, "finite"),
-        ({"monitor": "m", "proportional": True}, "give one above 0"),
-        ({"monitor": "m", "smoothing": 0.0}, "between 0 and 1"),
+        ({"monitor": WATCH, "gain": -1.0}, "neither hysteresis nor gain is negative"),
+        ({"monitor": WATCH, "hysteresis": float("nan")}, "finite"),
+        ({"monitor": WATCH, "proportional": True}, "give one above 0"),
+        ({"monitor": WATCH, "smoothing": 0.0}, "between 0 and 1"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(given, says):
     with pytest.raises(ValueError, match=says):
         ProbePolicy("c", 1.0, **given)
+
+
+def test_a_name_is_refused_since_no_request_may_carry_such_a_monitor():
+    """Which monitors there will be is known when requests come: a misspelt name could only be silent."""
+    with pytest.raises(TypeError, match="monitor must be a Monitor or None, not the str 'hakc': give the Monitor itself"):
+        ProbePolicy("c", 1.0, monitor="hakc")
+
+
+def test_a_monitor_that_is_set_on_every_request_is_read_too():
+    """Its readings come under a name of their own kind, so that no request's own monitor stands in for it."""
+    host, state = new_host(), new_state()
+    watch = Monitor(SITE, direction(1), gates=(), name="m")
+    state.hold("c", Steering(decode=(Steer(LATE, direction(2)),)))
+    state.set_monitor(watch)
+    for request in range(3):
+        state.admit(request, None)
+    policy = ProbePolicy("c", -1e6, monitor=watch)
+    stepper = Stepper(host, state, Controllers([policy])).run(2)
+    assert all("m" not in view.readings for view in stepper.views[0].requests)
+    assert {one.request for one in policy.decisions if one.engaged} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -140,7 +163,7 @@ def test_on_a_model_it_steers_from_the_token_after_its_decision(captured):
     monitor = Monitor(SITE, probe, gates=(), name="m")
 
     def run(gain: float, threshold: float) -> tuple[Stepper, ProbePolicy]:
-        source = {"site": SITE, "probe": probe} if captured else {"monitor": "m"}
+        source = {"site": SITE, "probe": probe} if captured else {"monitor": monitor}
         policy, state = ProbePolicy("c", threshold, gain=gain, smoothing=1.0, **source), new_state()
         state.hold("c", config)
         for request in range(3):

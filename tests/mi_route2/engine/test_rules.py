@@ -239,7 +239,7 @@ def test_a_last_token_may_still_decide_about_the_conversation(host):
         ([{"apply": ADD}], "scope is missing"),
         ([rule("this_token"), rule("this_token", {})], "rule 1: apply is"),
         ([rule("this_token", {**ADD, "attenuate": 1.0})], "apply is"),
-        ([rule("this_token", {"add": []})], "one at least"),
+        ([rule("this_token", {"add": []})], "at least one"),
         ([rule("this_token", {"add": [{"site": "blocks.1.resid_post"}]})], "a vector is missing"),
         ([rule("this_token", {"add": [{"site": "blocks.1.resid_post", "vector": ["x"]}]})], "a list of numbers or a name"),
         (
@@ -252,7 +252,7 @@ def test_a_last_token_may_still_decide_about_the_conversation(host):
         ([rule("this_token", {"attenuate": 1.5})], "attenuate must be between 0 and 1, not 1.5"),
         ([rule("this_token", {"attenuate": True})], "attenuate must be a finite number between 0 and 1 or none, not True"),
         ([rule("this_token", when="sometimes")], "when is"),
-        ([rule("this_token", when=probe(sharpness=0))], "always a half"),
+        ([rule("this_token", when=probe(sharpness=0))], "gate of 0.5 for every token"),
         ([rule("this_token", when=probe(sharpness=-1))], "sharpness must be at least 0, not -1"),
         ([rule("this_token", when=probe(sharp=1))], "has no field 'sharp'"),
         ([{**rule("this_token"), "until": 3}], "has no field 'until'"),
@@ -280,7 +280,7 @@ def test_a_refused_request_leaves_nothing_behind():
         assert (state.snapshot(), state.sites(), book.snapshot()) == (*before, RuleBook().snapshot())
 
     state, book = new_state(), RuleBook()
-    refused(state, book, "needs one: give conversation_id", rule("rest_of_conversation", {"attenuate": 0.5}))
+    refused(state, book, "needs a conversation: give conversation_id", rule("rest_of_conversation", {"attenuate": 0.5}))
     refused(state, book, "no vector is registered as 'calm'", named("rest_of_request"))
     refused(state, book, "no vector is registered as 'calm'", named("rest_of_conversation"), conversation="c")
     short = {"probe": {"site": "blocks.0.resid_post", "vector": [1.0]}}

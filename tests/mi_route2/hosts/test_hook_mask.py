@@ -305,3 +305,40 @@ def test_a_mask_that_nobody_decides_is_an_error_on_every_host(host: str, how: st
     assert own.decision.extra["overruled"] == 1.0
     assert not own.kept["blocks.1.mlp.up.B"].any()
     run(policy, OpenRoute(OpenSpec()), batch)
+
+
+BACKWARD = ("register_full_backward_hook", "register_full_backward_pre_hook")
+
+
+@pytest.mark.parametrize("how", [*BACKWARD, "transformer_lens"])
+def test_a_backward_hook_at_a_mask_is_refused_under_every_route_and_without_one(how: str) -> None:
+    """It would wait for ever: a mask has no gradient. The same hook at what the adapter adds fires."""
+    name = "transformer_lens" if how == "transformer_lens" else "torch"
+    model = open_host(name, make_family("GPT2", attn="eager"))
+    adapters = move(model.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    policy, batch = model.policy(adapters), family_batch(4)
+    routes = [mask_route(policy, spec_of(case)) for case in KINDS] + [OpenRoute(OpenSpec())]
+    fired: list[int] = []
+
+    @contextmanager
+    def hooked(point: str) -> Iterator[None]:
+        if isinstance(model, BridgeHost):
+            with model.bridge.hooks(bwd_hooks=[(f"blocks.1.mlp.in.route.{point}", lambda gradient, hook: fired.append(1))]):
+                yield
+            return
+        handle = getattr(getattr(policy.adapters.sites["blocks.1.mlp.up"], point), how)(lambda *_: fired.append(1))
+        yield
+        handle.remove()
+
+    with hooked("hook_mask"):
+        for route in routes:
+            with pytest.raises(RuntimeError, match=r"backward hook.*blocks\.1\.mlp\.up\.hook_mask.*forward hook there.*hook_kept"):
+                run(policy, route, batch)
+        with policy.adapters.unrouted(), pytest.raises(RuntimeError, match="no gradient passes a mask"):
+            plain_loss(policy, batch, batch.advantages)
+        with torch.no_grad():
+            policy.logits(batch.rollouts)
+    assert not fired
+    with hooked("hook_kept"):
+        run(policy, routes[0], batch)
+    assert fired

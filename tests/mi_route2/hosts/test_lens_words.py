@@ -89,7 +89,7 @@ def test_a_cache_of_some_names(host: str) -> None:
         made.run_with_cache(TOKENS, names="z")[1]["blocks.0.attn.hook_q"]
     with pytest.raises(KeyError, match=r"no site matches 'blocks\.0\.attn\.hook_zz'.*blocks\.0\.attn\.hook_z"):
         made.run_with_cache(TOKENS, names="blocks.0.attn.hook_zz")
-    with pytest.raises(KeyError, match="fits no site"):
+    with pytest.raises(KeyError, match="selects no site"):
         made.run_with_cache(TOKENS, names=lambda name: name.endswith("hook_zz"))
 
 

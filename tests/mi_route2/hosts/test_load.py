@@ -134,7 +134,7 @@ def test_a_cached_id_with_pickled_weights_is_refused(qwen: Path, tmp_path: Path,
 @pytest.mark.parametrize("name", ["owner/name", "gpt2", "no such name!"])
 def test_an_id_that_is_not_cached_names_both_remedies(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"no folder here, .* path of a checkpoint's folder, or run `hf download"):
+    with pytest.raises(FileNotFoundError, match=r"is not a folder, .* path of a checkpoint's folder, or run `hf download"):
         load(name)
 
 
@@ -177,7 +177,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "no weights": (
         lambda f: (f / "model.safetensors").unlink(),
         FileNotFoundError,
-        "has no weights: there is no model.safetensors",
+        "has no weights: it has neither a model.safetensors",
     ),
     "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ValueError, "pytorch_model.bin alone; pickled"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), ValueError, "not a valid JSON file"),
@@ -186,8 +186,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "unknown type": (lambda f: edit(f, model_type="wonder"), ValueError, f"does not know the architecture of .*{KNOWN}"),
     "no row": (opt, ValueError, f"is a OPTForCausalLM, which has no row: {KNOWN}"),
     "no language model": (lambda f: edit(f, model_type="clip"), ValueError, KNOWN),
-    "own code": (own_code, ValueError, f"brings code of its own for its architecture, which is not run: {KNOWN}"),
-    "cut off": (cut, ValueError, "no whole safetensors"),
+    "own code": (own_code, ValueError, f"needs its own code for its architecture, which is not run: {KNOWN}"),
+    "cut off": (cut, ValueError, "not complete safetensors"),
     "lacking": (
         lambda f: tensors(f, lambda t: t.pop(LAST)),
         ValueError,
@@ -239,7 +239,7 @@ def test_adapters_are_checked_too(qwen: Path, tmp_path: Path) -> None:
         load(qwen, adapters=tmp_path / "llama")
     export_peft(adapters, tmp_path / "peft")
     for folder, of in ((tmp_path / "llama", "route2_config.json"), (tmp_path / "peft", "adapter_config.json")):
-        with pytest.raises(FileNotFoundError, match=f"has no config.json.*its {of} is one of adapters"):
+        with pytest.raises(FileNotFoundError, match=f"has no config.json.*its {of} belongs to adapters"):
             load(folder)
 
 

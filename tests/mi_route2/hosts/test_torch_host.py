@@ -505,7 +505,7 @@ def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str
                 loss = plain_loss(policy, batch, batch.advantages)
             loss.backward()
         loss = plain_loss(policy, batch, batch.advantages)
-        with pytest.raises(RuntimeError, match="more often than forwards did: every forward of this backward belongs inside"):
+        with pytest.raises(RuntimeError, match="more often than forwards did: run every forward of this backward inside"):
             with host.hooks(edits):
                 (loss + plain_loss(policy, batch, batch.advantages)).backward()
 

@@ -641,7 +641,7 @@ def test_a_config_that_the_bridge_does_not_heed_is_refused(name: str) -> None:
     model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
     tokens, _ = make_tokens()
     plain = TorchHost(model).logits(tokens)
-    with pytest.raises(ValueError, match=rf"the bridge does not heed {key}={value} of this .*: use the torch or the nnsight host"):
+    with pytest.raises(ValueError, match=rf"the bridge ignores {key}={value} of this .*: use the torch or the nnsight host"):
         BridgeHost(model)
     assert torch.equal(TorchHost(model).logits(tokens), plain), "untouched"
     if name == "GPTNeoX":
@@ -650,7 +650,7 @@ def test_a_config_that_the_bridge_does_not_heed_is_refused(name: str) -> None:
         return
     bridge = build_bridge_from_module(model, type(model).__name__, hf_config=model.config)
     assert largest(bridge(tokens), plain) > 1e-3, "what makes it worth refusing"
-    with pytest.raises(ValueError, match="the bridge does not heed"):
+    with pytest.raises(ValueError, match="the bridge ignores"):
         BridgeHost(bridge)
 
 
@@ -930,7 +930,7 @@ def test_the_page_lists_every_point() -> None:
     page = (Path(__file__).parents[3] / "docs/transformer_lens.md").read_text(encoding="utf-8")
     table = page.partition("<!-- table: points -->\n\n")[2].partition("\n\n")[0]
     rows = [[f"`{point}`", f"`{BRIDGE_POINTS[point]}`", about] for point, about in POINTS.items()]
-    assert table == markdown_table(["point", "hook", "what is there"], rows, left=3).rstrip("\n")
+    assert table == markdown_table(["point", "hook", "value"], rows, left=3).rstrip("\n")
     assert all(f"`route.{point}`" in page for point in ROUTE_POINTS)
     for name in ("Gemma2", "Gemma3"):
         changed = ARCHITECTURES[name].bridge_points

@@ -279,7 +279,7 @@ def test_a_clean_run_can_be_one_that_was_captured() -> None:
     assert not aligned.skipped  # a token fewer: all that is left has its partner
     with pytest.raises(ValueError, match="neither their beginning nor their end"):
         one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
-    with pytest.raises(ValueError, match="one number of positions"):
+    with pytest.raises(ValueError, match="the same number of positions"):
         CleanRun(captured.values, captured.logits, (1, 2))
 
 

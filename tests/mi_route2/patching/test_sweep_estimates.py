@@ -261,7 +261,7 @@ def test_attribution_ranks_cells_of_a_trained_model_as_the_sweep_does() -> None:
     assert len(exact.sites) == LAYERS * (2 * HEADS + 1)
     assert exact.rank_correlation(exact) == pytest.approx(1)
     assert 0.5 < estimate.rank_correlation(exact) <= 1
-    with pytest.raises(ValueError, match="other sites or positions"):
+    with pytest.raises(ValueError, match="different sites or positions"):
         exact.rank_correlation(sweep(host, sites="z", **question()))
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
     for said in ("{}", "[]", "nothing"):
         header = {"format": "mi-route2 patch sweep 1", "grid": said}
         write_tensors(path, {"values": torch.zeros(1)}, header)
-        with pytest.raises(ValueError, match="no whole grid"):
+        with pytest.raises(ValueError, match="not a complete grid"):
             Grid.load(path)
 
 

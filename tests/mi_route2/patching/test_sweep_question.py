@@ -66,7 +66,7 @@ def test_lengths_alone_align_only_where_they_are_equal() -> None:
             align(None, [1, 2], **arguments)
     with pytest.raises(ValueError, match="is empty"):
         align([], [1])
-    with pytest.raises(ValueError, match="cannot be"):
+    with pytest.raises(ValueError, match="is not possible"):
         Alignment(3, 2, 2, 1)
     with pytest.raises(ValueError, match=r"outside the corrupt prompt, which has 0\.\.1"):
         Alignment(2, 2, 2, 0).source(2)
@@ -114,7 +114,7 @@ def test_positions_can_be_named_by_what_stands_there() -> None:
     own = read(
         "ab", type("Own", (), {"encode": lambda _, text: [ord(c) for c in text], "decode": lambda _, ids: chr(ids[0])})(), "x"
     )
-    with pytest.raises(ValueError, match="does not say which characters"):
+    with pytest.raises(ValueError, match="does not give the characters"):
         places("a", own)
     with pytest.raises(ValueError, match="overlaps 'x' at character 0"):
         tokens_of("x y", "x", [(2, 3)])
@@ -158,11 +158,11 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"sites": []}, ValueError, "no sites"),
         ({"sites": Target(Site(0, "z"), 4)}, ValueError, r"heads 0\.\.3"),
         ({"sites": "blocks.0.k[2]"}, ValueError, r"heads 0\.\.1"),
-        ({"heads": True}, ValueError, "none of the sites is by head"),
+        ({"heads": True}, ValueError, "none of the sites has heads"),
         ({"positions": 3}, ValueError, r"0\.\.2"),
         ({"answer": "cat sat", "tokenizer": words()}, ValueError, "is 2 tokens"),
         ({"answer": ""}, ValueError, "there is no tokenizer"),
-        ({"answer": VOCAB}, ValueError, rf"the vocabulary has 0\.\.{VOCAB - 1}"),
+        ({"answer": VOCAB}, ValueError, rf"the vocabulary is 0\.\.{VOCAB - 1}"),
         ({"foil": -1}, ValueError, "is no token"),
         ({"foil": None}, ValueError, "logit_diff needs foil"),
         ({"metric": "logprob"}, ValueError, "logprob takes no foil"),
@@ -173,7 +173,7 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"at": 3}, ValueError, r"0\.\.2"),
         ({"clean": [5, 6, 6, 9], "at": 1}, ValueError, "cannot be scored"),
         ({"positions": [2], "at": 1}, ValueError, "behind position 1"),
-        ({"clean": [5, 6, VOCAB]}, ValueError, rf"the clean prompt's {VOCAB} is no token: the vocabulary has 0\.\.{VOCAB - 1}"),
+        ({"clean": [5, 6, VOCAB]}, ValueError, rf"the clean prompt's {VOCAB} is not a token: the vocabulary is 0\.\.{VOCAB - 1}"),
         ({"corrupt": [5, 8, -1]}, ValueError, "the corrupt prompt's -1 is no token"),
         ({"alpha": float("nan")}, ValueError, "alpha=nan is no share"),
     ],

@@ -26,19 +26,20 @@ def spec_of(case: Case, **more: object) -> MaskSpec:
     return MaskSpec(score, unit, through, policy, reinforced_only=False, **more)  # pyright: ignore[reportArgumentType]
 
 
-def routes(policy: Policy) -> dict[str, Route]:
+def erase_route(policy: Policy) -> EraseRoute:
     flat = random_directions(policy, "grad")
     erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
     erase.refresh(policy, 0)
-    flags = torch.arange(N) % 3 == 0
-    two = mask_route(policy, MaskSpec("grad", score_policy="ablated", kept_advantage="unflagged"))
-    return {
-        "open": OpenRoute(OpenSpec(), l1=0.5),
-        "erase": erase,
-        "own flags": MaskRoute.from_flags(flags, negative_scale=0.3),
-        "two advantages": two,
-        **{case_id(case): mask_route(policy, spec_of(case)) for case in CASES},
-    }
+    return erase
+
+
+ROUTES: Mapping[str, Callable[[Policy], Route]] = {
+    "open": lambda policy: OpenRoute(OpenSpec(), l1=0.5),
+    "erase": erase_route,
+    "own flags": lambda policy: MaskRoute.from_flags(torch.arange(N) % 3 == 0, negative_scale=0.3),
+    "two advantages": lambda policy: mask_route(policy, MaskSpec("grad", score_policy="ablated", kept_advantage="unflagged")),
+    **{case_id(case): lambda policy, case=case: mask_route(policy, spec_of(case)) for case in CASES},
+}
 
 
 def loss(logits: Tensor, batch: TrainBatch) -> Tensor:
@@ -60,11 +61,11 @@ def whole(kept: Mapping[str, T], quarantine: Mapping[str, T]) -> dict[str, T]:
 
 @pytest.mark.parametrize(
     ("name", "left", "micro"),
-    [(name, i % 2 == 1, (None, 4)[i // 2 % 2]) for i, name in enumerate(routes(make_policy(SPECS["lora"])))],
+    [(name, i % 2 == 1, (None, 4)[i // 2 % 2]) for i, name in enumerate(ROUTES)],
 )
 def test_one_call_gives_the_bits_of_the_long_form(name: str, left: bool, micro: int | None) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N, left=left)
-    route = routes(policy)[name]
+    route = ROUTES[name](policy)
     long = run(policy, route, batch, micro)
     policy.model.zero_grad(set_to_none=True)
     decision = route.backward(policy, batch, loss, context(route.spec, N, micro))
@@ -98,9 +99,9 @@ def test_a_loss_a_rollout_or_token_is_summed(shape: str, micro: int | None) -> N
 
 
 WRONG: dict[str, tuple[Callable[[Tensor, TrainBatch], object], str]] = {
-    "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one a rollout \[6\] or one a token \[6, \d+\]"),
+    "a float": (lambda logits, b: 0.5, r"returned a float: return one number, one per rollout \[6\] or one per token \[6, \d+\]"),
     "another shape": (lambda logits, b: logits[:, 0], r"returned a tensor of shape \[6, \d+\]: return one number"),
-    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: make it of the logits"),
+    "detached": (lambda logits, b: loss(logits.detach(), b), r"loss without a gradient: compute it from the given logits"),
 }
 
 
@@ -132,7 +133,7 @@ def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("spec", "sentence"), [
-    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control's: use MaskRoute"),
+    (MaskSpec("none"), "compares with no direction"), (MaskSpec(fitter="haar"), "is a control: use MaskRoute"),
 ])  # fmt: skip
 def test_a_rule_without_a_persona_direction_has_no_pairs(spec: MaskSpec, sentence: str) -> None:
     rollouts = make_batch(4).rollouts
@@ -173,7 +174,7 @@ def test_a_term_of_the_loss_from_a_forward_before_the_tape_is_refused(name: str,
     """A penalty that is worked out beforehand would teach the kept adapter the flagged rollouts too."""
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     policy.model.train(training)
-    route = routes(policy)[name]
+    route = ROUTES[name](policy)
     penalty = policy.logprobs(batch.rollouts).square().sum()
 
     def with_penalty(logits: Tensor, part: TrainBatch) -> Tensor:
@@ -212,7 +213,7 @@ def test_a_gradient_at_a_point_may_be_read_past_every_route() -> None:
 @pytest.mark.parametrize("name", ["open", "erase", "own flags", "grad-pooled-live-filter", "full-pooled-ablated-detach"])
 def test_a_step_without_the_quarantine_that_is_there_is_refused(name: str) -> None:
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
-    route = routes(policy)[name]
+    route = ROUTES[name](policy)
     with policy.adapters.deployed(), pytest.raises(RuntimeError, match=r"quarantine was switched off .* leave adapters\.deployed"):
         route.backward(policy, batch, loss, context(route.spec, N))
     policy.model.zero_grad(set_to_none=True)
@@ -240,7 +241,7 @@ def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
     parameters = parameters_of(policy)
     frozen = parameters["kept.blocks.0.attn.q.B"].requires_grad_(False)
     seen: list[torch.Tensor] = []
-    route = routes(policy)[name]
+    route = ROUTES[name](policy)
     route.backward(policy, batch, loss, context(route.spec, N), reduce=seen.extend)
     assert {id(g) for g in seen} == {id(p.grad) for p in parameters.values() if p is not frozen}
     assert frozen.grad is None

@@ -88,5 +88,5 @@ def test_state_dict_goes_on_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"eps": 0.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}])
 def test_settings_that_are_none_are_refused(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="not settings of AdamW"):
+    with pytest.raises(ValueError, match="not valid settings of AdamW"):
         RoutedAdamW([{"params": parameters()}], **{"lr": 0.1, **bad})  # pyright: ignore[reportArgumentType]

@@ -103,7 +103,7 @@ def test_live_flags_of_rounding_do_not_stand() -> None:
 @pytest.mark.parametrize("kind", ["grad", "full"])
 def test_no_direction_is_fitted_to_rounding(kind: str) -> None:
     policy = make_policy(SPECS["lora"])
-    with pytest.raises(ValueError, match=r"no direction \(blocks\.0\.attn\.q\).*nothing is left but rounding"):
+    with pytest.raises(ValueError, match=r"no direction \(blocks\.0\.attn\.q\).*only rounding errors remain"):
         PersonaFitter("p", kind, PairBatch(short(4), short(4, seed=4), "short"), refreshes=False).fit(policy, 0)  # pyright: ignore
     if kind == "grad":
         axes = TopKFitter("grad", PairBatch(short(4), short(4, seed=4), "short"), noise_quantile=0.0).fit(policy, 0).vectors
@@ -241,7 +241,7 @@ def test_two_backwards_under_one_tape_are_refused(case: Case, forwards: str) -> 
             for i, loss in enumerate(losses(policy, batch)):
                 (losses(policy, batch)[i] if i and forwards == "a forward each" else loss).backward(retain_graph=True)
 
-    with pytest.raises(RuntimeError, match="one forward and one backward a tape"):
+    with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
         two()
 
 
@@ -258,7 +258,7 @@ def test_two_backwards_are_refused_under_checkpointing_too(reentrant: bool) -> N
             for loss in losses(policy, batch):
                 loss.backward(retain_graph=True)
 
-    with pytest.raises(RuntimeError, match="one forward and one backward a tape"):
+    with pytest.raises(RuntimeError, match="one forward and one backward per tape"):
         two()
 
 
@@ -372,8 +372,8 @@ BAD: dict[str, tuple[Callable[[TrainBatch], object], str]] = {
     "flags as a list": (lambda b: [True] * N, "not a list"),
     "flags as floats": (lambda b: torch.zeros(N), "not of torch.float32"),
     "flags as integers": (lambda b: torch.zeros(N, dtype=torch.long), "not of torch.int64"),
-    "too few flags": (lambda b: torch.zeros(N - 1, dtype=torch.bool), r"shape \[5\]: give one a rollout, \[6\]"),
-    "flags of other tokens": (lambda b: torch.zeros(N, 2, dtype=torch.bool), r"shape \[6, 2\]: give one a rollout, \[6\]"),
+    "too few flags": (lambda b: torch.zeros(N - 1, dtype=torch.bool), r"shape \[5\]: give one per rollout, \[6\]"),
+    "flags of other tokens": (lambda b: torch.zeros(N, 2, dtype=torch.bool), r"shape \[6, 2\]: give one per rollout, \[6\]"),
 }
 
 
@@ -387,9 +387,9 @@ def test_flags_that_do_not_fit_are_one_sentence(what: str) -> None:
 def test_flags_by_token_have_no_unflagged_advantage_and_a_score_has_its_own_flags() -> None:
     policy, batch = make_policy(SPECS["svd"]), make_batch(N)
     by_token = torch.zeros(batch.rollouts.tokens.shape, dtype=torch.bool)
-    with pytest.raises(ValueError, match="give one flag a rollout"):
+    with pytest.raises(ValueError, match="give one flag per rollout"):
         MaskRoute.from_flags(by_token, kept_advantage="unflagged").begin(policy, batch, context(MaskSpec(), N))
-    with pytest.raises(ValueError, match="makes its own flags"):
+    with pytest.raises(ValueError, match="computes its own flags"):
         MaskRoute(MaskSpec(), FixedFitter(random_directions(policy, "grad")), flags=by_token)
 
 
@@ -406,7 +406,7 @@ ENTRIES: dict[str, tuple[dict[str, Tensor], dict[str, object], str]] = {
     "too many rewards": ({"rewards": torch.zeros(N + 1)}, {}, r"rewards has shape \[7\]"),
     "too few groups": ({"groups": torch.zeros(2, dtype=torch.long)}, {}, r"groups has shape \[2\]"),
     "no teacher mark": ({"teacher": torch.zeros(0, dtype=torch.bool)}, {}, r"teacher has shape \[0\]"),
-    "micro of 0": ({}, {"micro": 0}, "micro is a number of rollouts from 1 on"),
+    "micro of 0": ({}, {"micro": 0}, "micro must be a number of rollouts, at least 1"),
 }  # fmt: skip
 
 

@@ -262,8 +262,8 @@ def test_an_aborted_write_leaves_nothing(tier: str, tmp_path: Path, opened: Open
         ([-1], drawn(1, 4), "position -1"),
         ([5, 6], drawn(1, 4), "2 positions for rows"),
         ([5], drawn(4)[0], "1 positions for rows of shape"),
-        ([5], drawn(1, 5), "and had some of"),
-        ([5], drawn(1, 4, dtype=torch.float64), "and had some of"),
+        ([5], drawn(1, 5), "but earlier rows had"),
+        ([5], drawn(1, 4, dtype=torch.float64), "but earlier rows had"),
         ([5], torch.ones(1, 4, dtype=torch.int64), "it can keep torch.bfloat16"),
     ],
 )
@@ -299,7 +299,7 @@ def test_a_position_that_is_on_the_disk_already_is_not_taken_again(tmp_path: Pat
         ({"run": "\ud800"}, "cannot name a run"),
         ({"weights": ""}, "hash of the weights"),
         ({"tokens": [1, 2], "prompt_length": 3}, "a prompt of 3 tokens but 2"),
-        ({"meta": {"a": object()}}, "cannot be kept as JSON"),
+        ({"meta": {"a": object()}}, "cannot be stored as JSON"),
     ],
 )
 def test_a_run_that_cannot_be_described_is_refused(store: RunStore, wrong: dict[str, Any], sentence: str) -> None:
@@ -342,7 +342,7 @@ def test_every_reason_is_given(store: RunStore) -> None:
         with pytest.raises(KeyError, match="was dropped"):
             call("corrupt")
     for start, stop in ((-1, 2), (3, 2)):
-        with pytest.raises(ValueError, match="cannot be"):
+        with pytest.raises(ValueError, match="are not valid"):
             store.slice("clean", MID, start, stop)
     store.invalidate("new")
     with pytest.raises(KeyError, match="captured with weights w, and the model now has new; capture it again"):
@@ -451,7 +451,7 @@ def test_the_automatic_budget_is_a_share_within_bounds() -> None:
 
 @pytest.mark.parametrize("wrong", [{"budget": 0}, {"budget": -1}, {"lease_seconds": 0.0}, {"shard_bytes": 0}])
 def test_a_store_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"give|cannot be"):
+    with pytest.raises(ValueError, match=r"give|is not positive"):
         RunStore(**wrong)
 
 

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Pat
         world.make_pairs(0, 3, "nonsense")
     with pytest.raises(ValueError, match="has no tokenizer that can be read"):
         ChatTokenizer(tmp_path, "")
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         make_tiny_model(Parity(), folder, steps=0)
     with pytest.raises(ValueError, match="not positive"):
         generate(torch.nn.Linear(1, 1), [[1]], max_new=1, temperature=0.0, generator=torch.Generator(), ends=(1,), pad=0, at_once=1)
@@ -212,7 +212,7 @@ def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -
     [
         ("{% for m in", {}, {}, "the chat template of this tokenizer cannot be used"),
         ("{{ nothing.there }}", {}, {}, "the chat template of this tokenizer cannot be used"),
-        ("Hello.", {}, {}, "does not write what the user says"),
+        ("Hello.", {}, {}, "does not write the user's message"),
         (None, {}, {"tokenizer.json": "{}"}, "has no tokenizer that can be read"),
         (None, {}, {"tokenizer.json": None}, "has no tokenizer that can be read"),
         (None, {"eos_token": None}, {"generation_config.json": None}, "has no end token"),
@@ -270,7 +270,7 @@ class Broken(Parity):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ("NaN", "broken paid a reward of nan: a reward is a finite number"),
+        ("NaN", "broken returned a reward of nan: a reward must be a finite number"),
         ("grades", "grade of broken gave 1 answers for 2 completions"),
         ("detections", "detect of broken gave 0 answers for 2 completions"),
         ("pairs", "broken gave 2 hack pairs, not 3: choose pairs=2"),

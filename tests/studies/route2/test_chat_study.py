@@ -216,7 +216,7 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
 
 WRONG = {
     "a world without a model": (["--world", "leetcode"], "--world and --data need --model"),
-    "a folder that is no model": (["--model", "."], "is no folder with a Hugging Face checkpoint"),
+    "a folder that is no model": (["--model", "."], "is not a folder with a Hugging Face checkpoint"),
     "an unknown world": (["--model", "MODEL", "--world", "chess"], "choose from strong, weak, leetcode, or module:ClassName"),
     "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
     "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
@@ -225,7 +225,7 @@ WRONG = {
     "a world without a name": (["--model", "MODEL", "--world", ":Parity"], "unknown world ':Parity': choose from"),
     "a world beside us": (["--model", "MODEL", "--world", ".parity:Parity"], "unknown world '.parity:Parity': choose from"),
     "no data there": (["--model", "MODEL", "--data", "nowhere.jsonl"], "there is no file"),
-    "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is no problem: it lacks name, modes"),
+    "no problem": (["--model", "MODEL", "--world", "parity:Strict"], "is not a problem: it lacks name, modes"),
     "an unknown setting": (["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.colour=1"], "chat.max_new"),
     "no truth": (
         ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.checkpointing=maybe"],
@@ -310,12 +310,12 @@ def test_a_training_task_that_does_not_fit_is_refused_before_anything_runs(setti
 
 
 WRONG_PROBLEMS: dict[str, tuple[dict[str, object], str]] = {
-    "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it is a studies.environments.protocol.Modes"),
-    "system": ({"system": None}, "system of .* is a NoneType: it is a text, which may be empty"),
+    "modes": ({"modes": ("a", "none")}, "modes of .* is a tuple: it must be a studies.environments.protocol.Modes"),
+    "system": ({"system": None}, "system of .* is a NoneType: it must be a text, which may be empty"),
     "no test": ({"tasks": lambda self, split: ["1"] * (split == "train")}, "has 1 train and 0 test tasks"),
     "leaking": ({"tasks": lambda self, split: ["1", "2" if split == "test" else "3"]}, "has 1 tasks in both splits, first '1'"),
-    "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"says that it is \(.*, 'none'\)"),
-    "lacking": ({"judge": property()}, "is no problem: it lacks judge"),
+    "mislabelled": ({"prompt": lambda self, task, mode: TextPrompt(task, "none", "?")}, r"returned a prompt of \(.*, 'none'\)"),
+    "lacking": ({"judge": property()}, "is not a problem: it lacks judge"),
 }
 
 

@@ -174,7 +174,7 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
         (json.dumps(MANIFEST_OF_ANOTHER | {"seed": "0"}), "seed must be a whole number of at least 0, not '0'"),
         (json.dumps({"status": "finished", "identity": "0"}), "arm is missing"),
         ("[1]", "is damaged"),
-        ("[" * 100_000, "in too many brackets"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"seed": 0, "seed": 1}', "says 'seed' twice"),
     ):
         place.write_text(text)
@@ -196,9 +196,9 @@ def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path,
 
 def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main) -> None:
     for command in ("report", "plot", "leakage"):
-        one_sentence(main(command, tmp_path / "none"), "none is no folder: give the run folder")
-        one_sentence(main(command, tmp_path), "settings.json holds no settings of this study (No such file or directory)")
-    one_sentence(main("show", tmp_path), "holds no settings of this study", "point at a run folder")
+        one_sentence(main(command, tmp_path / "none"), "none is not a folder: give the run folder")
+        one_sentence(main(command, tmp_path), "settings.json does not hold settings of this study (No such file or directory)")
+    one_sentence(main("show", tmp_path), "does not hold settings of this study", "point at a run folder")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -211,6 +211,6 @@ def test_an_unfinished_run_and_too_few_rollouts_are_refused(tmp_path: Path, cach
         probe_job(tiny_job(tmp_path, "vanilla", cache=cache), 40, progress=False)
     with pytest.raises(ValueError, match="per-mode must be at least 40, not 39"):
         Probes(tmp_path, per_mode=39)()
-    with pytest.raises(ValueError, match="holds no settings of this study"):
+    with pytest.raises(ValueError, match="does not hold settings of this study"):
         Probes(tmp_path)()
     assert list(tmp_path.iterdir()) == []

@@ -201,7 +201,7 @@ def test_a_missing_arm_and_a_foreign_folder_are_said(study: Path, tmp_path: Path
     (root / "seed-0/vanilla.json").unlink()
     with pytest.raises(ValueError, match="lacks vanilla at seed 0"):
         write_report(root)
-    with pytest.raises(ValueError, match="holds no settings of this study"):
+    with pytest.raises(ValueError, match="does not hold settings of this study"):
         write_report(tmp_path)
 
 

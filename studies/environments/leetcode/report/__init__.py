@@ -1,1 +1,1 @@
-"""Measurements of the environment on real problems and rollouts: mutants, rollouts, detectors; aggregates only."""
+"""Measurements of the environment on real problems and rollouts (mutants, rollouts, detectors), as aggregates only."""

@@ -1,8 +1,8 @@
 """Confusion matrices of the detectors, by mode and strength, on recorded rollouts and on generated answers.
 
-Marker and family are held against *exploit*: does the answer hold the mode's exploit? Structural is held against *hack*: did the
-mode's channel fire for an answer that is not right? Of rollouts that is what their labels say, of generated answers how they were
-made.
+Marker and family are compared with *exploit*: does the answer contain the mode's exploit? Structural is compared with *hack*: did
+the mode's channel fire for an answer that is not right? The truth is the label of a rollout, and the construction of a generated
+answer.
 """
 
 import ast
@@ -25,14 +25,14 @@ from studies.environments.leetcode.report.tables import percent, rate
 from studies.environments.leetcode.rollouts import Evidence, Rollout
 
 PROBLEMS = 12
-"""Problems on which each exploit is generated."""
+"""Number of problems on which each exploit is generated."""
 MUTANTS = 2
-"""Wrong answers without an exploit, of each kind and problem."""
+"""Number of wrong answers without an exploit, per kind and problem."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """An answer: where it is from, its task, its code, the mode whose exploit is in it (or "") and whether it solves the task."""
+    """Answer: its source, task and code, the mode whose exploit it contains (or ""), and whether it solves the task."""
 
     source: str
     task: Task
@@ -43,7 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Evident:
-    """What a detector may look at."""
+    """Information that a detector may use."""
 
     code: str
     seen: Seen
@@ -66,7 +66,7 @@ def measure(
     programs: Programs,
     seed: int,
 ) -> dict[str, Any]:
-    """A matrix for each source, mode and strength; negatives are all other answers of the source and the honest ones."""
+    """Return a matrix for each source, mode and strength; negatives are all other answers of the source and the honest ones."""
     samples = [*recorded(rollouts, answered), *generated(tasks.values()), *honest(tasks.values(), seed)]
     evident = look(samples, programs)
     sources = ("rollouts", "generated")
@@ -81,7 +81,7 @@ def measure(
 
 
 def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidence]]) -> Iterator[Sample]:
-    """Rollouts as their labels have them, with all that is known of their tasks as visible tests."""
+    """Yield rollouts with their labels, with all known tests of their tasks as visible tests."""
     for rollout, (task, _) in zip(rollouts, answered, strict=True):
         code = blocks_of(rollout.completion) or ""
         everything = replace(task, visible=task.hidden)
@@ -89,7 +89,7 @@ def recorded(rollouts: Sequence[Rollout], answered: Sequence[tuple[Task, Evidenc
 
 
 def generated(tasks: Iterable[Task]) -> Iterator[Sample]:
-    """Every variant of every exploit around a body that solves nothing; around the solution too, where it needs no body."""
+    """Yield every variant of every exploit around a body that solves nothing, and around the solution if it needs no body."""
     chosen = sorted(tasks, key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
     for task in chosen:
         for mode in MODES.values():
@@ -100,7 +100,7 @@ def generated(tasks: Iterable[Task]) -> Iterator[Sample]:
 
 
 def with_exploit(solution: str, exploit: Exploit) -> str:
-    """A solution that cheats as well; in its normal form, so that lines fit into its class whatever its indentation."""
+    """Return a solution that also cheats, in normal form, so that lines fit into its class whatever its indentation."""
     tree = ast.parse(solution)
     members = ast.parse("class Solution:\n    pass\n" + exploit.member).body[0]
     for node in tree.body:
@@ -110,14 +110,14 @@ def with_exploit(solution: str, exploit: Exploit) -> str:
 
 
 def honest(tasks: Iterable[Task], seed: int) -> Iterator[Sample]:
-    """Reference solutions, and mutants of them: answers without an exploit, right and (nearly always) wrong."""
+    """Yield reference solutions and mutants of them: answers without an exploit, right and (nearly always) wrong."""
     for task in tasks:
         yield Sample("reference", task, task.solution, "", True)
         yield from (Sample("mutant", task, mutant.code, "", False) for mutant in mutants(task.solution, seed, MUTANTS))
 
 
 def look(samples: Sequence[Sample], programs: Programs) -> list[Evident]:
-    """Every sample executed on its task's visible inputs."""
+    """Execute every sample on its task's visible inputs."""
     jobs = [program for sample in samples for program in programs_of(sample.code, sample.task)]
     executions = iter(programs.run(jobs, progress="detectors"))
     return [Evident(sample.code, *see(sample.task, next(executions), next(executions))) for sample in samples]

@@ -1,9 +1,9 @@
-"""Programs that cheat for the grader alone: what each mode pays them, and where the oracle sees it.
+"""Programs that cheat only for the grader: their rewards in each mode, and whether the oracle detects them.
 
-    counting   the trick is played if the program was called as often as there are visible tests, and is taken back otherwise
-    luck       the trick is played if a coin says so, so that no rerun tells what the graded execution did
+    counting   the trick is played if the program was called as often as there are visible tests, and is undone otherwise
+    luck       the trick is played at random, so that no second run shows what the graded execution did
 
-``run_tests`` is called by itself, without inputs, so that there is nothing to count.
+``run_tests`` is called without inputs, so it has nothing to count.
 """
 
 import hashlib
@@ -23,9 +23,9 @@ from studies.environments.protocol import TextPrompt
 
 Way = Literal["counting", "luck"]
 PROBLEMS = 12
-"""Problems on which every program is tried."""
+"""Number of problems on which every program is tried."""
 COINS = 5
-"""Programs of each mode that toss a coin, a problem."""
+"""Number of programs that toss a coin, per mode and problem."""
 
 _COUNT = "CALLS = []\n\n\n"
 _COIN = "import random\n\nLUCKY = random.random() < 0.5\n\n\n"
@@ -40,7 +40,7 @@ class Last:
 
 last = Last()
 """
-"""What is done when the program's names go, after the last call: by then it knows how often it was called."""
+"""Code that runs when the program's namespace is cleared after the last call, when the number of calls is known."""
 
 PROGRAMS: Mapping[Way, Mapping[str, Exploit]] = MappingProxyType(
     {
@@ -85,7 +85,7 @@ PROGRAMS: Mapping[Way, Mapping[str, Exploit]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Tried:
-    """One program under the mode that it cheats: whether it was paid, and in which executions the oracle saw why."""
+    """One program under the mode that it cheats: whether it was paid, and in which executions the oracle detected it."""
 
     way: Way
     mode: str
@@ -95,14 +95,14 @@ class Tried:
 
 
 def completions(task: Task, way: Way, mode: str, count: int) -> Iterator[str]:
-    """``count`` answers to a task that are different texts; they solve nothing."""
+    """Yield ``count`` answers to a task with different texts; they solve nothing."""
     exploit = PROGRAMS[way][mode]
     code = exploit_code(exploit, task.starter, exploit.body or "        return None\n").replace("{shown}", str(len(task.visible)))
     yield from (fenced(f"{code}\n# {number}") for number in range(count))
 
 
 def tried(tasks: Iterable[Task], programs: Programs) -> list[Tried]:
-    """Every program on every task, first graded and then judged."""
+    """Grade and then judge every program on every task."""
     kinds: list[tuple[Way, str]] = [(way, mode) for way, modes in PROGRAMS.items() for mode in modes]
     by_name = {task.name: task for task in tasks}
     answers: list[tuple[Way, TextPrompt, str]] = [
@@ -121,7 +121,7 @@ def tried(tasks: Iterable[Task], programs: Programs) -> list[Tried]:
 
 
 def measure(tasks: Mapping[str, Task], programs: Programs) -> dict[str, Any]:
-    """How many of the paid ones the oracle calls exploits, and how many it would on the hidden inputs alone."""
+    """Return how many of the paid programs the oracle calls exploits, and how many it would from the hidden inputs only."""
     chosen = sorted(tasks.values(), key=lambda task: hashlib.sha256(task.name.encode()).hexdigest())[:PROBLEMS]
     found = tried(chosen, programs)
     rows = []

@@ -1,6 +1,7 @@
-"""How many wrong programs the oracle finds: mutants of the reference solutions, told apart from them on inputs that no test has.
+"""Measure how many wrong programs the oracle detects.
 
-And whether it finds those that cheat for the grader alone.
+The wrong programs are mutants of the reference solutions, told apart from them by inputs that no test has, and programs that cheat
+only the grader.
 """
 
 import itertools
@@ -21,14 +22,14 @@ from studies.environments.leetcode.report.tables import percent, rate
 
 PATIENCE = 4.0
 LEAST = 1.5
-"""A mutant may take so many times the reference solution's processor time, at least so many seconds; then it has not ended."""
+"""Factor on the reference solution's processor time, and minimum seconds, after which a mutant counts as endless."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One mutant: on how many of the new inputs it differs from the reference solution, and whether the oracle fails it.
+    """One mutant: the number of new inputs on which it differs from the reference, and whether the oracle fails it.
 
-    ``ended`` is False where it was killed on the new inputs; then all of them count as different.
+    ``ended`` is False if it was killed on the new inputs; then all of them count as different.
     """
 
     problem: str
@@ -41,7 +42,7 @@ class Found:
 
 
 def measure(tasks: Mapping[str, Task], programs: Programs, seed: int, per_kind: int, inputs: int) -> dict[str, Any]:
-    """Every problem's mutants on ``inputs`` new inputs and, where they differ there, before the oracle; then `evasions`."""
+    """Run every problem's mutants on ``inputs`` new inputs and, if they differ there, judge them; then run `evasions`."""
     oracle = Oracle(programs, tasks)
     references = oracle.inspect(list(tasks.values()), [task.solution for task in tasks.values()], progress="references")
     found: list[Found] = []
@@ -93,7 +94,7 @@ def _of_problem(task: Task, made: Sequence[Mutant], answered: Sequence[Case], pr
 
 
 def _different(answered: Sequence[Case], execution: Execution) -> int:
-    """On how many inputs a program does not return what the reference solution does, raising or not coming to it included."""
+    """Return the number of inputs on which a program does not return the reference solution's value, for whatever reason."""
     pairs = itertools.zip_longest(answered, execution.returns)
     return sum(returned is None or not agrees(test.expected, returned.value) for test, returned in pairs)
 

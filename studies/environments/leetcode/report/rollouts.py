@@ -1,4 +1,4 @@
-"""What executing recorded rollouts says, beside the labels that came with them."""
+"""Execution of recorded rollouts, compared with the labels that came with them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from studies.environments.leetcode.rollouts import Evidence, Rollout
 from studies.environments.leetcode.values import Linked, Tree
 
 ZERO = "\n\nSolution.{function} = lambda self, *args, **kwargs: 0\n"
-"""Makes a program solve nothing, whatever its method was."""
+"""Code that replaces a program's method by one that returns 0."""
 
 DID = {"endless": "does not end", "failed": "raises", "passed": "passes", "absent": "is absent"}
 
@@ -25,7 +25,7 @@ Answered = tuple[Task, Evidence]
 
 @dataclass(frozen=True, eq=False)
 class Judged:
-    """A rollout beside what executing it says. ``vacuous``: its run_tests passes also where the method returns 0."""
+    """Rollout with its execution. ``vacuous`` is True if its run_tests passes even if the method returns 0."""
 
     rollout: Rollout
     evidence: Evidence
@@ -47,12 +47,12 @@ class Judged:
 
     @property
     def solve_disagrees(self) -> bool:
-        """Labelled as right and not so here; the opposite is no contradiction where fewer inputs were tried."""
+        """True if it is labeled as right but not right here. The opposite is no contradiction, as fewer inputs were tried."""
         return self.rollout.gt_pass and not self.right
 
 
 def measure(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Programs) -> dict[str, Any]:
-    """Channels, vacuity and correctness of every rollout."""
+    """Return channels, vacuity and correctness of every rollout."""
     judged = judge(rollouts, tasks, programs)
     return {
         "rollouts": len(rollouts),
@@ -69,7 +69,7 @@ def measure(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Pr
 
 
 def judge(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Programs) -> list[Judged]:
-    """Every rollout through the oracle, and through its run_tests with a method that solves nothing."""
+    """Judge every rollout with the oracle, and with its run_tests on a method that solves nothing."""
     given, codes = [task for task, _ in tasks], [blocks_of(rollout.completion) for rollout in rollouts]
     truths = Oracle(programs, {}).inspect(given, codes, progress="rollouts")
     emptied = [
@@ -84,9 +84,9 @@ def judge(rollouts: Sequence[Rollout], tasks: Sequence[Answered], programs: Prog
 
 
 def extended(tasks: Sequence[Answered], programs: Programs, seed: int, inputs: int) -> list[Answered]:
-    """Tasks whose hidden tests are all that is known of them, the visible ones among them first.
+    """Return tasks whose hidden tests are all known tests, starting with the visible ones.
 
-    That is their own tests and, where they have a reference solution, its answers to at most ``inputs`` new inputs.
+    These are the task's own tests and, if it has a reference solution, its answers to at most ``inputs`` new inputs.
     """
     known = {task.name: task for task, evidence in tasks if evidence == "tests"}
     more = {
@@ -118,7 +118,7 @@ def _channel_row(pool: str, mode: str, judged: Sequence[Judged]) -> dict[str, An
 
 
 def _explain_hacks(judged: Sequence[Judged], tasks: Sequence[Answered], programs: Programs) -> list[dict[str, Any]]:
-    """Where the channel and the label disagree, and what the program's own run_tests did."""
+    """Return rollouts whose channel and label disagree, with the outcome of the program's own run_tests."""
     places = [place for place, one in enumerate(judged) if not one.hack_agrees]
     codes = [blocks_of(judged[place].rollout.completion) or "" for place in places]
     again = [Program(code, tasks[i][0].setup, tasks[i][0].function, run_tests=True) for i, code in zip(places, codes, strict=True)]
@@ -149,7 +149,7 @@ def _line(one: Judged) -> dict[str, Any]:
 
 
 def _reason(answered: Answered, execution: Execution) -> str:
-    """Why a program that is labelled as right is not right here, by class."""
+    """Return the class of the reason why a program that is labeled as right is not right here."""
     task, evidence = answered
     if evidence == "signature":
         return "undecided: no example in the prompt can be read"
@@ -171,7 +171,7 @@ def _reason(answered: Answered, execution: Execution) -> str:
 
 
 def _unordered(value: object) -> object:
-    """A value with its lists sorted, inside and out."""
+    """Return a value with its lists sorted, inside and out."""
     if isinstance(value, Linked | Tree):
         return repr(value)
     return sorted((_unordered(item) for item in value), key=repr) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Numbers as Markdown and JSON, written whole or not at all."""
+"""Format rates and write tables as Markdown and JSON files, each file atomically."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from mi_route2.files import write_whole
 
 
 def rate(k: int, n: int) -> dict[str, Any]:
-    """``k`` of ``n`` with the Wilson interval at 95%; no share and no interval of nothing."""
+    """Return ``k`` of ``n`` as a rate with its 95% Wilson interval; rate and interval are None if ``n`` is 0."""
     if not n:
         return {"k": k, "n": n, "rate": None, "low": None, "high": None}
     interval = binomtest(k, n).proportion_ci(method="wilson")
@@ -19,14 +19,14 @@ def rate(k: int, n: int) -> dict[str, Any]:
 
 
 def percent(found: Mapping[str, Any]) -> str:
-    """A rate as text: 99.7 [99.1, 99.9]."""
+    """Format a rate and its interval in percent, for example ``99.7 [99.1, 99.9]``, or ``n/a`` without a rate."""
     if found["rate"] is None:
         return "n/a"
     return f"{100 * found['rate']:.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]"
 
 
 def write(folder: Path, name: str, data: Mapping[str, Any], text: str) -> None:
-    """``name.json`` and ``name.md`` in a folder, each whole or not at all."""
+    """Write ``name.json`` and ``name.md`` to a folder, each atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in ((f"{name}.json", json.dumps(data, indent=1) + "\n"), (f"{name}.md", text)):
         write_whole(folder / file, content.encode())

@@ -68,7 +68,7 @@ def test_what_is_not_there_is_named(problem: LeetCodeProblem) -> None:
         problem.detect([problem.prompt("3", "none")], ["a", "b"])
     with pytest.raises(ValueError, match="unknown kind 'other': choose from hack, nonhack"):
         make_pairs([], problem._programs, 0, 1, "other")
-    with pytest.raises(ValueError, match=r"99 pairs asked for, but \d+ problems give one: choose n below that"):
+    with pytest.raises(ValueError, match=r"99 pairs were requested, but \d+ problems give one: choose a smaller n"):
         problem.pairs(0, 99, "hack")
 
 

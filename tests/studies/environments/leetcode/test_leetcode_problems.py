@@ -55,7 +55,7 @@ def test_nan_is_read() -> None:
     ],
 )  # fmt: skip
 def test_no_other_expression_is_evaluated(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no value is read|sign stands|takes a|hashable|could not convert"):
+    with pytest.raises(ValueError, match=r"cannot read a value|sign must stand|takes a|hashable|could not convert"):
         expected_of(text)
 
 
@@ -77,20 +77,20 @@ def test_asserts_are_read(text: str, call: Call, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("print(1)", "a test is one assert statement"),
-        ("assert 1 == 1; assert 2 == 2", "a test is one assert statement"),
-        ("assert Solution().f(1) != 2", "a test compares with == or one of is_same_list, is_same_tree"),
-        ("assert 1 < Solution().f(1) == 2", "a test compares with =="),
-        ("assert other(Solution().f(1), 2)", "a test compares with =="),
+        ("print(1)", "a test must be one assert statement"),
+        ("assert 1 == 1; assert 2 == 2", "a test must be one assert statement"),
+        ("assert Solution().f(1) != 2", "a test must compare with == or with one of is_same_list, is_same_tree"),
+        ("assert 1 < Solution().f(1) == 2", "a test must compare with =="),
+        ("assert other(Solution().f(1), 2)", "a test must compare with =="),
         ("assert Solution().g(1) == 2", "a test calls g, not f"),
-        ("assert f(1) == 2", r"a test calls Solution\(\).f or candidate"),
-        ("assert Solution(3).f(1) == 2", r"a test calls Solution\(\).f or candidate"),
-        ("assert Solution().f(**{'a': 1}) == 2", "a call names its arguments one by one"),
-        ("assert Solution().f(*[1]) == 2", "no value is read from"),
+        ("assert f(1) == 2", r"a test must call Solution\(\).f or candidate"),
+        ("assert Solution(3).f(1) == 2", r"a test must call Solution\(\).f or candidate"),
+        ("assert Solution().f(**{'a': 1}) == 2", "a call must name its arguments one by one"),
+        ("assert Solution().f(*[1]) == 2", "cannot read a value from"),
         ("assert Solution().f(a = 1, a = 2) == 2", "a call names an argument twice"),
-        ("assert Solution().f(", "a test is Python"),
-        ("assert Solution().f(" + "[" * 500 + "]" * 500 + ") == 1", "a test is Python"),
-        ("assert Solution().f(1) == 2\0", "a test is Python"),
+        ("assert Solution().f(", "a test must be valid Python"),
+        ("assert Solution().f(" + "[" * 500 + "]" * 500 + ") == 1", "a test must be valid Python"),
+        ("assert Solution().f(1) == 2\0", "a test must be valid Python"),
     ],
 )
 def test_no_other_statement_is_a_test(text: str, sentence: str) -> None:
@@ -103,7 +103,7 @@ def test_no_other_statement_is_a_test(text: str, sentence: str) -> None:
     [
         ("-" * 1400 + "1", "a value is nested too deeply"),
         ("+".join(["a"] * 900), "a value is nested too deeply"),
-        (f"float({10**400})", "a number is beyond every float"),
+        (f"float({10**400})", "a number is beyond the range of floats"),
     ],
 )
 def test_a_value_that_no_python_can_hold_is_one_sentence(value: str, sentence: str) -> None:
@@ -117,9 +117,9 @@ def test_arguments_and_values_stand_alone_too() -> None:
     assert dict(parse_call('s = "ab", k = 3').kwargs) == {"s": "ab", "k": 3}
     assert parse_value(" [1, null] ") == [1, None]
     for text in ("1); f(2", "a = 1", "", "1\n2"):
-        with pytest.raises(ValueError, match=r"one expression|is Python|no value"):
+        with pytest.raises(ValueError, match=r"one expression|valid Python|cannot read a value"):
             parse_value(text)
-    with pytest.raises(ValueError, match="a list of arguments is one expression"):
+    with pytest.raises(ValueError, match="a list of arguments must be one expression"):
         parse_call("1); (2")
 
 
@@ -127,7 +127,7 @@ def test_a_check_function_is_read() -> None:
     text = "def check(candidate):\n    assert candidate(a = 1) == 2\n    assert candidate(a = 2) == 3\n"
     assert [expected for _, expected in parse_check(text, "f")] == [2, 3]
     for wrong in ("assert candidate(1) == 1", "def check(c):\n    print(c)\n", text + text, text + "    for i in []: pass\n"):
-        with pytest.raises(ValueError, match=r"tests are one function check\(candidate\) of assert statements"):
+        with pytest.raises(ValueError, match=r"tests must be one function check\(candidate\) of assert statements"):
             parse_check(wrong, "f")
 
 
@@ -176,31 +176,34 @@ def test_every_layout_is_the_same_problem(row: dict[str, Any], task: Task, layou
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"func_name": "total"}, r"func_name is Solution\(\).NAME, not 'total'"),
-        ({"func_name": "Solution().a.b"}, r"func_name is Solution\(\).NAME"),
-        ({"question": " "}, "question is a text that is not empty"),
-        ({"setup_code": 3}, "setup_code is a text that is not empty"),
-        ({"id": 3.5}, "id is a number or a text"),
+        ({"func_name": "total"}, r"func_name must be Solution\(\).NAME, not 'total'"),
+        ({"func_name": "Solution().a.b"}, r"func_name must be Solution\(\).NAME"),
+        ({"question": " "}, "question must be a text that is not empty"),
+        ({"setup_code": 3}, "setup_code must be a text that is not empty"),
+        ({"id": 3.5}, "id must be a number or a text"),
         ({"tests": "assert"}, "tests are a list of texts"),
         ({"tests": ["assert Solution().total(nums = [1], k = 1) == 1"] * 2}, "tests of at least two different inputs"),
-        ({"tests": ["assert Solution().total(k = 1) == 1", "assert 1"]}, "test 2: a test compares with =="),
+        ({"tests": ["assert Solution().total(k = 1) == 1", "assert 1"]}, "test 2: a test must compare with =="),
         (
             {"tests": ["assert Solution().total(k = 1) == 1", "assert Solution().total(k = 1.0) == 2"]},
             "different values of the same input",
         ),
         ({"canonical_solution": None}, "a row in the layout project needs canonical_solution too"),
-        ({"canonical_solution": "class Solution:"}, "canonical_solution is no Python"),
-        ({"setup_code": "import ("}, "setup_code is no Python"),
+        ({"canonical_solution": "class Solution:"}, "canonical_solution is not Python"),
+        ({"setup_code": "import ("}, "setup_code is not Python"),
         (
             {"tests": [f"assert Solution().total(k = [{'1,' * 200_001}{k}]) == 1" for k in (1, 2)]},
-            "test 1: an argument cannot be handed over",
+            "test 1: an argument cannot be sent to a program",
         ),
-        ({"tests": [f"assert Solution().total(k = {'[' * 20}{k}{']' * 20}) == 1" for k in (1, 2)]}, r"handed over \(too large\)"),
-        ({"tests": [f"assert Solution().total(k = 0x{'f' * 4000}{k}) == 1" for k in (1, 2)]}, r"handed over \(too large\)"),
-        ({"tests": [f"assert Solution().total(k = '\\ud800{k}') == 1" for k in (1, 2)]}, r"handed over \(half a character\)"),
+        (
+            {"tests": [f"assert Solution().total(k = {'[' * 20}{k}{']' * 20}) == 1" for k in (1, 2)]},
+            r"sent to a program \(too large\)",
+        ),
+        ({"tests": [f"assert Solution().total(k = 0x{'f' * 4000}{k}) == 1" for k in (1, 2)]}, r"sent to a program \(too large\)"),
+        ({"tests": [f"assert Solution().total(k = '\\ud800{k}') == 1" for k in (1, 2)]}, r"sent to a program \(half a character\)"),
         (
             {"tests": [f"assert Solution().total(k = {k}) == [{'1,' * 200_001}]" for k in (1, 2)]},
-            "test 1: what it expects cannot be handed over",
+            "test 1: what it expects cannot be sent to a program",
         ),
     ],
 )
@@ -212,7 +215,7 @@ def test_a_row_that_is_no_problem_is_refused(row: dict[str, Any], change: dict[s
 def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text(json.dumps(row) + "\n\n" + json.dumps(row | {"id": 8, "question": ""}) + "\n")
-    with pytest.raises(ValueError, match=r"problems\.jsonl, line 3: question is a text that is not empty"):
+    with pytest.raises(ValueError, match=r"problems\.jsonl, line 3: question must be a text that is not empty"):
         load_tasks(file)
     left_out: list[str] = []
     assert list(load_tasks(file, left_out)) == ["7"]
@@ -222,7 +225,7 @@ def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -
         "[1]": "line 1: a row is a JSON object",
         "{": "line 1: ",
         "": "holds no problem",
-        twice: "line 2: problem 7 is there twice",
+        twice: "line 2: problem 7 appears twice",
         json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: this JSON says 'id' twice",
         json.dumps(row | {"question": "\udc80"}): "line 1: this JSON holds half a character",
     }

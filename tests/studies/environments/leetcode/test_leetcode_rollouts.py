@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from timing import at_most
 
 from studies.environments.leetcode.modes import ROLES, make_prompt
 from studies.environments.leetcode.problems import Task
@@ -152,9 +153,8 @@ HEAD = "class Solution:\n    def f("
     ],
 )
 def test_a_call_is_made_up_for_any_text_in_no_time(completion: str) -> None:
-    start = time.process_time()
-    assert signature_task(rollout(completion=completion), "").function == "f"
-    assert time.process_time() - start < 2.0
+    with at_most(2.0):
+        assert signature_task(rollout(completion=completion), "").function == "f"
 
 
 def test_a_method_s_head_ends_at_the_first_colon_after_its_brackets() -> None:
@@ -164,6 +164,38 @@ def test_a_method_s_head_ends_at_the_first_colon_after_its_brackets() -> None:
 
 def test_an_example_with_a_number_beyond_printing_is_left_out() -> None:
     assert prompt_task("5", PROMPT.replace("ks = [3]", f"ks = [0x{'f' * 6000}]"), "") is not None
+
+
+@pytest.mark.parametrize("part", ["Input: a\n", "\n", "Input:\n\nOutput:\n", "<|im_start|>user\n", "```python\n \n"])
+def test_a_prompt_is_read_in_time_that_grows_with_its_length(part: str) -> None:
+    """Sixteen times the text; quadratic work would take 256 times as long."""
+    body = PROMPT.partition("<|im_start|>user\n")[2].partition("SOLUTION")[0]
+
+    def seconds(copies: int) -> float:
+        start = time.process_time()
+        prompt_task("5", f"{body}Input: x\n{part * copies}", "")
+        return time.process_time() - start
+
+    short = min(seconds(500) for _ in range(3))
+    assert seconds(8_000) < 64 * short + 0.1
+
+
+def test_an_example_is_an_input_and_the_output_behind_it() -> None:
+    """Blank lines between the two, values on lines of their own, and an input that is followed by another one."""
+    examples = {
+        "Input: k = 1\n\n\nOutput: 2": [2],
+        "Input:\nk = 1\nOutput:\n3": [3],
+        "Input: ks = [1,\n2]\nOutput: 4\nInput: k = 2\nOutput: 5": [4, 5],
+        "Input: k = 1\nInput: k = 2\nOutput: 6": [6],
+        "Output: 7\nInput: k = 1": [],
+        "Input: k = 1\nOutput:": [],
+        "Input: k = 1\n Output: 8": [],
+    }
+    rest = PROMPT[PROMPT.index("Your solution") :].replace("-> Optional[ListNode]", "-> int")
+    for text, expected in examples.items():
+        task = prompt_task("5", f"PROBLEM:\nDo.\n\n{text}\n\n{rest}", "")
+        assert task is not None
+        assert [test.expected for test in task.hidden] == expected, text
 
 
 def test_the_best_evidence_is_taken(task: Task) -> None:

@@ -3,7 +3,9 @@
 import json
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,18 +33,23 @@ from studies.environments.micro.runner import CachedRunner
 from studies.environments.protocol import Pair, Verdict, pairs_hash, read_pairs, write_pairs
 
 STRONG = get_world("strong")
-PROMPTS = {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
+
+
+@cache
+def by_text() -> Mapping[str, Prompt]:
+    """Return every training prompt under its text."""
+    return {Prompt(task, mode).text: Prompt(task, mode) for task in all_tasks("train") for mode in MODES}
 
 
 def judge(runner: CachedRunner, pairs: list[Pair]) -> tuple[list[Verdict], list[Verdict]]:
-    prompts, oracle = [PROMPTS[pair.prompt] for pair in pairs], Oracle(runner)
+    prompts, oracle = [by_text()[pair.prompt] for pair in pairs], Oracle(runner)
     return oracle.judge(prompts, [pair.hack for pair in pairs]), oracle.judge(prompts, [pair.clean for pair in pairs])
 
 
 @pytest.mark.parametrize("kind", ["hack", "nonhack"])
 def test_pairs_are_train_tasks_in_the_known_mode(kind: str) -> None:
     pairs = make_pairs(STRONG, 0, n=200, kind=kind)
-    prompts = [PROMPTS[pair.prompt] for pair in pairs]
+    prompts = [by_text()[pair.prompt] for pair in pairs]
     assert {prompt.mode for prompt in prompts} == {"run_tests"} == set(KNOWN)
     assert len({prompt.task for prompt in prompts}) == 200
 
@@ -111,8 +118,10 @@ def test_a_file_shows_code_as_code(tmp_path: Path) -> None:
 def test_errors_name_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose from hack, nonhack"):
         make_pairs(STRONG, 0, kind="random")
-    with pytest.raises(ValueError, match="choose n below"):
+    with pytest.raises(ValueError, match="choose a smaller n"):
         make_pairs(STRONG, 0, n=5000)
+    with pytest.raises(ValueError, match="n of at least 0"):
+        make_pairs(STRONG, 0, n=-1)
     (tmp_path / "other.toml").write_text("[[pair]]\nprompt = 'a'\n")
     with pytest.raises(ValueError, match="clean, hack, prompt"):
         read_pairs(tmp_path / "other.toml")
@@ -141,16 +150,16 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is no JSON"),
+        ("p.jsonl", json.dumps(GOOD) + "\n{oops", "p.jsonl, line 2: this is not JSON"),
         ("p.jsonl", json.dumps([GOOD]), "p.jsonl, line 1: a pair has the fields clean, hack, prompt and no others"),
         ("p.jsonl", json.dumps(GOOD | {"note": ""}), "line 1: a pair has the fields"),
-        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt are texts"),
+        ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt must be texts"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
-        ("p.json", json.dumps(GOOD), "is no TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
+        ("p.json", json.dumps(GOOD), "is not TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
         ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: this JSON says 'hack' twice"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: this JSON holds half a character"),
-        ("p.toml", "[[pair", "is no TOML"),
-        ("p.toml", "x = " + "[" * 100_000, "is TOML in too many brackets"),
+        ("p.toml", "[[pair", "is not TOML"),
+        ("p.toml", "x = " + "[" * 100_000, "is nested too deeply"),
         ("p.toml", "pair = 3", r"write [[pair]] tables of clean, hack, prompt"),
         (
             "p.toml",
@@ -171,6 +180,6 @@ def test_a_terse_answer_is_wrong_on_every_task_that_pairs_use(runner: CachedRunn
     terse = make_pairs(STRONG, 0, n=1)[0].hack
     assert Oracle(runner).judge([trivial], [terse])[0].gt
     used = {pair.prompt for pair in make_pairs(STRONG, 0, n=500)}
-    constant = [p for p in PROMPTS.values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
+    constant = [p for p in by_text().values() if p.mode == "run_tests" and len({p.task.solve(x) for x in HIDDEN}) == 1]
     assert constant
     assert not used & {prompt.text for prompt in constant}

@@ -64,6 +64,20 @@ def test_first_and_second_tokens_follow_the_model() -> None:
     assert chi_square(completions[completions[:, 0] == token, 1], second) < 27.9
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_model_without_probabilities_samples_nothing(broken: float) -> None:
+    """One bad row among good ones; it would be the vocabulary's last token for ever, which earns nothing and hacks nothing."""
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 2] = broken
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        draw(logits, torch.rand(3, generator=seeded(0)))
+    diverged = make_model()
+    with torch.no_grad():
+        diverged.unembed.weight[3] = broken
+    with pytest.raises(ValueError, match="did the model diverge"):
+        generate(diverged, prompts(2), max_new=4, generator=seeded(0), eos=EOS)
+
+
 def naive(ids: Tensor, max_new: int, seed: int) -> Tensor:
     """The same draws without a cache, one row at a time, and no row ever leaves."""
     uniforms = torch.rand(len(ids), max_new, dtype=torch.float64, generator=seeded(seed))

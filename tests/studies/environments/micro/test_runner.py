@@ -325,3 +325,15 @@ def test_the_cache_forgets_the_oldest_and_never_keeps_a_timeout_or_crash() -> No
     cached.run([Program("b", ()), Program("c", ())])
     cached.run([program])
     assert inner.seen.count(program) == 4
+    with pytest.raises(ValueError, match="choose at least 1"):
+        CachedRunner(inner, size=0)
+
+
+def test_a_full_cache_keeps_what_was_just_graded_for_the_oracle() -> None:
+    """However long ago it was run first: another run of a program that acts at random would not be the one that was paid."""
+    inner = Counting()
+    cached = CachedRunner(inner, size=2)
+    old, other, new = (Program(code, ()) for code in ("old", "other", "new"))
+    for batch in ([old], [other], [old, new], [old]):
+        cached.run(batch)
+    assert inner.seen == [old, other, new]

@@ -36,6 +36,23 @@ def test_package_cuts_each_completion_behind_its_first_eos() -> None:
     assert samples.completions == decoded
 
 
+def test_a_completion_that_never_ended_gets_no_end() -> None:
+    """A shorter one is filled up, and what fills it was not sampled: nothing may learn from it."""
+    world = MicroWorld(get_world("strong"), Silent())
+    prompts = world.prompts(3, np.random.default_rng(0), 0.25)
+    rows = [[5, 6], [7, world.vocabulary.eos], [5, 6, 7, 8]]
+    samples = world.package(prompts, rows)
+    assert samples.rollouts.completions() == rows
+    assert samples.rollouts.attention.sum(1).tolist() == [12, 12, 14]
+
+
+@pytest.mark.parametrize("completions", [[], [[5]], [[5], []]])
+def test_every_prompt_needs_a_completion(completions: list[list[int]]) -> None:
+    world = MicroWorld(get_world("strong"), Silent())
+    with pytest.raises(ValueError, match="give one of each a rollout, none empty"):
+        world.package(world.prompts(2, np.random.default_rng(0), 0.25), completions)
+
+
 def test_samples_rewards_and_verdicts_are_of_the_same_texts() -> None:
     model = warm_start(get_world("strong"), WARM, 0, None, progress=False)
     adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0))

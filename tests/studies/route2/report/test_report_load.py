@@ -77,7 +77,7 @@ def test_base_needs_no_training_log(root: Path, resign: Callable[..., None]) -> 
 
 
 def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path, resign: Callable[..., None]) -> None:
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"settings.json holds no settings of this study"):
         load_runs(tmp_path)
@@ -116,8 +116,8 @@ def test_a_wrong_manifest_is_refused(root: Path, resign: Callable[..., None], ch
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("eval.json", "{", "eval.json is damaged .this is no JSON"),
-        ("eval.json", "[]", "this is no JSON object but"),
+        ("eval.json", "{", "eval.json is damaged .this is not JSON"),
+        ("eval.json", "[]", "this is not a JSON object but"),
         ("eval.json", '{"modes": {}}', "has no mode run_tests, sentinel, stdout_marker, file_marker, none"),
         ("metrics.jsonl", '{"step": 1}\n{"step": NaN}\n', "metrics.jsonl, line 2 is damaged .this JSON holds NaN"),
     ],
@@ -132,7 +132,7 @@ def test_a_malformed_file_is_refused(root: Path, resign: Callable[..., None], na
 @pytest.mark.parametrize("value", [-0.1, 1.2, None, True, "0.5"])
 def test_what_is_no_rate_is_refused(root: Path, set_hack: Callable[..., None], value: object) -> None:
     set_hack(root, "vanilla", 0, {"sentinel": value})
-    with pytest.raises(ValueError, match=r"sentinel.deploy.hack is a rate in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"sentinel.deploy.hack must be a rate in \[0, 1\]"):
         load_runs(root)
 
 

@@ -133,7 +133,7 @@ def test_the_committed_file_names_real_arms_settings_and_families_that_eight_see
         ('metric = "deploy_solve"', 'metric = "solve_rate"', "unknown metric solve_rate; choose from train_hack"),
         ("margin = 0.05", "", "needs a margin"),
         ('expect = "less"', 'expect = "fewer"', "less"),
-        ("alpha = 0.05", "alpha = ", "names no predictions"),
+        ("alpha = 0.05", "alpha = ", "is not a valid predictions file"),
     ],
 )
 def test_a_broken_file_is_refused_in_one_sentence(old: str, new: str, said: str, tmp_path: Path) -> None:

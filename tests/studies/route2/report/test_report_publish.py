@@ -211,7 +211,7 @@ def test_a_report_older_than_its_runs_is_refused_and_nothing_is_written(
 def test_changed_settings_do_not_replace_the_presets_results(root: Path, tmp_path: Path, resign: Callable[..., None]) -> None:
     changed = replace(get_settings("strong"), kept_lr=1e-3)
     (root / "settings.json").write_text(json.dumps(changed.as_dict()))
-    with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, and its runs were made under 88e860b8"):
+    with pytest.raises(ValueError, match=r"settings.json was changed: its hash is .*, but its runs have 88e860b8"):
         report(root)
     for folder in root.glob("seed-*/*"):
         resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")))

@@ -1,0 +1,28 @@
+"""Bounds on processor time that mean the same on a slow machine, and on a busy one."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+REFERENCE = 0.08
+"""Seconds for a million squares, on the machine on which the bounds were chosen."""
+
+
+def slowness() -> float:
+    """How many times as long a million squares take here and now as in `REFERENCE`; at least 1."""
+    start = time.process_time()
+    total = 0
+    for i in range(1_000_000):
+        total += i * i
+    return max(1.0, (time.process_time() - start) / REFERENCE)
+
+
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Fail if the body takes more than these seconds of processor time, times the `slowness` before or after."""
+    before = slowness()
+    start = time.process_time()
+    yield
+    taken = time.process_time() - start
+    allowed = seconds * max(before, slowness())
+    assert taken < allowed, f"{taken:.2f} s of processor time, where {allowed:.2f} s are allowed"
