@@ -260,7 +260,7 @@ def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
 
 
 def finished_policy(job: Job) -> tuple[Host, Policy]:
-    """The policy that the job ended with, and its host; ``ValueError`` where it has not ended."""
+    """Return the host and the policy of a finished job; ``ValueError`` if it is not finished."""
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
     host, policy = build_hosted(job, job.cache)

@@ -175,7 +175,10 @@ def get_settings(preset: str) -> Settings:
 
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """``settings`` with ``name=value`` changes (``warm.name=value`` for the warm start); ``ValueError`` names the valid ones."""
+    """Return ``settings`` with ``name=value`` changes; ``ValueError`` with the valid names.
+
+    ``warm.name=value`` changes the warm start, ``chat.name=value`` the chat model.
+    """
     own = _changeable(settings, "", ("preset", "warm", "chat"))
     known = own | _changeable(settings.warm, "warm.", ("model",))
     known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
