@@ -133,7 +133,7 @@ def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[
         resource.RLIMIT_FSIZE: limits.file_size,
         resource.RLIMIT_NOFILE: DESCRIPTORS,
         resource.RLIMIT_NPROC: 0 if "seccomp" in how.on else CONTROL_PROCESSES,
-        resource.RLIMIT_CORE: 1,  # 0 would still feed a core to a handler that reads it from a pipe
+        resource.RLIMIT_CORE: 1,  # with 0 the kernel would still pipe a core dump to a handler
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
@@ -275,7 +275,7 @@ def forget(frame: FrameType | None) -> None:
     while frame is not None and frame.f_code.co_name != "<module>":
         names = frame.f_locals
         names.update(dict.fromkeys(names))
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # does nothing from Python 3.13 on, nor need it
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # no effect, and not needed, from Python 3.13
         frame = frame.f_back
     if "threading" in sys.modules:
         vars(sys.modules["threading"].main_thread())["_native_id"] = 0
