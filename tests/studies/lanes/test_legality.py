@@ -201,7 +201,7 @@ def test_one_reader_of_one_later_token_is_found_exactly_where_it_reads(position:
 
 
 def test_a_score_that_is_no_number_is_not_legal() -> None:
-    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator(), vocabulary=3)
+    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator())
     assert found.overfull == (4,)
     assert not found.legal
 
@@ -232,7 +232,7 @@ def test_positions_that_cannot_be_checked_are_refused(asked: dict, says: str) ->
 
 @pytest.mark.parametrize("vocabulary", [1, 9, 10])
 def test_tokens_outside_of_the_vocabulary_are_refused(vocabulary: int) -> None:
-    """Taken modulo the vocabulary the past would change with the future; and what the missing tokens weigh would not be added up."""
+    """Taken modulo the vocabulary the past would change with the future, and what the missing tokens weigh would not count."""
     few = torch.cat([FEW, torch.tensor([10])])
     assert int(few.max()) == 10
     with pytest.raises(ValueError, match=f"has the token 10, and the vocabulary is 0 to {vocabulary - 1}"):
