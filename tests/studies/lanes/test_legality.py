@@ -232,7 +232,7 @@ def test_positions_that_cannot_be_checked_are_refused(asked: dict, says: str) ->
 
 @pytest.mark.parametrize("vocabulary", [1, 9, 10])
 def test_tokens_outside_of_the_vocabulary_are_refused(vocabulary: int) -> None:
-    """Taken modulo the vocabulary the past would change with the future, and what the missing tokens weigh would not count."""
+    """Taken modulo the vocabulary the past would change w the future, and what the missing tokens weigh would not count."""
     few = torch.cat([FEW, torch.tensor([10])])
     assert int(few.max()) == 10
     with pytest.raises(ValueError, match=f"has the token 10, and the vocabulary is 0 to {vocabulary - 1}"):
