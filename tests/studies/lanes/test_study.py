@@ -22,7 +22,7 @@ from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS
 from studies.lanes.bpb import bpb, score
 from studies.lanes.found import load
-from studies.lanes.gptq import QuantizedWeights, dequantized, quantize_model
+from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.size import pack
@@ -218,7 +218,9 @@ def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(stud
     usual = evaluation.gptq
 
     def weights(batches: int, **changes: Any) -> QuantizedWeights:
-        return quantize_model(model, subject.calibration(batches), replace(usual, batches=batches, **changes))
+        return quantize(
+            model, collect_hessians(model, subject.calibration(batches), batches), replace(usual, batches=batches, **changes)
+        )
 
     variants = {
         "few": weights(1),
@@ -244,9 +246,10 @@ def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(stud
         )
         assert tapped["bpb"][name] == pytest.approx(bpb(scores, tokens), abs=1e-9)
     assert tapped["bpb"]["plain"] == pytest.approx(subject.bpb(), abs=1e-9)
-    offered = [(hints.hint(t), int(tokens[t + 1])) for t in range(len(tokens) - 1) if hints.hint(t)]
-    assert tapped["hints"]["offered"] == pytest.approx(len(offered) / (len(tokens) - 1))
-    assert tapped["hints"]["right"] == pytest.approx(sum(hint.token == token for hint, token in offered if hint) / len(offered))
+    pairs = list(zip(hints.token.tolist(), tokens.tolist()[1:]))
+    offered = [pair for pair in pairs if pair[0] >= 0]
+    assert tapped["hints"]["offered"] == pytest.approx(len(offered) / len(pairs))
+    assert tapped["hints"]["right"] == pytest.approx(sum(hint == token for hint, token in offered) / len(offered))
 
 
 def test_routing_is_read_off_the_layers_whose_lanes_both_reach_the_end(subject: Subject) -> None:
