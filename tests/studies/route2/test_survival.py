@@ -25,7 +25,7 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.job as job_module
-from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.adapters.io import write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
@@ -284,27 +284,11 @@ def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, lat
             load(bad)
     for length in (0, 1, 8, header - 1, header, len(good) - 1):
         bad.write_bytes(good[:length])
-        with pytest.raises(ValueError, match="bad is not a whole safetensors file"):
+        with pytest.raises(ValueError, match="bad is not a complete safetensors file"):
             load(bad)
     with pytest.raises(ValueError, match=r"cannot be read \(.+\)$"):
         load(tmp_path)
     assert load(late.folder / CHECKPOINT) == 4
-
-
-def test_a_checkpoint_whose_values_were_changed_is_refused_for_its_checksum(
-    tmp_path: Path, late: Job, load: Callable[[Path], int]
-) -> None:
-    tensors, meta = read_tensors(late.folder / CHECKPOINT)
-    name = next(name for name in tensors if name.startswith("direction."))
-    for changed, header in (
-        (tensors | {name: tensors[name] * 2}, meta),
-        ({n: t for n, t in tensors.items() if n != name}, meta),
-        (tensors, meta | {"step": "21"}),
-        (tensors, {k: v for k, v in meta.items() if k != "sha256"}),
-    ):
-        write_tensors(tmp_path / "changed", changed, header)
-        with pytest.raises(ValueError, match=r"changed is damaged: it does not match its own checksum$"):
-            load(tmp_path / "changed")
 
 
 @pytest.fixture(scope="module")
@@ -318,8 +302,8 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, 
 
 
 DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
-    "truncated": (lambda path, _: os.truncate(path, 1000), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
-    "emptied": (lambda path, _: os.truncate(path, 0), r"checkpoint.safetensors is not a whole safetensors file \(.*\)"),
+    "truncated": (lambda path, _: os.truncate(path, 1000), r"checkpoint.safetensors is not a complete safetensors file \(.*\)"),
+    "emptied": (lambda path, _: os.truncate(path, 0), r"checkpoint.safetensors is not a complete safetensors file \(.*\)"),
     "changed": (lambda path, _: flip(path), "checkpoint.safetensors is damaged: its content does not match its own checksum"),
     "of another run": (
         lambda path, foreign: shutil.copy(foreign["settings"], path), "checkpoint.safetensors was written under other settings"
