@@ -33,11 +33,9 @@ TOLERANCE = 0.01  # ``decompose`` warns above this ``error``
 
 # Below 1024 LAPACK takes about a second; above, a sketch is faster, even at an eighth of the full rank (0.7 of the time at 2048).
 _EXACT_BELOW, _SHARE = 1024, 8
-# On slowly decaying spectra, such as those of trained weights, the usual 2 iterations and 10 extra columns leave errors of 5 to 15
-# %.
-# With 8 iterations and twice the columns, the errors at rank 64 of 1024 are 0.02 % and 0.5 % for spectra i^-1/2 and i^-1/4, and 3 %
-# for
-# pure noise.
+# On slowly decaying spectra, such as those of trained weights, the usual 2 iterations and 10 extra columns leave errors of
+# 5 to 15 %. With 8 iterations and twice the columns, the errors at rank 64 of 1024 are 0.02 % and 0.5 % for spectra i^-1/2
+# and i^-1/4, and 3 % for pure noise.
 _ITERATIONS, _OVERSAMPLING = 8, 16
 
 _PATIENCE, _TICK = 3.0, 0.5  # seconds before a bar shows, and between its updates

@@ -50,7 +50,7 @@ class Slots:
         size = list(self._data.shape)
         size[4] = max(length, 2 * self.capacity)
         grown = self._data.new_zeros(size)
-        grown[:, :, : self.used, :, : self.capacity] = self._data[:, :, : self.used]  # the others are zeros
+        grown[:, :, : self.used, :, : self.capacity] = self._data[:, :, : self.used]  # unused positions stay zero
         self._data = grown
 
     def take(self) -> int:

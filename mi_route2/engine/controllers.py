@@ -96,7 +96,7 @@ def apply(state: SteeringState, action: object, source: str = "") -> Outcome:
     """
     try:
         _do(state, action)
-    except Exception as error:  # isolated: what is wrong with one action is no matter of the others, nor of the engine
+    except Exception as error:  # isolated: an invalid action must not affect other actions or the engine
         return Rejected(action, source, str(error) or type(error).__name__)
     return Applied(action, source)
 
@@ -327,7 +327,7 @@ class Controllers:
         for controller in self.sync:
             try:
                 actions = tuple(controller.on_step(view))
-            except Exception as error:  # a controller is foreign code: it must not end the requests of others
+            except Exception as error:  # a controller is the user's code, whose errors must not end requests
                 self.ledger.note(controller.name, "failed", f"{type(error).__name__}: {error}", view.step)
                 continue
             found = apply_all(state, actions, controller.name)

@@ -195,7 +195,7 @@ class Engine:
                     ended = {one.request: one for one in done if one.request in most}
                     others += [one for one in done if one.request not in most]
                     found |= ended
-                    # whoever stopped early generates no more: the rest of its share is done too
+                    # a request that stopped early counts as complete
                     bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
         except BaseException:
             self._withdraw(most)
@@ -245,7 +245,7 @@ class Engine:
         if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
             self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
         for one, finish, error in ended:
-            if one.id in self._sequences:  # or a controller has cancelled it
+            if one.id in self._sequences:  # otherwise a controller has cancelled it
                 self._end(one, finish, error)
 
     @property
@@ -269,7 +269,7 @@ class Engine:
         """Remove requests as if they had never been submitted."""
         gone = set(requests)
         for number in gone & self._sequences.keys():
-            self._end(self._sequences[number], "error", "withdrawn")  # a run that it began is not kept
+            self._end(self._sequences[number], "error", "withdrawn")  # its unfinished run is not kept
         self._done = [one for one in self._done if one.request not in gone]
         if not self._sequences:
             self._runner.close()
@@ -296,7 +296,7 @@ class Engine:
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
         for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
-            model.shape(site)  # a site that is not there, or whose adapters are switched off, says so
+            model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
         self._refuse_runs(request, store)
         named = self.steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
@@ -348,7 +348,7 @@ class Engine:
             self.tokens += 1
             try:
                 stopped = token in sampling.stop_tokens or (sampling.stop and self._stopped(one))
-            except Exception as error:  # a tokenizer is foreign code: it must not end the requests of others
+            except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
                 ended.append((one, "error", _undecoded(error)))
                 continue
             if stopped:
@@ -366,7 +366,7 @@ class Engine:
         logprobs = [] if ran.logits is None else ran.logits.log_softmax(-1)
         views = []
         for one, _ in pieces:
-            drawn = places.get(one) if one.known > one.computed else None  # a request that failed has no token
+            drawn = places.get(one) if one.known > one.computed else None  # a failed request has no token
             views.append(
                 RequestView(
                     one.id,

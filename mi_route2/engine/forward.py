@@ -100,7 +100,7 @@ class Forward:
         """Remove the hooks."""
         hooks, self._hooks, self._sites = self._hooks, None, frozenset()
         if hooks is not None:
-            # Fired was checked forward by forward; a context whose block ends by an exception does not look again.
+            # Fired was checked after every forward; with an exception, the context does not check it again.
             hooks.__exit__(_ClosedError, _ClosedError(), None)
 
     def _need(self, sites: Iterable[Site]) -> None:
@@ -188,7 +188,7 @@ class Runner:
                 _watch(work.setdefault(site, Work()), site, group, ran.seen)
             try:
                 found, read = self._one(group, work)
-            except Exception as error:  # isolated: out of memory, a hook that did not fire, whatever a model may raise
+            except Exception as error:  # isolated: out of memory, a hook that did not fire, or any error of the model
                 if len(group) == 1:
                     why = " ".join(str(error).split()) or "it says no more"
                     ran.failed[group[0][0]] = f"a forward of this request failed with {type(error).__name__}: {why:.400}"
@@ -248,7 +248,7 @@ class Runner:
             tokens = torch.tensor(rows, device=device)
             columns = sorted({count - 1 for _, _, count in group})
             if self._unembedding(work):
-                columns = list(range(width))  # its adapters are read and written at every column
+                columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
         logits, readings = self._forward.run(layout, tokens, cache, work, keep)

@@ -59,7 +59,7 @@ class Request:
     conversation: str | None = None
     owner: str = "client"
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # two requests of equal fields are two
+    __eq__, __hash__ = object.__eq__, object.__hash__  # by identity: requests with equal fields are different requests
 
 
 class Token(NamedTuple):

@@ -110,7 +110,7 @@ class Residents:
         idle, changes = not self.steering.sites(), self.steering.changes
         for one, count in pieces:
             if (idle and not one.acts.digests) or one.noted == changes:
-                continue  # nothing acts, and nothing ever did; or what was noted of a generated token still acts
+                continue  # no intervention acts or has acted, or those recorded at a generated token are unchanged
             start = one.computed
             if start < one.prompt:
                 one.acts.steered(start, b"" if idle else self.steering.content(one.id, decode=False))
@@ -184,7 +184,7 @@ class Residents:
         found = self.prefixes.find(one.keys)
         for i, block in enumerate(found):
             self.slots.load(one.row, block, i * size)
-        del one.keys[len(found) :]  # the others are named when it is known what acted on them
+        del one.keys[len(found) :]  # later keys are computed once the interventions at their positions are known
         one.computed = one.result.cached = len(found) * size
         one.published = len(found)
 

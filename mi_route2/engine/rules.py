@@ -265,7 +265,7 @@ class RuleBook:
             raise ValueError("a rule for the rest of the conversation needs a conversation: give conversation_id")
         latched = self._holding(state, conversation)
         known = {rule.content() for rule in latched}
-        rules = [rule for rule in rules if rule.content() not in known]  # what holds already does not hold twice
+        rules = [rule for rule in rules if rule.content() not in known]  # a rule that already holds is not added again
         throughout = [*latched, *(rule for rule in rules if rule.when is None)]
         monitors = tuple(rule.monitor(_name(i)) for i, rule in enumerate(rules) if rule.when is not None)
         added = tuple(entry for rule in throughout for entry in rule.add)
@@ -316,7 +316,7 @@ class RuleBook:
         for request in view.requests:
             run = self._runs.get(request.request)
             if run is not None and request.token is not None:
-                found = self._judge(run, request)  # a last token may still decide about the rest of the conversation
+                found = self._judge(run, request)  # even the last token may latch a rule for the rest of the conversation
                 actions += () if request.finished else found
             if request.finished:
                 self.release(request.request)

@@ -119,7 +119,7 @@ def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[T
         keep = torch.ones_like(ranked, dtype=torch.bool)
         if one.top_k:
             keep[one.top_k :] = False
-        # the nucleus is the fewest tokens whose probabilities reach top_p: those with less than top_p before them
+        # the nucleus is the smallest set of top tokens whose probabilities reach top_p: tokens before which the sum is below top_p
         keep &= ranked.cumsum(0) - ranked < one.top_p
         probabilities[i] = torch.zeros_like(ranked).scatter(0, order[keep], ranked[keep])
     return probabilities
@@ -127,7 +127,7 @@ def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[T
 
 def _draw(probabilities: Float[Tensor, "n v"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     cumulative = probabilities.cumsum(-1)
-    # the sum is not quite 1, so the uniform is scaled to it; a token of probability 0 is never where the sum passes it
+    # the sum is not exactly 1, so the uniform is scaled to it; a token of probability 0 is never drawn
     target = uniforms.to(cumulative.dtype)[:, None] * cumulative[:, -1:]
     found = torch.searchsorted(cumulative, target, right=True)[:, 0]
     last = (probabilities > 0).long().mul(torch.arange(probabilities.shape[-1], device=probabilities.device)).amax(-1)

@@ -36,7 +36,7 @@ class Turn(Generic[J]):
 
     pieces: list[tuple[J, int]] = field(default_factory=list)
     admitted: list[J] = field(default_factory=list)
-    preempted: list[J] = field(default_factory=list)  # by identity: two requests may be equal in every field
+    preempted: list[J] = field(default_factory=list)  # compared by identity, because two requests may have equal fields
 
 
 def urgency(job: Job) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class Scheduler(Generic[J]):
     def _go_on(self, turn: Turn[J], put_back: Callable[[J], None]) -> int:
         """Plan pieces for the running requests; return the remaining budget."""
         singles = [job for job in self.running if job.known - job.computed == 1]
-        turn.pieces = [(job, 1) for job in singles]  # the budget is at least the rows
+        turn.pieces = [(job, 1) for job in singles]  # the budget is at least the number of rows
         left = self.budget - len(singles)
         if len(singles) < len(self.running):
             for job in sorted((job for job in self.running if job.known - job.computed != 1), key=urgency):

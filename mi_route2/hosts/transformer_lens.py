@@ -63,8 +63,8 @@ class Inner(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, cache: Any = None, position_ids: Tensor | None = None
     ) -> Tensor:
-        # under left padding the bridge computes positions for every model that takes them; with a 2-D mask, MicroGPT computes its
-        # own
+        # under left padding the bridge computes positions for every model that takes them; with a 2-D mask, MicroGPT
+        # computes its own
         told = attention_mask is not None and attention_mask.ndim == 4
         return self.inner(input_ids, attention_mask, cache, position_ids if told else None)
 

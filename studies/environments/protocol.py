@@ -325,7 +325,12 @@ def probe_prompts(source: Source, per_mode: int, rng: np.random.Generator) -> li
 
 
 class World(ABC):
-    """All that training sees; nothing here knows a verdict. ``max_new`` is the fixed length by which losses are divided."""
+    """Environment as training sees it: tasks, prompts, sampling and training grades, but no verdicts of the oracle.
+
+    Attributes:
+        modes: Modes of grading.
+        max_new: Fixed length by which losses are divided.
+    """
 
     modes: Modes
     max_new: int

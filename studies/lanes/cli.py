@@ -16,9 +16,7 @@ import tyro
 
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
-from studies.lanes.report import TABLE, publish, write_report
 from studies.lanes.settings import Settings, full, open_text, quick
-from studies.lanes.study import run_study
 from studies.lanes.train import Precision, check_device
 
 SEEDS = "10-12"
@@ -60,6 +58,9 @@ class Run:
     dev: Dev = Dev()
 
     def __call__(self) -> None:
+        from studies.lanes.report import TABLE, write_report
+        from studies.lanes.study import run_study
+
         chosen = [name for name in PROFILES if getattr(self, name)]
         if len(chosen) > 1:
             raise ValueError("a study is quick or full: give one of --quick and --full")
@@ -81,6 +82,8 @@ class Report:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.lanes.report import TABLE, write_report
+
         show_paths(write_report(self.root))
         print((self.root / TABLE).read_text(encoding="utf-8"))
 
@@ -93,6 +96,8 @@ class Publish:
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
 
     def __call__(self) -> None:
+        from studies.lanes.report import publish
+
         print(f"wrote {publish(self.root, self.to)}")
 
 

@@ -47,7 +47,8 @@ def gap(arm: str, reference: str) -> Measure:
         own, other = _gaps(found, arm), _gaps(found, reference)
         means = [math.fsum(gaps.values()) / len(gaps) for gaps in (own, other)]
         note = f"gaps {means[0]:.4f} and {means[1]:.4f}"
-        return Estimate.of([own[seed] - other[seed] for seed in own.keys() & other.keys()], "BPB", note)
+        _, s = paired_difference(own, other)
+        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
 
     return measure
 

@@ -73,12 +73,18 @@ def training_tokens(settings: Settings, corpus: Corpus) -> Int64[Tensor, " n"]:
 def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
     """`size` tokens of a split, in pieces from places that the seed draws: an interval over seeds is one over texts too.
 
-    Each piece starts with BOS, as a document does. ``ValueError`` where the split is shorter than a piece.
+    Each piece starts with BOS, as a document does, and no two overlap: training at test time would read a text twice.
+    ``ValueError`` where the split is shorter than all pieces together.
     """
     tokens = corpus.stream(split).tokens
-    if len(tokens) < piece:
-        raise ValueError(f"the split {split!r} has {len(tokens)} tokens, and a piece of it {piece}: give more text")
-    places = torch.randint(len(tokens) - piece + 1, (size // piece,), generator=torch_generator(seed, f"lanes {split}"))
+    if len(tokens) < size:
+        raise ValueError(f"the split {split!r} has {len(tokens)} tokens, and its pieces {size}: give more text")
+    generator, pieces = torch_generator(seed, f"lanes {split}"), size // piece
+    places = torch.randint(len(tokens) - piece + 1, (pieces,), generator=generator)
+    if bool((places.sort().values.diff() < piece).any()):
+        # The gaps between pieces are drawn, so that no place needs a second try; in a long text this is hardly ever met.
+        gaps = torch.randint(len(tokens) - size + 1, (pieces,), generator=generator).sort().values
+        places = (gaps + piece * torch.arange(pieces))[torch.randperm(pieces, generator=generator)]
     found = torch.stack([tokens[place : place + piece] for place in places.tolist()])
     found[:, 0] = BOS
     return found.flatten()

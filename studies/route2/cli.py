@@ -5,7 +5,7 @@ Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the sa
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -13,16 +13,12 @@ from mi_route2.hosts import HOSTS
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.route2.probing import Probes
-from studies.route2.publish import Publish
-from studies.route2.report import read_rollouts, write_figures, write_leakage, write_page, write_report
-from studies.route2.report.load import MODES
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.job import ELSEWHERE, PRECISIONS, Job
 from studies.training.schedule import run_jobs
-from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
+from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override, read_changes
 from studies.training.tracking import TRACKERS, require
-from studies.training.worlds import data_hash, modes_of, open_problem, open_world, plan, weights_hash
+from studies.training.worlds import MODES, data_hash, modes_of, open_problem, open_world, plan, weights_hash
 
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
@@ -38,6 +34,7 @@ class Run:
     workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
+    config: Annotated[Path | None, tyro.conf.arg(help="settings to change, in a TOML file; --override comes after it")] = None
     override: Override = ()
     world: Annotated[str | None, tyro.conf.arg(help="with --model: leetcode, or module:ClassName of your own (see docs)")] = None
     model: Annotated[Path | None, tyro.conf.arg(help="a folder with a Hugging Face chat model, in place of the micro model")] = None
@@ -51,7 +48,7 @@ class Run:
     def __call__(self) -> None:
         if self.report_to is not None:
             require(self.report_to)
-        settings = override(self.settings(), self.override)
+        settings = override(self.settings(), (*read_changes(self.config), *self.override))
         arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
@@ -78,6 +75,8 @@ class Run:
             if failures:
                 raise RuntimeError("; ".join(failures))
             if self.report:
+                from studies.route2.report import write_report
+
                 show_paths(write_report(root))
                 print((root / "table.md").read_text(encoding="utf-8"))
 
@@ -140,6 +139,8 @@ class Report:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.route2.report import write_report
+
         show_paths(write_report(self.root))
 
 
@@ -150,6 +151,8 @@ class Plot:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.route2.report import write_figures
+
         show_paths(write_figures(self.root))
 
 
@@ -160,6 +163,8 @@ class Leakage:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.route2.report import write_leakage
+
         show_paths(write_leakage(self.root))
         print((self.root / "leakage.md").read_text(encoding="utf-8"))
 
@@ -176,6 +181,7 @@ class Show:
 
     def __call__(self) -> None:
         from studies.route2.annotate import Annotator
+        from studies.route2.report import read_rollouts, write_page
 
         if self.every < 1:
             raise ValueError(f"every must be at least 1, not {self.every}")
@@ -189,6 +195,51 @@ class Show:
         with open_world(job.settings) as (world, _):
             annotate = Annotator.of(job, world)
             show_paths([write_page(rows, annotate, job.folder / "rollouts.html", f"{self.arm}, seed {self.seed}")])
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Fit probes on a finished run's hacks of the known mode, and test them on held-out modes beside random directions."""
+
+    root: tyro.conf.Positional[Path]
+    arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times: vanilla, absorb, or 'base'")] = "vanilla"
+    seed: int = 0
+    per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode and state")] = 512
+    out: Annotated[
+        Path | None, tyro.conf.arg(help="where probes.jsonl, probes.md and figures go; the arm's folder if not given")
+    ] = None
+    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
+    units: Annotated[
+        tuple[Literal["rollout", "token"], ...],
+        tyro.conf.arg(help="score rollouts, single tokens, or both; a chat model's tokens fill the memory: rollout there"),
+    ] = ()
+
+    def __call__(self) -> None:
+        from studies.route2.probing import LEAST, UNITS, probe_job
+
+        if self.per_mode < 4 * LEAST:
+            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
+        job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
+        units = self.units or (UNITS if job.settings.chat is None else UNITS[:1])
+        for path in probe_job(job, self.per_mode, self.out, units=units):
+            print(f"wrote {path}")
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Copy a run folder's tables, figures and records into the docs, with the sentences that quote them."""
+
+    root: tyro.conf.Positional[Path]
+    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
+    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for seeds that predictions name")] = Path("README.md")
+
+    def __call__(self) -> None:
+        from studies.route2.publish import publish, publish_short
+
+        folder = publish(self.root, self.to)
+        print(f"wrote {folder}")
+        for what in publish_short(folder, self.readme):
+            print(f"wrote {what}")
 
 
 @dataclass(frozen=True)

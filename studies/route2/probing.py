@@ -15,10 +15,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import tyro
 from jaxtyping import Bool, Float
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -40,7 +39,6 @@ from probes.transfer import TransferResult, TransferRow, TransferSettings, defau
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.common.tables import markdown_table, number
 from studies.environments.protocol import Modes, Witness, World, probe_prompts
-from studies.training.arms import get_arms
 from studies.training.job import EVAL, Job, build_pairs, finished_policy
 from studies.training.settings import Settings
 from studies.training.worlds import open_world
@@ -50,32 +48,6 @@ STATES = {"on": "quarantine on", "deploy": "as deployed"}
 UNITS: tuple[Unit, ...] = ("rollout", "token")
 UPRIGHT = 8  # maximum number of layers whose names fit side by side under an axis
 LEAST = 10  # minimum number of known-mode prompts with, and without, a hack, to be split into fit, calibration and test parts
-
-
-@dataclass(frozen=True)
-class Probes:
-    """Fit probes on a finished run's hacks of the known mode, and test them on held-out modes beside random directions."""
-
-    root: tyro.conf.Positional[Path]
-    arm: Annotated[str, tyro.conf.arg(help="an arm that hacks at times: vanilla, absorb, or 'base'")] = "vanilla"
-    seed: int = 0
-    per_mode: Annotated[int, tyro.conf.arg(help="rollouts sampled in each mode and state")] = 512
-    out: Annotated[
-        Path | None, tyro.conf.arg(help="where probes.jsonl, probes.md and figures go; the arm's folder if not given")
-    ] = None
-    pairs: Annotated[Path | None, tyro.conf.arg(help="the persona pairs that the run was given, if it was given its own")] = None
-    units: Annotated[
-        tuple[Unit, ...],
-        tyro.conf.arg(help="score rollouts, single tokens, or both; a chat model's tokens fill the memory: rollout there"),
-    ] = ()
-
-    def __call__(self) -> None:
-        if self.per_mode < 4 * LEAST:
-            raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")
-        job = Job.of(self.root, self.seed, None if self.arm == "base" else get_arms((self.arm,))[0], self.pairs)
-        units = self.units or (UNITS if job.settings.chat is None else UNITS[:1])
-        for path in probe_job(job, self.per_mode, self.out, units=units):
-            print(f"wrote {path}")
 
 
 def probe_job(

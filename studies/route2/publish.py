@@ -18,11 +18,8 @@ import re
 import shutil
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from mi_route2.files import write_whole
 from mi_route2.validation import read_object
@@ -60,23 +57,16 @@ MOST_PAGES = 3  # of one figure; further pages hold ablations and stay in the ru
 START, END = "<!-- headline: written by `python -m studies.route2 publish` -->", "<!-- end of headline -->"
 
 
-@dataclass(frozen=True)
-class Publish:
-    """Copy a run folder's tables, figures and records into the docs, with the sentences that quote them."""
-
-    root: tyro.conf.Positional[Path]
-    to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
-    readme: Annotated[Path, tyro.conf.arg(help="its headline is replaced, for seeds that predictions name")] = Path("README.md")
-
-    def __call__(self) -> None:
-        folder = publish(self.root, self.to)
-        print(f"wrote {folder}")
-        if (folder / "predictions.md").exists():
-            text = short(predicted_results(self.to))
-            print(f"wrote {write_whole(self.to / SHORT, text.encode())}")
-            if self.readme.exists():
-                update_readme(self.readme, text)
-                print(f"wrote the headline of {self.readme}")
+def publish_short(folder: Path, readme: Path) -> list[str]:
+    """Write the headline of results that predictions name, beside ``folder`` and into ``readme``; return what was written."""
+    if not (folder / "predictions.md").exists():
+        return []
+    text = short(predicted_results(folder.parent))
+    written = [str(write_whole(folder.parent / SHORT, text.encode()))]
+    if readme.exists():
+        update_readme(readme, text)
+        written.append(f"the headline of {readme}")
+    return written
 
 
 def publish(root: Path, to: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A jail for untrusted Python: warm servers, one confined child a job, data back and never a verdict."""
+"""Jail for untrusted Python: run each job in a confined child process and return its data, never a verdict."""
 
 from studies.sandbox.jail import Jail
 from studies.sandbox.limits import DEFAULT_MODULES, PROTECTIONS, JailUnavailableError, Limits, Outcome, Status

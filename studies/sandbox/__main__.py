@@ -1,4 +1,4 @@
-"""``python -m studies.sandbox check`` tells what protects untrusted code on this machine; ``run FILE`` runs a script in it."""
+"""Run ``python -m studies.sandbox check`` to test this machine's protections, or ``run FILE`` to run a script in the jail."""
 
 import json
 import sys
@@ -16,9 +16,9 @@ from studies.sandbox.limits import PROTECTIONS, Limits
 
 @dataclass(frozen=True)
 class Check:
-    """What protects untrusted code on this machine, tried out: every protection alone must stop an action that works without it.
+    """Test each protection on this machine: alone, it must stop an action that works without protections.
 
-    The exit status is 1 when a protection is missing or does not stop what it should.
+    The exit status is 1 if a protection is missing or does not stop its action.
     """
 
     def __call__(self) -> int:
@@ -42,16 +42,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Run:
-    """Run one script in the jail and print its outcome; the exit status is the script's, or 1 where it did not end by itself."""
+    """Run one script in the jail and print its outcome; the exit status is the script's, or 1 if it did not end by itself."""
 
     file: Annotated[Path, tyro.conf.Positional]
     """the script"""
     seconds: float = 5.0
-    """wall clock that it may take"""
+    """limit of wall-clock time"""
     memory: int = 512
-    """MiB that it may take"""
+    """limit of memory in MiB"""
     unsafe: bool = False
-    """run it also where this machine lacks a protection"""
+    """run it even if this machine lacks a protection"""
 
     def __call__(self) -> int:
         code = self.file.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Self-checks: for every protection an action that it stops all by itself, and that works where nothing protects.
+"""Self-checks: for every protection an action that it stops by itself, and that works without protections.
 
-``python -m studies.sandbox check`` runs them on the machine at hand.
+``python -m studies.sandbox check`` runs them on this machine.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ DRIVER = Path(__file__).with_name("script.py")
 
 @dataclass(frozen=True)
 class Check:
-    """`code` replies something true if it gets to do `what`."""
+    """Self-check of one protection: ``code`` replies a true value if it succeeds in doing ``what``."""
 
     protection: str
     what: str
@@ -40,7 +40,7 @@ LIMITS = Limits(seconds=0.5)
 
 @dataclass(frozen=True)
 class Finding:
-    """`stopped`: by its protection alone; `works`: where nothing protects."""
+    """Result of a self-check: whether its protection alone stopped it, and whether it works without protections."""
 
     check: Check
     stopped: bool
@@ -52,7 +52,11 @@ def done(outcome: Outcome) -> bool:
 
 
 def run_checks() -> Iterator[Finding]:
-    """Every check under its protection alone, and under none. Raises OSError where servers cannot be started."""
+    """Run every check under its protection alone and under none.
+
+    Raises:
+        OSError: Servers cannot be started.
+    """
     with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=PROTECTIONS) as nothing:
         for protection in PROTECTIONS:
             with Jail(DRIVER, workers=1, limits=LIMITS, unsafe=True, without=set(PROTECTIONS) - {protection}) as alone:
@@ -63,6 +67,6 @@ def run_checks() -> Iterator[Finding]:
 
 
 def honest_program_works(jail: Jail) -> bool:
-    """Whether the whole jail lets a program do what programs do."""
+    """Return whether an ordinary program works under all protections of ``jail``."""
     (outcome,) = jail.run([{"code": HONEST}], limits=Limits())
     return done(outcome) and outcome.stdout == b"2432902008176640000\n" and dict(outcome.files) == {"result.txt": b"done"}

@@ -1,7 +1,7 @@
-"""The child's side: put the protections on, run the driver, write one reply, and never come back.
+"""Child process of a job: apply the protections, run the driver, write one reply and exit.
 
-Runs in a fork of a warm server, before and around a candidate. Until `confine` is through, everything here is trusted code; from
-then on nothing that happens in this process is.
+The child is a fork of a warm server. Code here is trusted until `confine` returns; afterwards nothing that happens in the process
+is.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ CAPABILITY_VERSION_3 = 0x20080522
 CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT = 0, 6, 7, 18
 
 REPLY = 3
-"""The descriptor of the reply pipe; 0 is empty, 1 and 2 are pipes."""
+"""Descriptor of the reply pipe; 0 is empty, 1 and 2 are pipes."""
 DESCRIPTORS = 64
 SERVER_DESCRIPTORS = 256
 PAGE = os.sysconf("SC_PAGE_SIZE")
 STACK = 64 * MIB
 CONTROL_PROCESSES = 512
-"""Where a control run leaves fork to the candidate, it still cannot fill the machine with processes."""
+"""Limit of processes if a control run permits fork, so that a candidate cannot fill the machine with them."""
 
 IN_FOLDER = (
     AccessFS.READ_FILE | AccessFS.WRITE_FILE | AccessFS.TRUNCATE | AccessFS.READ_DIR | AccessFS.REMOVE_FILE | AccessFS.MAKE_REG
 )
-"""What Landlock lets a child do in its folder: regular files, and nothing else, come and go there."""
+"""Rights that Landlock gives a child in its folder: create, read, write and remove regular files only."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,7 +61,7 @@ class CapabilityHeader(ctypes.Structure):
 
 
 def check(result: int, what: str) -> None:
-    """Raises OSError, naming the call, where libc says that it failed."""
+    """Raise an ``OSError`` that names the call ``what`` if libc returned an error."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -72,20 +72,21 @@ def prctl(option: int, value: int, pointer: Any = None) -> None:
 
 
 def make_program(code: bytes) -> SockProgram:
-    """A BPF program in the kernel's form; built once in the server, loaded in every child."""
+    """Return a BPF program in the kernel's form, built once in the server and loaded in every child."""
     count = len(code) // ctypes.sizeof(SockFilter)
     return SockProgram(count, (SockFilter * count).from_buffer_copy(code))
 
 
 @dataclass(frozen=True)
 class Confinement:
-    """How children of one server are confined.
+    """Confinement that all children of one server get.
 
-    on        the protections to put on
-    programs  the seccomp program for a child whose root is its folder (True), and for one whose root is the machine's (False)
-    identity  uid and gid of children, where the server may choose (as root); else None
-    chroot    whether a child's root becomes its folder
-    server    the server's process id
+    Attributes:
+        on: Protections to apply.
+        programs: Seccomp program for a child whose root is its folder (True), and for one whose root is the machine's (False).
+        identity: Uid and gid of children if the server may choose them (as root), else None.
+        chroot: Whether a child's root becomes its folder.
+        server: Process id of the server.
     """
 
     on: frozenset[str]
@@ -97,11 +98,14 @@ class Confinement:
 
 @dataclass(frozen=True)
 class Task:
-    """One job as its child gets it, made by the server: what is made before the fork costs a child no copied memory.
+    """Input of one job's child, made by the server before the fork, so that a child need not copy memory to make it.
 
-    pipes    the write ends for stdout, stderr and the reply
-    bounds   resource -> soft and hard limit
-    rules    Landlock's rule for the folder; None where that is off
+    Attributes:
+        folder: Folder of the job.
+        pipes: Write ends for stdout, stderr and the reply.
+        bounds: ``{resource: (soft limit, hard limit)}``.
+        rules: Landlock rules of the folder; None if Landlock is off.
+        payload: JSON text of the payload.
     """
 
     folder: str
@@ -112,15 +116,16 @@ class Task:
 
 
 def address_space() -> int:
-    """Bytes of address space that this process has."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[0]) * PAGE
 
 
 def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[int, int]]:
-    """The resource limits of a job, none above what the server has itself; `idle` is the address space of an idle child.
+    """Return the resource limits of a job, none above the server's own.
 
-    A job can read them, so that `idle` should not depend on what earlier jobs made the server take.
+    ``idle`` is the address space of an idle child. A job can read its limits, so ``idle`` must not depend on what earlier jobs made
+    the server allocate.
     """
     wanted = {
         resource.RLIMIT_AS: idle + limits.memory,
@@ -128,7 +133,7 @@ def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[
         resource.RLIMIT_FSIZE: limits.file_size,
         resource.RLIMIT_NOFILE: DESCRIPTORS,
         resource.RLIMIT_NPROC: 0 if "seccomp" in how.on else CONTROL_PROCESSES,
-        resource.RLIMIT_CORE: 1,  # 0 would still feed a core to a handler that reads it from a pipe
+        resource.RLIMIT_CORE: 1,  # with 0 the kernel would still pipe a core dump to a handler
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 64,
@@ -145,7 +150,10 @@ def make_bounds(how: Confinement, limits: Limits, idle: int) -> dict[int, tuple[
 
 
 def make_rules(folder: str) -> landlockpy.Ruleset:
-    """Landlock: nothing but the folder; no TCP, and no abstract sockets and signals out of it where the kernel knows these."""
+    """Return Landlock rules: access to the folder only, no TCP, and no abstract sockets or signals to processes outside.
+
+    Kernels that do not know a rule skip it.
+    """
     rules = landlockpy.Ruleset(scoped=Scope.ABSTRACT_UNIX_SOCKET | Scope.SIGNAL)
     rules.allow_path(folder, IN_FOLDER)
     return rules
@@ -157,7 +165,11 @@ def limit_resources(how: Confinement, task: Task) -> None:
 
 
 def drop_privileges(how: Confinement, task: Task) -> None:
-    """Root becomes nobody, in a root of its own; others keep their id, and get a root of their own where the kernel lets them."""
+    """Give up all privileges, and make the job's folder the root directory if possible.
+
+    As root, the child changes to an unprivileged identity. Without root, it keeps its identity and uses a user namespace to change
+    the root directory if the kernel allows that.
+    """
     if how.identity is not None:
         os.chroot(".")
         os.setgroups([])
@@ -172,7 +184,10 @@ def drop_privileges(how: Confinement, task: Task) -> None:
 
 
 def die_with_the_server(how: Confinement, task: Task) -> None:
-    """After `drop_privileges`, as a change of ids clears the wish; before `filter_calls`, which refuses prctl."""
+    """Ask the kernel to kill this process when the server ends.
+
+    Must run after `drop_privileges`, because a change of ids clears the setting, and before `filter_calls`, which refuses prctl.
+    """
     prctl(PR_SET_PDEATHSIG, SIGKILL)
     if os.getppid() != how.server:
         os._exit(1)
@@ -184,7 +199,10 @@ def restrict_files(how: Confinement, task: Task) -> None:
 
 
 def close_descriptors(how: Confinement, task: Task) -> None:
-    """All but 0, 1, 2 and `REPLY`; after `restrict_files`, which uses one more."""
+    """Close all descriptors except for 0, 1, 2 and `REPLY`.
+
+    Must run after `restrict_files`, which uses one more.
+    """
     os.closerange(REPLY + 1, SERVER_DESCRIPTORS)
 
 
@@ -201,11 +219,15 @@ STEPS: tuple[tuple[str | None, Callable[[Confinement, Task], None]], ...] = (
     (None, close_descriptors),
     ("seccomp", filter_calls),
 )
-"""In this order; those without a name are no protection that a control run could leave off."""
+"""Steps of the confinement in order; a control run cannot leave off steps without a name."""
 
 
 def confine(how: Confinement, task: Task) -> None:
-    """Confines this process to the task's folder. Raises OSError where the kernel refuses."""
+    """Confine this process to the task's folder.
+
+    Raises:
+        OSError: The kernel refuses a step.
+    """
     for source, target in zip(task.pipes, (1, 2, REPLY), strict=False):
         os.dup2(source, target)
     os.chdir(task.folder)
@@ -216,15 +238,15 @@ def confine(how: Confinement, task: Task) -> None:
 
 @dataclass(frozen=True)
 class Driver:
-    """What a child runs, and the modules that are its server's, which it shall not find by name."""
+    """Function that a child runs, and names of the server's modules, which are removed from ``sys.modules`` in the child."""
 
     execute: Callable[[Any], Any]
     private: frozenset[str]
 
 
 def live(how: Confinement, task: Task, driver: Driver) -> NoReturn:
-    """A child's whole life."""
-    leave = os._exit  # a candidate may replace what the modules hold
+    """Run a child from its fork to its exit."""
+    leave = os._exit  # a candidate may replace attributes of modules
     try:
         try:
             os.setsid()
@@ -246,36 +268,39 @@ def live(how: Confinement, task: Task, driver: Driver) -> NoReturn:
 
 
 def forget(frame: FrameType | None) -> None:
-    """Empties the variables of a frame and of those that called it: what a server keeps there is not for a candidate to look up.
+    """Set the local variables of a frame and of its callers to None, so that a candidate cannot read the server's data there.
 
-    The number of the main thread, which is the server's, goes too.
+    The id of the main thread, which is the server's, is set to 0 too.
     """
     while frame is not None and frame.f_code.co_name != "<module>":
         names = frame.f_locals
         names.update(dict.fromkeys(names))
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # does nothing from Python 3.13 on, nor need it
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), 0)  # no effect, and not needed, from Python 3.13
         frame = frame.f_back
     if "threading" in sys.modules:
         vars(sys.modules["threading"].main_thread())["_native_id"] = 0
 
 
 def level() -> None:
-    """Brings the collector's and the allocator's counts to where every child begins.
+    """Reset the counters of the garbage collector and of the allocator to the same state in every child.
 
-    A server lets go of a few objects a job that Python keeps to use again, and their number would tell a job its place.
+    A server frees a few objects per job, which Python keeps for reuse; their number would reveal the job's place in the sequence.
     """
     gc.collect()
     gc.enable()
 
 
 def volunteer_for_the_oom_killer() -> None:
-    """A machine that runs out of memory takes candidates first."""
+    """Make the kernel kill this process first if the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
         file.write(b"1000")
 
 
 def work(execute: Callable[[Any], Any], payload: bytes) -> int:
-    """Runs the driver and writes its reply; the exit status. What the driver raises ends like an uncaught exception of Python."""
+    """Run the driver and write its reply; return the exit status.
+
+    An exception of the driver ends the process like an uncaught exception of Python.
+    """
     dumps, write = json.dumps, write_all
     try:
         text = dumps(execute(json.loads(payload)), allow_nan=False).encode()
@@ -292,7 +317,7 @@ def work(execute: Callable[[Any], Any], payload: bytes) -> int:
 
 
 def exit_status(code: object) -> int:
-    """The exit status of ``SystemExit(code)``."""
+    """Return the exit status of ``SystemExit(code)``; print any ``code`` that is neither a number nor None to stderr."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -303,5 +328,5 @@ def exit_status(code: object) -> int:
 
 def flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):  # whatever a candidate put there
+        with contextlib.suppress(BaseException):  # a candidate may have replaced the stream
             stream.flush()

@@ -1,7 +1,7 @@
-"""Which system calls a child may make: an allow-list as data, and the BPF program that libseccomp makes of it.
+"""System calls that a child may make: an allow-list as data, and the BPF program that libseccomp compiles from it.
 
-Everything that is not named here fails with EPERM: processes and threads, sockets, signals to anyone, ptrace, ioctl, namespaces,
-mounts, keys, shared memory, links, folders, permissions, limits. A system call of another architecture kills.
+Every call that is not listed here fails with EPERM: processes and threads, sockets, signals to others, ptrace, ioctl, namespaces,
+mounts, keys, shared memory, links, folders, permissions and limits. A call of another architecture kills the process.
 """
 
 import errno
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SIGN = 0x80000000
-"""Of an int."""
+"""Sign bit of a 32-bit int."""
 PROT_EXEC = 0x4
 MAP_ANONYMOUS = 0x20
 O_PATH = 0x200000
@@ -27,7 +27,7 @@ MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE = 0, 4, 8, 14
 
 @dataclass(frozen=True)
 class Bits:
-    """The bits `mask` of argument number `argument` must read `value`."""
+    """Condition that argument number ``argument``, masked with ``mask``, equals ``value``."""
 
     argument: int
     mask: int
@@ -36,7 +36,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Is:
-    """Argument number `argument` must be `value`."""
+    """Condition that argument number ``argument`` equals ``value``."""
 
     argument: int
     value: int
@@ -53,50 +53,54 @@ PLAIN = {
     "who and where it is": "getuid geteuid getgid getegid getresuid getresgid getgroups getcwd umask",
     "what it has": "getrusage getrlimit",
 }
-"""What for -> the system calls that are allowed whatever their arguments."""
+"""``{purpose: system calls}`` of the calls that are allowed with any arguments."""
 
 ANSWERED = {
-    "fsync": 0,  # the disk is everyone's, and the folder is gone in a moment
+    "fsync": 0,  # the disk is shared with other programs, and the folder is deleted after the job
     "fdatasync": 0,
     "sync_file_range": 0,
-    "getpid": 0,  # numbers that are given out in turn tell how many jobs came before
+    "getpid": 0,  # ids are assigned in turn, so they would reveal the number of earlier jobs
     "gettid": 0,
     "getpgrp": 0,
     "getppid": 0,
-    "ioctl": errno.ENOTTY,  # upon which Python does without
+    "ioctl": errno.ENOTTY,  # an error that Python handles
 }
-"""System calls that do nothing -> the error that they return, or success."""
+"""``{system call: error}`` of the calls that do nothing and return this error, or 0 for success."""
 
 CONDITIONAL: dict[str, tuple[tuple[Bits | Is, ...], ...]] = {
-    # Memory that is executable could hold system calls of the candidate's own; a mapped file outlives its name and its size limit.
+    # Executable memory could hold the candidate's own system calls; a mapped file outlives its name and its size limit.
     "mmap": ((Bits(2, PROT_EXEC, 0), Bits(3, MAP_ANONYMOUS, MAP_ANONYMOUS)),),
     "mprotect": ((Bits(2, PROT_EXEC, 0),),),
     "madvise": tuple((Is(2, advice),) for advice in (MADV_NORMAL, MADV_DONTNEED, MADV_FREE, MADV_HUGEPAGE)),
-    # O_PATH is free of Landlock; files without a name cannot be counted; the disk is everyone's, as with fsync.
+    # Landlock does not check O_PATH; files without a name cannot be counted; the disk is shared, as with fsync.
     "openat": ((Bits(2, O_PATH | O_TMPFILE | SYNCHRONOUS, 0),),),
     "unlinkat": ((Bits(2, AT_REMOVEDIR, 0),),),
-    # Landlock takes this for a rename, and it leaves a device.
+    # Landlock treats this as a rename, but it leaves a device file.
     "renameat2": ((Bits(4, RENAME_WHITEOUT, 0),),),
     # F_SETOWN and F_SETSIG send signals.
     "fcntl": tuple((Is(1, command),) for command in (F_DUPFD, F_DUPFD_CLOEXEC, F_GETFD, F_SETFD, F_GETFL)),
-    # Limits may be read.
+    # Only the child's own limits, and only reading.
     "prlimit64": ((Is(0, 0), Is(2, 0)),),
-    # Its own processors and clocks: negative clocks are other processes', which would tell which ones there are and what they do.
+    # Only the child's own processors and clocks: negative clock ids are those of other processes, whose activity they would reveal.
     "sched_getaffinity": ((Is(0, 0),),),
     "clock_gettime": ((Bits(0, SIGN, 0),),),
     "clock_getres": ((Bits(0, SIGN, 0),),),
     "clock_nanosleep": ((Bits(0, SIGN, 0),),),
     "newfstatat": ((Bits(3, AT_EMPTY_PATH, AT_EMPTY_PATH),),),
 }
-"""Allowed where one of the sets of conditions holds."""
+"""``{system call: alternatives}`` of the calls that are allowed if all conditions of one alternative hold."""
 
 LOOKUPS = ("stat", "lstat", "newfstatat", "statx", "access", "faccessat", "faccessat2", "readlink", "readlinkat")
-"""Questions about a path, which Landlock does not answer for: harmless where the child's root is its folder, else not allowed."""
+"""Queries of a path, which Landlock does not restrict: allowed only if the child's root is its folder."""
 
 
 @functools.cache
 def program(chrooted: bool) -> bytes:
-    """The filter as an array of `struct sock_filter`. Raises OSError where libseccomp is not installed or too old."""
+    """Return the filter as an array of ``struct sock_filter``.
+
+    Raises:
+        OSError: libseccomp is not installed or too old.
+    """
     try:
         import pyseccomp
     except (ImportError, RuntimeError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The jail as its user sees it: a pool of warm servers that are handed one job at a time."""
+"""Public interface of the jail: a pool of warm servers, each of which runs one job at a time."""
 
 import contextlib
 import importlib.util
@@ -27,30 +27,37 @@ NEEDS = {
     "landlock": "Landlock (Linux 5.13 or newer with landlock among its security modules)",
     "seccomp": "seccomp filters (libseccomp 2.5 or newer, and a kernel with CONFIG_SECCOMP_FILTER)",
 }
-"""What a missing protection needs of the machine."""
+"""``{protection: feature of the machine that it needs}``."""
 PATIENCE = 30.0
-"""Seconds beyond a job's limit after which its server itself is taken for dead."""
+"""Seconds after a job's time limit until its server is considered dead."""
 ATTEMPTS = 2
-"""Servers that a job may lose before it is reported."""
+"""Number of servers that may die during a job before the job is reported as ended."""
 UNREAD = 2
-"""Replies for each server that may wait to be read, before no more jobs are handed out."""
+"""Maximum number of unread replies per server; no more jobs are sent until they are read."""
 PAUSE = 0.05
-"""Seconds between two looks whether a full disk has room again, where no job of this jail holds it."""
+"""Seconds between checks of a full disk while no job of this jail uses it."""
 
 
 class Jail:
-    """Runs untrusted Python in confined children of warm servers, and brings back data.
+    """Pool of warm servers that run untrusted Python in confined child processes and return its data.
 
-    driver   a trusted Python file that defines ``execute(payload)``, called in the confined child; it returns the reply, JSON-able
-    limits   what a job may use unless `run` says otherwise
-    workers  servers, and so jobs at a time
-    modules  what candidates can import; everything else is a ModuleNotFoundError
-    unsafe   run also where this machine lacks a protection; those in use are in `protections`
-    without  protections to leave off, to see what they are good for; needs ``unsafe``
+    The jail is a context manager; it also closes when it is garbage-collected or Python exits. Several jails may exist in one
+    process.
+    Threads may share one jail: their calls of `run` take turns.
 
-    A context manager; it also closes when it is collected or Python exits. Several jails may live in one process. Threads may share
-    one: their calls of `run` take turns. Raises ValueError for what cannot be asked for, JailUnavailableError where the machine
-    lacks a protection, and OSError where a server cannot be started, which includes a driver that cannot be loaded.
+    Args:
+        driver: Trusted Python file that defines ``execute(payload)``, which is called in the confined child and returns the reply,
+            data that JSON can express.
+        limits: Limits of a job unless `run` gives others.
+        workers: Number of servers, and thus of jobs at a time.
+        modules: Modules that candidates can import; any other import is a ModuleNotFoundError.
+        unsafe: Run even if this machine lacks a protection; ``protections`` has those in use.
+        without: Protections to leave off, to test what each is needed for; requires ``unsafe``.
+
+    Raises:
+        ValueError: An argument is not valid.
+        JailUnavailableError: The machine lacks a protection.
+        OSError: A server cannot be started, for example because the driver cannot be loaded.
     """
 
     def __init__(
@@ -113,15 +120,23 @@ class Jail:
         progress: str | None = None,
         read: Callable[[Any, Outcome], Any] = lambda payload, outcome: outcome,
     ) -> list[Any]:
-        """One Outcome a payload (JSON-able data), in order, with a progress bar if it is named.
+        """Run one job per payload and return their outcomes in order.
 
-        With ``read`` it is instead what that makes of each payload and its outcome, as soon as it is there: a reply may be many
-        times as large in memory as it was written, and is dropped when it is read. Replies are parsed and read in a thread of
-        their own, one after the other, so that no job waits for the reply of another.
+        Each job goes to the next free server. A job is repeated once if its server dies during it. Replies are parsed and read in
+        their own thread, one after the other, so that no job waits for the reply of another.
 
-        Jobs go one at a time to whichever server is free. A job whose server dies of it is repeated once. Raises TypeError and
-        ValueError for payloads that are not JSON, ValueError when the jail is closed or was inherited through a fork, OSError for
-        the machine's own trouble, such as a full disk, and what ``read`` raises; never for what a candidate does.
+        Args:
+            payloads: Data that JSON can express, one per job.
+            limits: Limits of these jobs; default the jail's.
+            progress: Label of a progress bar; None for no bar.
+            read: Function of a payload and its outcome, called as soon as the job has ended; its results are returned instead of
+                the outcomes. A reply may take many times more memory than its text, and is dropped after ``read``.
+
+        Raises:
+            TypeError, ValueError: A payload is not JSON.
+            ValueError: The jail is closed, or was inherited through a fork.
+            OSError: The machine failed, for example because its disk is full. Nothing that a candidate does raises this.
+            Exception: Any exception of ``read``.
         """
         texts = [json.dumps(payload, allow_nan=False).encode() for payload in payloads]
         if not self._pool.mine:
@@ -138,7 +153,7 @@ class Jail:
                 return _Batch(self._pool, texts, chosen, complete, tick).run()
 
     def close(self) -> None:
-        """Ends the servers and removes every folder, after the call of `run` that another thread may be in; twice is fine."""
+        """End the servers and remove every folder, after any call of `run` has ended; no effect if already closed."""
         if self._pool.mine:
             with self._lock:
                 self._finalizer()
@@ -151,7 +166,7 @@ class Jail:
 
 
 class _Batch:
-    """One call of `run`."""
+    """Jobs of one call of `run`."""
 
     def __init__(
         self,
@@ -169,11 +184,11 @@ class _Batch:
         self._results: dict[int, Future[Any]] = {}
         self._unread: deque[Future[Any]] = deque()
         self._busy: dict[Worker, tuple[int, float]] = {}
-        """Worker -> its job, and when it is taken for dead."""
+        """``{worker: (its job, time after which it is considered dead)}``."""
         self._crowded = False
-        """Whether a job found the disk full, and none has run alone since."""
+        """Whether a job found the disk full and no job has run alone since."""
         self._full_since: float | None = None
-        """When the disk was first found full while no job of this jail was running."""
+        """Time at which the disk was first found full while no job of this jail ran."""
 
     def run(self) -> list[Any]:
         try:
@@ -183,12 +198,12 @@ class _Batch:
                     self._take_in(worker)
             return [self._results[index].result() for index in range(len(self._texts))]
         finally:
-            for worker in list(self._busy):  # interrupted: what they still do is nobody's
+            for worker in list(self._busy):  # only after an interruption: nobody waits for these jobs
                 self._pool.drop(worker)
             self._reader.shutdown(cancel_futures=True)
 
     def _hand_out(self) -> None:
-        """A job to every free server, also to those that take a dead one's place."""
+        """Send a job to every free server, including servers that replace dead ones."""
         self._pool.fill()
         for worker in [worker for worker in self._pool.workers if worker not in self._busy]:
             if not self._waiting or (self._busy and self._crowded):
@@ -201,7 +216,7 @@ class _Batch:
                 self._bury(worker, death)
 
     def _ready(self) -> list[Worker]:
-        """The busy workers that have something to say; waits for one. Who says nothing for too long is killed."""
+        """Wait for an answer and return the workers that have one; kill a worker whose deadline has passed."""
         if not self._busy:
             return []
         with selectors.DefaultSelector() as selector:
@@ -230,10 +245,13 @@ class _Batch:
             self._finish(index, outcome, raw)
 
     def _wait_for_room(self, full: CrowdedError) -> None:
-        """After a job found the disk full. Those that may have filled it end, one runs alone, and then the others go on.
+        """React to a full disk: let the running jobs end, run one job alone, then continue with the others.
 
-        A job of another jail may hold the room too, for no longer than its limit, which is taken to be like this one's. Raises
-        `full` if the disk stays so.
+        Jobs of another jail may use the disk too; the wait is as long as this jail's own time limit, which theirs is assumed to
+        equal.
+
+        Raises:
+            CrowdedError: The disk stays full; it is ``full`` itself.
         """
         self._crowded = True
         if not self._busy:
@@ -244,9 +262,9 @@ class _Batch:
             time.sleep(PAUSE)
 
     def _bury(self, worker: Worker, death: ServerDiedError) -> None:
-        """A job whose server died comes first again, unless it is the second that died of it.
+        """Drop a dead server and put its job first in the queue, or report the job if it is the second server that died during it.
 
-        A server that died before it read the job did not die of it: so may all that were idle, but not one after another.
+        A server that died before it read the job did not die of it: all idle servers may do so, but not more.
         """
         index, _ = self._busy[worker]
         self._pool.drop(worker)
@@ -260,7 +278,7 @@ class _Batch:
             self._finish(index, Outcome("signalled", signal=-code) if code < 0 else Outcome("exited", exit_code=code), b"")
 
     def _finish(self, index: int, outcome: Outcome, raw: bytes) -> None:
-        """A job has ended; its reply is read beside the jobs that go on, but not left to pile up."""
+        """Submit the reply of a job to the reader thread, and wait if too many replies are unread."""
         self._results[index] = self._reader.submit(self._complete, index, outcome, raw)
         self._unread.append(self._results[index])
         while len(self._unread) > UNREAD * self._pool.size:
@@ -270,7 +288,7 @@ class _Batch:
 
 @contextlib.contextmanager
 def progress_bar(label: str | None, total: int) -> Iterator[Callable[[], object]]:
-    """What to call after every job; shows a bar if it has a label."""
+    """Yield the function to call after every job; it updates a progress bar if ``label`` is not None."""
     if label is None:
         yield lambda: None
         return
@@ -281,7 +299,7 @@ def progress_bar(label: str | None, total: int) -> Iterator[Callable[[], object]
 
 
 def _programs(wanted: frozenset[str]) -> tuple[dict[bool, bytes], str]:
-    """The seccomp programs, for children with and without a root of their own; empty, and why, where they cannot be made."""
+    """Return the seccomp programs for children with and without their own root; empty, with the reason, if they cannot be made."""
     if "seccomp" not in wanted:
         return {}, ""
     try:
@@ -291,7 +309,11 @@ def _programs(wanted: frozenset[str]) -> tuple[dict[bool, bytes], str]:
 
 
 def search_paths(modules: Sequence[str]) -> tuple[str, ...]:
-    """Where servers find what the standard library lacks. Raises ValueError for a module that is not installed."""
+    """Return the folders in which servers find modules outside of the standard library.
+
+    Raises:
+        ValueError: A module is not installed.
+    """
     paths = []
     for name in dict.fromkeys(module.partition(".")[0] for module in modules):
         if name in sys.stdlib_module_names:

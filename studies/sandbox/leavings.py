@@ -1,4 +1,4 @@
-"""What a job leaves: files to count, bring back and remove, and (where no filter forbids fork) processes to end."""
+"""Files and processes that a job leaves: count, collect and remove files; end processes where no filter forbids fork."""
 
 import contextlib
 import os
@@ -12,14 +12,14 @@ CHUNK = 1 << 20
 
 
 def named(folder: int) -> list[int]:
-    """The sizes of what is in an open folder."""
+    """Return the sizes of all entries of an open folder."""
     return [status.st_size for _, status in _entries(folder)]
 
 
 def nameless(pid: int) -> list[int]:
-    """The sizes of files that a process holds open and that have no name any more."""
+    """Return the sizes of files that a process holds open and whose name was removed."""
     sizes = []
-    with contextlib.suppress(OSError):  # a kernel may not let us look: then the number of descriptors bounds them
+    with contextlib.suppress(OSError):  # if the kernel refuses access, the limit of descriptors bounds these files
         for name in os.listdir(f"/proc/{pid}/fd"):
             status = os.stat(f"/proc/{pid}/fd/{name}")
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
@@ -31,7 +31,7 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # removed since
+            with contextlib.suppress(FileNotFoundError):  # removed after the scan
                 try:
                     status = entry.stat(follow_symlinks=False)
                 except PermissionError:  # a control run took the folder's permissions away
@@ -42,9 +42,9 @@ def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
 
 
 def collect(folder: int, limits: Limits) -> dict[str, bytearray]:
-    """Name -> content of the ordinary files of an open folder, by name, as far as they are within the limits.
+    """Return ``{name: content}`` of the regular files of an open folder, sorted by name, up to the limits.
 
-    Ordinary is a regular file with no other name, and with one in printable UTF-8.
+    Files with a second hard link, or whose name is not printable UTF-8, are left out.
     """
     found: dict[str, bytearray] = {}
     room = limits.disk
@@ -76,7 +76,11 @@ def _read(folder: int, name: str, size: int) -> bytearray:
 
 
 def clear(folder: str) -> None:
-    """Empties a folder, following no links, however deep it is: folders inside of folders are moved up first. Raises OSError."""
+    """Empty a folder of any depth without following links: inner folders are moved up before they are emptied.
+
+    Raises:
+        OSError: An entry cannot be removed.
+    """
     while entries := list(os.scandir(folder)):
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
@@ -93,7 +97,7 @@ def clear(folder: str) -> None:
 
 
 def reap() -> bool:
-    """Collects ended children of this process; whether any are left."""
+    """Collect ended children of this process; return whether any children are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -103,10 +107,10 @@ def reap() -> bool:
 
 
 def end_descendants() -> None:
-    """Ends all that descends from this process, which must be a subreaper, so that nothing gets away by losing its parent."""
+    """End all descendants of this process, which must be a subreaper, so that orphans become its children."""
     while reap():
         known: set[int] = set()
-        while not (found := descendants(os.getpid())) <= known:  # what is stopped cannot fork any more
+        while not (found := descendants(os.getpid())) <= known:  # a stopped process cannot fork
             known |= found
             _send(found, signal.SIGSTOP)
         _send(found, signal.SIGKILL)
@@ -120,7 +124,7 @@ def _send(pids: set[int], number: int) -> None:
 
 
 def descendants(root: int) -> set[int]:
-    """Every process below `root`, by /proc, except those that have ended and were not collected."""
+    """Return the ids of all processes below ``root`` in /proc, except for zombies."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:

@@ -1,4 +1,4 @@
-"""What a job may use and what comes back of it: plain data, shared by both sides of the jail."""
+"""Limits and outcome of a job: plain data that both sides of the jail share."""
 
 import math
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 PROTECTIONS = ("rlimits", "privileges", "landlock", "seccomp", "watchdog", "reply")
-"""Every layer by name, in the order in which they are put on."""
+"""Names of all protections, in the order in which they are applied."""
 
 KERNEL_PROTECTIONS = PROTECTIONS[:4]
-"""Those that a child asks of the kernel, which may lack them; the others work from outside."""
+"""Protections that the kernel provides to a child, or may lack; the server applies the others from outside."""
 
 Status = Literal["replied", "exited", "signalled", "timeout", "cpu", "output", "disk"]
 
@@ -30,29 +30,33 @@ _MODULES = {
     "encodings.utf_16 encodings.utf_16_be encodings.utf_16_le encodings.utf_32 encodings.utf_8_sig",
 }
 DEFAULT_MODULES = tuple(name for names in _MODULES.values() for name in names.split())
-"""What a candidate can import unless it is told otherwise: what solutions to exercises use."""
+"""Modules that a candidate can import by default: those that solutions to exercises use."""
 
 
 KINDS: Mapping[Any, tuple[type, str]] = MappingProxyType({int: (Integral, "a whole number"), float: (Real, "a number")})
-"""Type of a limit -> what is taken for it, and how that is called."""
+"""``{type of a limit: (accepted numbers, their name in messages)}``."""
 
 
 class JailUnavailableError(OSError):
-    """This machine lacks a protection, and nobody said that it may be done without."""
+    """This machine lacks a protection, and ``unsafe=True`` was not given."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one job may use. Raises ValueError where a number makes no sense.
+    """Resources that one job may use.
 
-    seconds      wall clock
-    cpu_seconds  processor time, user and system
-    memory       bytes of address space above the idle child's, at least 16 MiB
-    file_size    bytes in one file
-    disk         bytes in all files of the folder together
-    files        files in the folder
-    output       bytes kept of stdout, and of stderr; more is cut, `FLOOD` times as many end the job
-    reply        bytes of the reply's JSON
+    Attributes:
+        seconds: Wall-clock time in seconds.
+        cpu_seconds: Processor time in seconds, user and system.
+        memory: Bytes of address space above an idle child's, at least 16 MiB.
+        file_size: Bytes of one file.
+        disk: Bytes of all files of the folder together.
+        files: Number of files in the folder.
+        output: Bytes kept of stdout, and of stderr; the rest is cut, and `FLOOD` times as many bytes end the job.
+        reply: Bytes of the reply's JSON.
+
+    Raises:
+        ValueError: A limit is not valid.
     """
 
     seconds: float = 5.0
@@ -86,24 +90,30 @@ class Limits:
 
 
 FLOOD = 64
-"""A job that writes this many times what is kept of its output is ended."""
+"""Factor on `Limits.output` after which a job that writes more is ended."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a job did.
+    """Result of a job.
 
-    status       replied: it ended by itself, with exit status 0 and one acceptable reply;
-                 exited: it ended by itself in any other way (`exit_code`; 0 where only the reply was not acceptable);
-                 signalled: it died of `signal`; timeout, cpu, output, disk: it went over that limit and was killed
-    reply        the driver's data, or whatever the candidate forged: data in either case; None unless replied
-    exit_code    0 where it replied
-    stdout       what went to descriptor 1, the first `Limits.output` bytes of it; stderr likewise
-    truncated    whether either was cut
-    files        name -> bytes of the regular files that it left, as far as they are within the limits
-    seconds      wall clock from fork to end
-    cpu_seconds  processor time
-    peak_memory  largest resident set in bytes, the idle interpreter's included
+    Attributes:
+        status: One of
+
+            - replied: the job ended by itself, with exit status 0 and one valid reply
+            - exited: it ended by itself in any other way; see ``exit_code``, which is 0 if only the reply was not valid
+            - signalled: ``signal`` killed it
+            - timeout, cpu, output, disk: it exceeded that limit and was killed
+        reply: The driver's data, or data that the candidate forged; None unless the status is replied.
+        exit_code: Exit status; 0 if the job replied.
+        signal: Number of the signal that killed the job.
+        stdout: First `Limits.output` bytes written to descriptor 1.
+        stderr: First `Limits.output` bytes written to descriptor 2.
+        truncated: Whether stdout or stderr was cut.
+        files: ``{name: bytes}`` of the regular files that the job left, up to the limits.
+        seconds: Wall-clock time from fork to end.
+        cpu_seconds: Processor time.
+        peak_memory: Largest resident set in bytes, including the idle interpreter.
     """
 
     status: Status

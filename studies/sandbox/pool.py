@@ -1,4 +1,4 @@
-"""The parent's hold on its servers: start one, hand it a job, read its answer, end it; keep a pool of them."""
+"""Servers as their parent process sees them: start a server, send it jobs, receive answers, end it; and a pool of servers."""
 
 import contextlib
 import fcntl
@@ -23,11 +23,11 @@ from studies.sandbox.wire import JOB, LENGTH, cut, pack, read_reply, read_reply_
 
 SERVER = Path(__file__).with_name("server.py")
 BOOT = "import sys; exec(compile(open(sys.argv.pop(1)).read(), '<server>', 'exec'))"
-"""Runs the server's text under a name that does not tell where it lies."""
+"""Program that runs the server's text under a name that does not reveal its path."""
 START_SECONDS = 60.0
 END_SECONDS = 5.0
 ENVIRONMENT = {
-    "PYTHONHASHSEED": "0",  # what a program does must not depend on the server that it came to
+    "PYTHONHASHSEED": "0",  # the behavior of a program must not depend on the server that runs it
     "OPENBLAS_NUM_THREADS": "1",  # a fork has one thread
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -35,16 +35,17 @@ ENVIRONMENT = {
 CLOSED = "this jail is closed: make another one"
 PREFIX = "studies-jail-"
 STALE = 60.0
-"""Seconds after which a folder that nobody holds is nobody's, and not just being made."""
+"""Age in seconds from which a folder without a lock counts as abandoned, not as just being created."""
 INHERITED = ("LD_LIBRARY_PATH",)
-"""Without it an interpreter with a shared library of its own may not start."""
+"""Environment variables that servers inherit: an interpreter with a shared library may not start without them."""
 
 
 class ServerDiedError(Exception):
-    """A server is gone.
+    """A server has ended unexpectedly.
 
-    code     its exit status, or minus the signal that ended it
-    started  whether it had read all that it was sent, and so may have started the job
+    Attributes:
+        code: Exit status of the server, or minus the signal that ended it.
+        started: Whether the server had read all that it was sent, and so may have started the job.
     """
 
     def __init__(self, code: int, started: bool) -> None:
@@ -53,15 +54,20 @@ class ServerDiedError(Exception):
 
 
 class CrowdedError(OSError):
-    """The disk is full, which other jobs may have done: there may be room for this one when they have ended."""
+    """The disk is full, perhaps because of other jobs, after whose end this job may have enough space."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes one server like another; `search` and `own` are paths beside the standard library's.
+    """Configuration that all servers of a pool share.
 
-    search  where `modules` are found, also by the driver
-    own     where the server finds what it needs itself
+    Attributes:
+        driver: Python file that defines ``execute``.
+        modules: Modules that candidates can import.
+        search: Paths of those modules outside of the standard library, which the driver may also use.
+        own: Paths of modules that only the server uses.
+        wanted: Protections to apply.
+        programs: Seccomp programs by whether the child's root is its folder.
     """
 
     driver: Path
@@ -85,12 +91,21 @@ class Recipe:
 
 
 class Worker:
-    """One server, the folder in which its jobs live, and a descriptor for it to hold. Raises OSError where it cannot be started."""
+    """One server process, its socket, and the folder of its jobs.
+
+    Args:
+        recipe: Configuration of the server.
+        home: Folder of its jobs; the server creates it.
+        held: Descriptor that the server inherits and keeps open, so that the pool's folder stays locked.
+
+    Raises:
+        OSError: The server cannot be started.
+    """
 
     def __init__(self, recipe: Recipe, home: Path, held: int) -> None:
         self._home, self._serial = home, 0
         self.socket, theirs = socket.socketpair()
-        # What -I keeps out is kept out by an environment of our own; -I itself would refuse the hash seed.
+        # Our own environment isolates the interpreter as -I would; -I itself would ignore the hash seed.
         numbers = map(str, (theirs.fileno(), held, os.getpid()))
         command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", BOOT, str(SERVER), *numbers]
         environment = ENVIRONMENT | {name: os.environ[name] for name in INHERITED if name in os.environ}
@@ -98,17 +113,21 @@ class Worker:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # stderr is ours: a server that fails says so there
+                stdout=subprocess.DEVNULL,  # stderr is inherited, so that a failing server can report there
                 cwd="/",
                 env=environment,
                 pass_fds=(theirs.fileno(), held),
-                start_new_session=True,  # a Ctrl-C is the parent's to handle
+                start_new_session=True,  # only the parent handles a Ctrl-C
             )
-        with contextlib.suppress(ConnectionError):  # it died already: `greet` says how
+        with contextlib.suppress(ConnectionError):  # the server died already: `greet` reports how
             self.socket.sendall(pack(recipe.config(home)))
 
     def greet(self) -> tuple[frozenset[str], dict[str, str]]:
-        """The protections that its jobs will have, and what is missing, with the reason. Raises OSError where it did not start."""
+        """Wait for the server's start; return the protections that its jobs have, and ``{missing protection: reason}``.
+
+        Raises:
+            OSError: The server did not start.
+        """
         self.socket.settimeout(START_SECONDS)
         try:
             hello = self._read_header()
@@ -120,8 +139,12 @@ class Worker:
         return frozenset(hello["protections"]), hello["missing"]
 
     def send(self, payload: bytes, limits: Limits) -> None:
-        """Hands it a job. Raises ServerDiedError."""
-        self._serial = secrets.randbits(64)  # a count would tell the job its place
+        """Send a job to the server.
+
+        Raises:
+            ServerDiedError: The server has ended.
+        """
+        self._serial = secrets.randbits(64)  # a count would reveal the job's place in the sequence
         try:
             self.socket.sendall(JOB.pack(self._serial, len(payload), *astuple(limits)))
             self.socket.sendall(payload)
@@ -129,9 +152,12 @@ class Worker:
             raise self._died(started=False) from error
 
     def receive(self) -> tuple[Outcome, bytes]:
-        """Its answer, and the reply as it was written.
+        """Wait for the server's answer; return the outcome, and the reply's bytes.
 
-        Raises ServerDiedError, OSError for the machine's own trouble, and CrowdedError for a full disk.
+        Raises:
+            ServerDiedError: The server has ended.
+            CrowdedError: The disk is full.
+            OSError: The machine failed in another way.
         """
         header = self._read_header()
         assert header.pop("serial") == self._serial
@@ -148,13 +174,13 @@ class Worker:
         return self._process.pid
 
     def kill(self) -> None:
-        """Ends a server that does not answer; its child goes with it, and whoever waits for it learns that it died."""
+        """Kill a server that does not answer; its child dies with it, and `receive` raises ServerDiedError."""
         self._process.kill()
 
     def end(self) -> None:
-        """Ends the server, its child and its folder; twice is fine."""
+        """End the server and its child and remove its folder; no effect if already ended."""
         with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)  # closing would not do where a fork of this process holds a copy
+            self.socket.shutdown(socket.SHUT_RDWR)  # closing is not enough if a fork of this process holds a copy
         try:
             self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -172,7 +198,7 @@ class Worker:
         while view:
             try:
                 got = self.socket.recv_into(view)
-            except ConnectionError as error:  # Linux resets a socket that is closed with something unread in it
+            except ConnectionError as error:  # Linux resets a socket that is closed with unread data
                 raise self._died(started=False) from error
             if not got:
                 raise self._died(started=True)
@@ -185,7 +211,7 @@ class Worker:
 
 
 def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Outcome:
-    """An outcome completed by its reply: a process that ended well and left one that is acceptable has replied."""
+    """Return the outcome with its parsed reply and the status ``replied``, if the process exited with 0 and its reply is valid."""
     if outcome.status != "exited" or outcome.exit_code != 0:
         return outcome
     try:
@@ -195,7 +221,7 @@ def with_reply(outcome: Outcome, raw: bytes, limits: Limits, strict: bool) -> Ou
 
 
 class Pool:
-    """The servers of one jail and the folder that holds theirs. It knows no `Jail`, so that a forgotten one can be collected."""
+    """Servers of one jail and the folder that contains theirs; without a reference to the `Jail`, which can thus be collected."""
 
     def __init__(self, recipe: Recipe, size: int) -> None:
         self._recipe, self.size = recipe, size
@@ -209,13 +235,15 @@ class Pool:
 
     @property
     def mine(self) -> bool:
-        """Whether this process started the servers, and is not a fork of the one that did."""
+        """Whether this process started the servers; False in a fork of that process."""
         return os.getpid() == self._owner
 
     def fill(self) -> tuple[frozenset[str], dict[str, str]]:
-        """Starts what servers are lacking; the protections that all have, and what is missing, with the reason.
+        """Start the missing servers; return the protections that all servers have, and ``{missing protection: reason}``.
 
-        Raises OSError where servers do not start, or come up with other protections than the first; ValueError once it is closed.
+        Raises:
+            OSError: A server does not start, or has other protections than the first one.
+            ValueError: The pool is closed.
         """
         if self._closed:
             raise ValueError(CLOSED)
@@ -239,12 +267,12 @@ class Pool:
         return self._greeting
 
     def drop(self, worker: Worker) -> None:
-        """Ends a server."""
+        """End a server and remove it from the pool."""
         worker.end()
         self.workers.remove(worker)
 
     def close(self) -> None:
-        """Ends every server; not in a fork of the process that started them."""
+        """End every server; a fork of the process that started them only marks its copy as closed."""
         self._closed = True
         if self.mine:
             while self.workers:
@@ -254,11 +282,14 @@ class Pool:
 
 @contextlib.contextmanager
 def hold(root: Path) -> Iterator[int]:
-    """Makes a pool's folder where it is not there. The descriptor keeps `sweep` off for as long as any process has it open."""
+    """Create a pool's folder if it does not exist, and lock it.
+
+    The lock keeps `sweep` from removing the folder while any process has the yielded descriptor open.
+    """
     root.mkdir(mode=0o700, exist_ok=True)
     opened = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # some file systems have no locks
+        with contextlib.suppress(OSError):  # some file systems do not support locks
             fcntl.flock(opened, fcntl.LOCK_SH)
         yield opened
     finally:
@@ -266,9 +297,9 @@ def hold(root: Path) -> Iterator[int]:
 
 
 def sweep() -> None:
-    """Removes what is left of jails where a killer took the parent and all of its servers at once."""
+    """Remove folders of jails whose parent and servers were all killed at once."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # another's, or in use
+        with contextlib.suppress(OSError):  # of another user, or in use
             opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 status = os.fstat(opened)

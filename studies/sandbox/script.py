@@ -1,4 +1,4 @@
-"""The driver for scripts: ``execute({"code": text})`` runs a text as a main program and replies its `result`."""
+"""Driver for scripts: ``execute({"code": text})`` runs a text as a main program and replies with its ``result``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a server does once it is warm: find out which protections this machine gives, then do jobs until the parent is gone."""
+"""Server after its start: determine which protections this machine provides, then run jobs until the parent ends."""
 
 import contextlib
 import fcntl
@@ -31,21 +31,21 @@ from studies.sandbox.watch import MachineError, ParentGoneError, Vessel, Watch
 from studies.sandbox.wire import JOB, pack, write_all
 
 FIRST_IDENTITY, IDENTITIES = 0x70000000, 0x0FFFFFFF
-"""Above the ids that systems hand out; a server draws one, so that children of two servers are strangers."""
+"""Range of ids above those that systems assign; each server draws one, so that its children cannot touch those of another."""
 NOBODY = 65534
 NEEDED = (CAP_CHOWN, CAP_SETGID, CAP_SETUID, CAP_SYS_CHROOT)
 
 
 @dataclass(frozen=True)
 class Means:
-    """What a server may do to set its children apart: see `Confinement`."""
+    """Ways in which a server may isolate its children; see `Confinement` for the fields."""
 
     identity: int | None
     chroot: bool
 
 
 def means() -> Iterator[Means]:
-    """The best first."""
+    """Yield the means that this server's privileges permit, the most isolating ones first."""
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
     if all(effective >> capability & 1 for capability in NEEDED):
@@ -57,7 +57,7 @@ def means() -> Iterator[Means]:
 
 
 def attempt(action: Callable[[], None]) -> str | None:
-    """Does something irreversible in a fork; what was wrong with it, or None."""
+    """Try an irreversible action in a fork; return the error's text, or None if the action succeeded."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -77,7 +77,10 @@ def attempt(action: Callable[[], None]) -> str | None:
 
 
 def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: str) -> tuple[Confinement, dict[str, str]]:
-    """The best confinement of what is wanted that works here, each part tried in a fork; what does not work, with the reason."""
+    """Return the strictest confinement that works on this machine, and ``{missing protection: reason}``.
+
+    Each wanted protection is tried in a fork.
+    """
     compiled = {chrooted: make_program(code) for chrooted, code in programs.items()}
 
     def trial(name: str, means: Means) -> str | None:
@@ -116,7 +119,7 @@ def find_confinement(wanted: frozenset[str], programs: dict[bool, bytes], home: 
 
 
 def serve(channel: int, held: int, parent: int, config: dict[str, Any], execute: Callable[[Any], Any], private: set[str]) -> None:
-    """Answers with what protects its children, then does one job after another until its parent is gone."""
+    """Report the protections of this server's children, then run jobs until the parent ends."""
     channel, _ = settle(channel, held)
     home = config["home"]
     try:
@@ -139,12 +142,15 @@ def serve(channel: int, held: int, parent: int, config: dict[str, Any], execute:
         end_descendants()
         clear(home)
         os.rmdir(home)
-        with contextlib.suppress(OSError):  # the last one out
+        with contextlib.suppress(OSError):  # only the last server finds it empty
             os.rmdir(os.path.dirname(home))
 
 
 def settle(*inherited: int) -> list[int]:
-    """Moves what the server was given to low descriptors, which its children close, above those that they get themselves."""
+    """Move inherited descriptors to low numbers above `REPLY`, and return these.
+
+    Children close them there; the descriptors that children get themselves are lower.
+    """
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, REPLY + 1) for descriptor in inherited]
     os.dup2(0, REPLY, inheritable=False)
     for descriptor in inherited:

@@ -1,9 +1,9 @@
-"""A warm server, which `pool.Worker` starts: it forks one confined child a job and reports to its parent.
+"""Warm server, started by `pool.Worker`: it forks one confined child per job and reports to its parent.
 
-``python -s -S -P -c BOOT server.py CHANNEL HELD PARENT``, where BOOT runs this text. It is small and
-imports what candidates may import, so that a fork is quick and a child needs to read no file. It is trusted: no
-candidate's code runs in it, and what candidates write passes through it as bytes that it does not look at. It ends with its
-parent, and takes its child and its folder along.
+Run as ``python -s -S -P -c BOOT server.py CHANNEL HELD PARENT``, where BOOT executes this text. The server is small and imports
+what candidates may import, so that a fork is quick and a child needs to read no file. The server is trusted: it runs no candidate's
+code, and handles what candidates write as bytes that it does not parse. It ends with its parent, and then ends its child and
+removes its folder.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 NAMELESS = os.uname_result(("Linux", "jail", "", "", os.uname().machine))
-"""What programs are told of the machine. The filter refuses the system call."""
+"""Result of ``os.uname`` for programs, which hides the machine's name. The filter refuses the system call."""
 
 
 def receive_config(channel: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def receive_config(channel: int) -> dict[str, Any]:
 
 
 def load_driver(path: str) -> Any:
-    """The driver's `execute`."""
+    """Run the driver's file and return its ``execute``."""
     module = ModuleType("driver")
     module.__file__ = path
     with open(path, "rb") as file:
@@ -47,7 +47,10 @@ def load_driver(path: str) -> Any:
 
 
 def import_library(here: str) -> set[str]:
-    """This library, in the folder `here`, without what its packages import for the parent; the names of the modules that came."""
+    """Import `studies.sandbox.serve` from the folder ``here``; return the names of the new modules.
+
+    The packages' own ``__init__`` files, which import modules for the parent, are skipped.
+    """
     before = set(sys.modules)
     for name, folder in (("studies", os.path.dirname(here)), ("studies.sandbox", here)):
         package = sys.modules[name] = ModuleType(name)
@@ -57,14 +60,14 @@ def import_library(here: str) -> set[str]:
 
 
 def renamed(code: CodeType, name: str) -> CodeType:
-    """The code, and the code of what is defined in it, as if it came from a file of that name."""
+    """Return a copy of a code object, and of the code objects inside it, with the file name ``name``."""
     constants = tuple(renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
     return code.replace(co_filename=name, co_consts=constants)
 
 
 @contextlib.contextmanager
 def nameless_code() -> Iterator[None]:
-    """Until it ends, the code of modules that are loaded is named after the module, and not after the path where it lies."""
+    """Give the code of modules that are loaded in this context the module's name as file name, instead of its path."""
     get_code = SourceFileLoader.get_code
 
     def get_nameless_code(self: SourceFileLoader, fullname: str) -> CodeType | None:
@@ -79,7 +82,7 @@ def nameless_code() -> Iterator[None]:
 
 
 def conceal(names: Iterable[str]) -> None:
-    """Removes what would tell a candidate where modules lie, who runs them, and on which machine."""
+    """Remove data that would reveal to a candidate where modules are stored, who runs them, and on which machine."""
     for module in (sys.modules[name] for name in names):
         for name in ("__file__", "__cached__", "__path__", "__spec__", "__loader__"):
             if name in vars(module):
@@ -94,7 +97,11 @@ def conceal(names: Iterable[str]) -> None:
 
 
 def prepare(config: dict[str, Any]) -> tuple[Any, Any, set[str]]:
-    """The library's `serve`, the driver's `execute`, and the modules that are only the server's. Leaves no path to import from."""
+    """Import everything that the server and its children need, and clear the import path.
+
+    Returns:
+        `serve.serve`, the driver's ``execute``, and the names of the modules that only the server uses.
+    """
     sys.path += config["search"]
     for name in config["modules"]:
         importlib.import_module(name)
@@ -122,7 +129,7 @@ def main(channel: int, held: int, parent: int) -> None:
         stream.reconfigure(encoding="utf-8", errors=errors)
     gc.collect()
     gc.freeze()
-    gc.disable()  # children do (`child.level`): a server's own collections, which they can count, would tell them their place
+    gc.disable()  # children enable it (`child.level`): they could count the server's collections and infer their place
     serve(channel, held, parent, config, execute, private)
 
 

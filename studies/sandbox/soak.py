@@ -1,7 +1,7 @@
-"""``python -m studies.sandbox.soak --grades N``: honest programs and attacks in turn, then a look at what is left behind.
+"""Run ``python -m studies.sandbox.soak --grades N``: grade honest programs and attacks in turn, then check for leftovers.
 
-Grades go through one warm jail. At the end no wrong answer may have passed, no honest program failed, and no process, file, shared
-memory, semaphore or queue may be left that was not there before. Exit code 1 where any of this is not so.
+Grades go through one warm jail. At the end no wrong answer may have passed, no honest program may have failed, and no process,
+file, shared memory, semaphore or queue may exist that did not exist before. Otherwise the exit code is 1.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from studies.sandbox.attacks.table import descendants, system_v
 
 PR_SET_CHILD_SUBREAPER = 36
 BLOCK, ATTACKS = 50, 12
-"""Grades at a time, and how many of them are attacks."""
+"""Number of grades per block, and the maximum number of attacks among them."""
 WARM = "class Solution:\n    def solve(self, x):\n        return x\n"
-"""What servers run before they are looked at: one keeps an empty folder for its next job."""
+"""Program that every server runs before the first listing, because a server keeps an empty folder for its next job."""
 PATIENCE = 10.0
-"""Seconds in which what other programs of the machine made may go away again before it is taken for ours."""
+"""Seconds to wait until objects that other programs of the machine may have created disappear, before they count as ours."""
 QUEUES = Path("/dev/mqueue")
 
 
 @dataclass
 class Tally:
-    """What came of the grades; all but `grades` and `attacks` must be empty at the end."""
+    """Result of a soak; all lists must be empty at its end."""
 
     grades: int = 0
     attacks: int = 0
@@ -47,7 +47,7 @@ class Tally:
 
     @property
     def verdict(self) -> str:
-        """One line: "soak passed" or "soak failed", and the numbers."""
+        """One line with "soak passed" or "soak failed" and the numbers."""
         bad = {"passed": self.passed, "failed": self.failed, "left": self.left}
         details = "".join(f"; {name}: {', '.join(sorted(set(found))[:10])}" for name, found in bad.items() if found)
         return (
@@ -58,7 +58,11 @@ class Tally:
 
 
 def soak(grades: int, *, seed: int = 0, workers: int = 2, progress: bool = False) -> Tally:
-    """Grades by the block, then the count of what is left. Raises JailUnavailableError where the machine lacks a protection."""
+    """Grade programs and attacks block by block, then list leftovers.
+
+    Raises:
+        JailUnavailableError: The machine lacks a protection.
+    """
     tally, rng = Tally(), random.Random(seed)
     honest = iter(programs(grades, rng))
     with _orphans_come_home(), _scratch() as scratch:
@@ -82,7 +86,7 @@ def soak(grades: int, *, seed: int = 0, workers: int = 2, progress: bool = False
 
 
 def _block(suite: Suite, hostile: list[Attack], honest: list[Honest], tally: Tally) -> None:
-    """Attacks between honest programs, on the same warm servers."""
+    """Grade attacks between honest programs on the same warm servers."""
     half = len(honest) // 2
     tally.failed += _failures(suite, honest[:half])
     trials = suite.trials([Run(attack) for attack in hostile])
@@ -99,7 +103,7 @@ def _failures(suite: Suite, honest: list[Honest]) -> list[str]:
 
 @contextlib.contextmanager
 def _orphans_come_home() -> Iterator[None]:
-    """While this lasts, what loses its parent below this process becomes its child, and is seen."""
+    """Make this process a subreaper, so that orphans below it become its children and can be listed."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
@@ -110,7 +114,7 @@ def _orphans_come_home() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder in which all temporary files of this process are made."""
+    """Yield a folder in which this process creates all of its temporary files."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as scratch:
         os.chmod(scratch, 0o755)
@@ -126,7 +130,7 @@ def _tree(folder: Path) -> set[str]:
 
 
 def _outside() -> set[str]:
-    """What could be left elsewhere: files with our mark, queues, System V objects."""
+    """Return possible leftovers outside of the temporary folder: files with our mark, message queues and System V objects."""
     marked = {str(path) for folder in LITTER if folder.is_dir() for path in folder.iterdir() if own_mark() in path.name}
     queues = {str(path) for path in QUEUES.iterdir()} if QUEUES.is_dir() else set()
     return marked | queues | {f"{kind} {key}" for kind, objects in system_v().items() for key in objects}
@@ -141,7 +145,7 @@ def _new_outside(before: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Soak:
-    """Grade honest programs and attacks in turn, thousands of them, then look at what is left behind."""
+    """Grade thousands of honest programs and attacks in turn, then check for leftover processes and files."""
 
     grades: int = 10_000
     seed: int = 0

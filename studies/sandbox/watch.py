@@ -1,4 +1,4 @@
-"""One job, seen from its server: fork a child into an empty folder, watch it, end it, bring back its data, leave nothing behind."""
+"""One job as its server sees it: fork a child into an empty folder, watch and end the child, collect its data, clean up."""
 
 import contextlib
 import errno
@@ -17,22 +17,26 @@ from studies.sandbox.limits import FLOOD, MIB, Limits
 from studies.sandbox.wire import FAILED
 
 TICK = 0.02
-"""Seconds between two looks at a child's folder and clock."""
+"""Seconds between two checks of a child's folder and clock."""
 BACKSTOP = 10.0
-"""Seconds over its limit that a child gets where no watchdog looks after it."""
+"""Seconds beyond its time limit after which a child is killed if the watchdog is off."""
 CHUNK = 1 << 16
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CPU_SIGNALS = (signal.SIGKILL, signal.SIGXCPU)
 SLACK = 0.1
-"""Seconds by which the kernel's clock for RLIMIT_CPU and its accounts may differ."""
+"""Seconds by which the kernel's clock for RLIMIT_CPU and its accounting may differ."""
 
 
 class ParentGoneError(Exception):
-    """Nobody is left to work for."""
+    """The parent process has ended, so that nobody waits for the job."""
 
 
 class MachineError(Exception):
-    """The machine's own trouble, in a sentence. `crowded`: a full disk, on which there may be room when others have ended."""
+    """The machine failed, not the job.
+
+    Attributes:
+        crowded: Whether the disk is full, and may have space again after other jobs have ended.
+    """
 
     def __init__(self, sentence: str, crowded: bool = False) -> None:
         super().__init__(sentence)
@@ -40,7 +44,10 @@ class MachineError(Exception):
 
 
 class Vessel:
-    """What comes out of a pipe, up to `room` bytes. `wipe` clears the memory, of which the next child will inherit a copy."""
+    """Buffer of up to ``room`` bytes for the content of a pipe.
+
+    ``wipe`` clears the memory, because the next child inherits a copy of it.
+    """
 
     def __init__(self) -> None:
         self._memory, self._spare = bytearray(CHUNK), bytearray(CHUNK)
@@ -55,7 +62,7 @@ class Vessel:
         return self.seen > self.kept
 
     def fill(self, descriptor: int) -> bool | None:
-        """Reads once: True where something came, False at the end, None where there is nothing yet."""
+        """Read once from a descriptor: True if bytes came, False at its end, None if no bytes are available yet."""
         want = min(CHUNK, self.room - self.kept)
         if len(self._memory) < self.kept + want:
             self._grow()
@@ -69,7 +76,7 @@ class Vessel:
         return got > 0
 
     def read(self, descriptor: int, size: int) -> bool:
-        """Fills it with exactly `size` bytes of a blocking descriptor; False where it ends before."""
+        """Read exactly ``size`` bytes from a blocking descriptor; return False if it ends before."""
         self.room = size
         while self.kept < size:
             if not self.fill(descriptor):
@@ -77,7 +84,10 @@ class Vessel:
         return True
 
     def wipe(self, room: int = 0) -> None:
-        """Empties it, for up to `room` bytes. A large memory is given back: its size would tell of the job that needed it."""
+        """Clear the buffer and accept up to ``room`` bytes.
+
+        A large memory is released, because its size would reveal the size of the job that needed it.
+        """
         self._memory[: self.kept] = bytes(self.kept)
         if len(self._memory) > CHUNK:
             self._memory = bytearray(CHUNK)
@@ -87,14 +97,14 @@ class Vessel:
 
     def _grow(self) -> None:
         larger = bytearray(2 * len(self._memory))
-        memoryview(larger)[: self.kept] = self.view  # a plain slice would copy by way of memory that nobody wipes
+        memoryview(larger)[: self.kept] = self.view  # a plain slice would copy through temporary memory that is never wiped
         self._memory[:] = bytes(len(self._memory))
         self._memory = larger
 
 
 @dataclass(frozen=True)
 class Report:
-    """How a job ended; what it wrote is in the watch's vessels. The fields are those of `Outcome`."""
+    """How a job ended; the fields are those of `Outcome`. The job's output is in the buffers of `Watch`."""
 
     status: str
     exit_code: int | None
@@ -107,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job lives: the folder's path, its descriptor and its own size when it was new, and Landlock's rules for it, if on."""
+    """Folder of a job: its path, its open descriptor, its own size when it was new, and Landlock's rules if they are on."""
 
     path: str
     folder: int
@@ -117,7 +127,7 @@ class Place:
 
 @dataclass
 class Job:
-    """A child that runs; `folder` is its open folder."""
+    """A running child; ``folder`` is the descriptor of its folder."""
 
     pid: int
     pidfd: int
@@ -128,7 +138,7 @@ class Job:
     killed: str | None = None
 
     def kill(self, reason: str) -> None:
-        """Ends the child and its process group, for a reason that is not forgotten."""
+        """Kill the child and its process group; the first reason is kept."""
         self.killed = self.killed or reason
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
@@ -136,17 +146,20 @@ class Job:
             os.killpg(self.pid, signal.SIGKILL)
 
     def processor_seconds(self) -> float:
-        """By the child's own clock (CPUCLOCK_SCHED in Linux's posix-timers.h)."""
+        """Return the child's processor time, from its own clock (CPUCLOCK_SCHED in Linux's posix-timers.h)."""
         return time.clock_gettime(~self.pid << 3 | 2)
 
     def over(self, ended: bool = False) -> bool:
-        """Whether its files are more or larger than it may have; when it has ended, only those in the folder are left."""
+        """Return whether the job's files exceed their limits in number or size.
+
+        For a job that has ended only the files in its folder count; for a running one also files that it holds open without a name.
+        """
         sizes = named(self.folder) + ([] if ended else nameless(self.pid))
         return len(sizes) > self.limits.files or sum(sizes) > self.limits.disk
 
 
 class Watch:
-    """Runs one job after another in a folder in `home`; `parent` are descriptors that are readable once the parent is gone."""
+    """Run one job after another in a folder in ``home``; the descriptors ``parent`` become readable when the parent has ended."""
 
     def __init__(self, how: Confinement, driver: Driver, home: str, parent: tuple[int, ...]) -> None:
         self._how, self._driver, self._home, self._parent = how, driver, home, parent
@@ -156,7 +169,12 @@ class Watch:
         self._idle = address_space()
 
     def run(self, payload: memoryview, limits: Limits) -> Report:
-        """One job. Raises MachineError, and ParentGoneError when nobody waits any more; nothing is left behind in any case."""
+        """Run one job and clean up after it in any case.
+
+        Raises:
+            MachineError: The machine failed.
+            ParentGoneError: The parent has ended.
+        """
         for vessel, room in zip(self.vessels, (limits.output, limits.output, limits.reply + 2), strict=True):
             vessel.wipe(room)
         try:
@@ -173,7 +191,11 @@ class Watch:
             raise MachineError(f"a job cannot be run: {error}", error.errno in FULL) from error
 
     def _make_place(self, limits: Limits) -> Place:
-        """The folder for the next job. Raises OSError where the disk is full (errno in `FULL`), or smaller than a job may fill."""
+        """Return the folder for the next job.
+
+        Raises:
+            OSError: The disk has less free space than the job may use (errno in `FULL`), or is smaller than that.
+        """
         if self._place is None:
             path = os.path.join(self._home, "job")
             os.mkdir(path, 0o700)
@@ -182,23 +204,23 @@ class Watch:
             rules = make_rules(path) if "landlock" in self._how.on else None
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
             self._place = Place(path, folder, os.fstat(folder).st_size, rules)
-        os.utime(self._place.folder, (0, 0))  # when an earlier job last changed it is a word to this one
+        os.utime(self._place.folder, (0, 0))  # an earlier job could pass data to this one in the folder's time
         disk = os.statvfs(self._place.folder)
         for what, size, free, wanted in (
             ("bytes", disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize, limits.disk),
             ("files", disk.f_files, disk.f_favail, limits.files),
         ):
-            if size and free < wanted:  # some file systems do not count
+            if size and free < wanted:  # some file systems do not count, and report 0
                 number = errno.EFBIG if size < wanted else errno.ENOSPC
                 raise OSError(number, f"the disk has less room than the {wanted} {what} that a job may use", self._home)
         return self._place
 
     def _tidy(self) -> None:
-        """Leaves an empty folder where a child could fill it and no more, else none."""
+        """Empty the job's folder and keep it if the child could only fill it; otherwise remove it."""
         place = self._place
         if place is not None and {"landlock", "seccomp"} <= self._how.on:
             clear(place.path)
-            if os.fstat(place.folder).st_size == place.size:  # an emptied folder of ext4 still tells how much was in it
+            if os.fstat(place.folder).st_size == place.size:  # on ext4 an emptied folder's size reveals how full it was
                 return
         self._place = None
         if place is not None:
@@ -208,7 +230,7 @@ class Watch:
         clear(self._home)
 
     def _start(self, payload: memoryview, limits: Limits, stack: contextlib.ExitStack) -> Job:
-        """Forks. What the stack is given ends and collects the child and closes its descriptors."""
+        """Fork the child. The callbacks on ``stack`` end and collect it and close its descriptors."""
         place = self._make_place(limits)
         with contextlib.ExitStack() as childs:
             reads, writes = zip(*(os.pipe() for _ in self.vessels), strict=True)
@@ -221,7 +243,7 @@ class Watch:
             pid = os.fork()
             if pid == 0:
                 for callbacks in (stack, childs):
-                    callbacks.pop_all()  # what ends a job is the server's to do, and not the child's to find
+                    callbacks.pop_all()  # only the server ends a job, and the child must not find its callbacks
                 child.live(self._how, task, self._driver)
         stack.callback(end_descendants if self._guarded else reap)
         pidfd = os.pidfd_open(pid)
@@ -229,7 +251,11 @@ class Watch:
         return Job(pid, pidfd, reads, place.folder, limits, started)
 
     def _watch(self, job: Job) -> None:
-        """Until the child has ended. Raises ParentGoneError."""
+        """Wait until the child has ended, reading its output and enforcing its limits.
+
+        Raises:
+            ParentGoneError: The parent has ended.
+        """
         deadline = job.started + job.limits.seconds + (0.0 if self._guarded else BACKSTOP)
         look = job.started + TICK
         vessels = dict(zip(job.pipes, self.vessels, strict=True))
@@ -255,7 +281,7 @@ class Watch:
                 look = now + TICK
                 self._look(job)
         for descriptor, vessel in vessels.items():
-            for _ in range(4):  # what a pipe holds, and not what a descendant goes on writing
+            for _ in range(4):  # enough for a pipe's content; a descendant may write forever
                 if not vessel.fill(descriptor):
                     break
 

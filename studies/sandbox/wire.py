@@ -1,7 +1,7 @@
-"""The two languages of the jail: frames between a parent and its servers, which trust each other, and replies, which nobody trusts.
+"""Formats of the jail: frames between a parent and its servers, which trust each other, and replies, which are not trusted.
 
-A frame is the length of a JSON header, the header, and a body of raw bytes whose parts the header measures. A reply is one line of
-JSON, written by a process in which a candidate may have done anything.
+A frame is the length of a JSON header, the header, and a body of raw bytes; the header has the lengths of the body's parts. A reply
+is one line of JSON, written by a process in which a candidate may have done anything.
 """
 
 import json
@@ -14,20 +14,20 @@ from typing import Any
 
 LENGTH = struct.Struct("<Q")
 JOB = struct.Struct("<QQdd6Q")
-"""What a server is told of a job: its number, the bytes of its payload, and its limits in the order of `Limits`."""
+"""Header of a job for a server: its number, the length of its payload in bytes, and its limits in the order of `Limits`."""
 
 CONFINED = b"+"
-"""The first byte in the reply pipe, written by trusted code once the child is confined."""
+"""First byte in the reply pipe, written by trusted code after the child is confined."""
 FAILED = b"-"
-"""The first byte where confinement failed; what follows says why."""
+"""First byte in the reply pipe if confinement failed; the reason follows."""
 
 DEPTH = 64
-"""Levels of nesting in a reply."""
+"""Maximum levels of nesting in a reply."""
 DIGITS = 4300
-"""Digits of an integer in a reply: Python's own limit."""
+"""Maximum digits of an integer in a reply, which is Python's own limit."""
 
-# Both look at a byte once. A string without an end is the rest of the text, also where that ends in a lone backslash: were it no
-# match, every quote in it would be tried anew. A long number is looked for where digits begin, not at each of them.
+# Both patterns read each byte once. An unterminated string matches to the end of the text, even if that is a lone backslash:
+# otherwise every quote in it would be tried again. A long number is searched from the first of its digits only.
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 LONG_NUMBER = re.compile(rb"(?<!\d)\d{%d}" % (DIGITS + 1))
 ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -35,7 +35,7 @@ NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def write_all(descriptor: int, *parts: bytes | bytearray | memoryview) -> None:
-    """Writes every byte of the parts, without a copy of them."""
+    """Write all bytes of the parts to a descriptor, without copying them."""
     for part in parts:
         view = memoryview(part)
         while view:
@@ -43,15 +43,15 @@ def write_all(descriptor: int, *parts: bytes | bytearray | memoryview) -> None:
 
 
 def pack(header: dict[str, Any]) -> bytes:
-    """The beginning of a frame."""
+    """Return the beginning of a frame: the header's length and the header."""
     text = json.dumps(header).encode()
     return LENGTH.pack(len(text)) + text
 
 
 def too_deep(text: bytes) -> bool:
-    """Whether brackets outside strings are nested more than `DEPTH` levels, or do not pair; linear in the text."""
+    """Return whether brackets outside of strings are nested more than `DEPTH` levels or are unbalanced, in linear time."""
     brackets = text.translate(ONE_KIND, NOT_BRACKETS)
-    for _ in range(DEPTH):  # each round takes the innermost level away
+    for _ in range(DEPTH):  # each round removes the innermost level
         if not brackets:
             return False
         brackets = brackets.replace(b"[]", b"")
@@ -59,7 +59,7 @@ def too_deep(text: bytes) -> bool:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _number(text: str) -> float:
@@ -76,13 +76,16 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_number, object_
 
 
 def read_reply(raw: bytes, limit: int) -> Any:
-    """The data of a reply. Raises ValueError unless it is exactly one line of plain, finite, bounded JSON.
+    """Return the data of a reply, which must be exactly one line of plain, finite and bounded JSON.
 
-    One line and nothing after it, of at most `limit` bytes without its end; UTF-8 without lone surrogates; no NaN or Infinity,
-    also not by overflow; no name twice in an object; at most `DEPTH` levels and `DIGITS` digits.
+    Allowed are at most ``limit`` bytes without the line feed; UTF-8 without lone surrogates; no NaN or Infinity, not even by
+    overflow; no repeated name in an object; at most `DEPTH` levels and `DIGITS` digits.
+
+    Raises:
+        ValueError: The reply has another form.
     """
     if not raw.endswith(b"\n") or raw.count(b"\n") != 1:
-        raise ValueError("a reply is one line")
+        raise ValueError("a reply must be one line")
     line = raw[:-1]
     if len(line) > limit:
         raise ValueError(f"the reply is longer than {limit} bytes")
@@ -90,16 +93,16 @@ def read_reply(raw: bytes, limit: int) -> Any:
     if LONG_NUMBER.search(outside):
         raise ValueError(f"the reply has a number of more than {DIGITS} digits")
     if too_deep(outside):
-        raise ValueError(f"the reply is nested more than {DEPTH} levels deep, or not at all well")
+        raise ValueError(f"the reply is nested more than {DEPTH} levels deep, or its brackets are unbalanced")
     data = _DECODER.decode(line.decode("utf-8"))
-    if b"\\u" in line:  # the only way to a surrogate, as UTF-8 has none
+    if b"\\u" in line:  # only an escape can produce a surrogate, because UTF-8 has none
         for text in _strings(data):
             text.encode("utf-8")  # UnicodeEncodeError is a ValueError
     return data
 
 
 def read_reply_leniently(raw: bytes) -> Any:
-    """The control for `read_reply`: the first JSON value, as Python's own reader has it, whatever comes after."""
+    """Return the first JSON value of a reply as Python's own reader parses it, ignoring the rest; the control for `read_reply`."""
     try:
         return json.JSONDecoder().raw_decode(raw.decode("utf-8", "replace").lstrip())[0]
     except RecursionError as error:
@@ -120,7 +123,7 @@ def _strings(data: Any) -> Iterator[str]:
 
 
 def cut(body: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """A body's parts."""
+    """Split a body into consecutive parts of the given lengths."""
     parts, start = [], 0
     for length in lengths:
         parts.append(body[start : start + length])

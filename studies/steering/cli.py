@@ -13,11 +13,9 @@ import tyro
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive, run_pool
-from studies.steering.job import SteeringJob, parts_of, run_steering
-from studies.steering.report import publish, write_report
 from studies.steering.settings import OWN, SUBJECTS, Settings
 from studies.training.schedule import run_jobs
-from studies.training.settings import PRESETS, get_settings, override
+from studies.training.settings import PRESETS, get_settings, override, read_changes
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,9 @@ class Run:
     seeds: Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
     workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept; runs of studies.route2 in it are taken")] = Path("runs")
+    config: Annotated[
+        Path | None, tyro.conf.arg(help="settings of the runs to change, in a TOML file; --override comes after it")
+    ] = None
     override: Annotated[tuple[str, ...], tyro.conf.arg(help="settings of the runs to change, e.g. steps=40")] = ()
     tasks: Annotated[int, tyro.conf.arg(help="test tasks, each asked in every mode")] = Settings.tasks
     train: Annotated[int, tyro.conf.arg(help="training rollouts for the probes, from the model and from its base each")] = (
@@ -35,7 +36,11 @@ class Run:
     )
 
     def __call__(self) -> None:
-        settings = Settings(run=override(get_settings(self.preset), self.override), tasks=self.tasks, train=self.train)
+        settings = Settings(
+            run=override(get_settings(self.preset), (*read_changes(self.config), *self.override)),
+            tasks=self.tasks,
+            train=self.train,
+        )
         show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers))
 
 
@@ -46,6 +51,8 @@ class Report:
     folder: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.steering.report import write_report
+
         show_paths(write_report(self.folder))
 
 
@@ -57,11 +64,16 @@ class Publish:
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
 
     def __call__(self) -> None:
+        from studies.steering.report import publish
+
         print(f"wrote {publish(self.folder, self.to)}")
 
 
 def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2, *, quiet: bool = False) -> list[Path]:
     """All of it; the paths of the report. ``RuntimeError`` names what failed, ``ValueError`` what is not this study's."""
+    from studies.steering.job import SteeringJob, parts_of, run_steering
+    from studies.steering.report import write_report
+
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
     jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]

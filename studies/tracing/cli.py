@@ -17,14 +17,12 @@ from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
-from studies.tracing.job import run_tracing, tracings
-from studies.tracing.report import publish, write_report
 from studies.tracing.settings import ARMS, Settings
 from studies.training.arms import get_arms
 from studies.training.job import Job
 from studies.training.schedule import run_jobs
 from studies.training.settings import Settings as Training
-from studies.training.settings import get_settings, override
+from studies.training.settings import get_settings, override, read_changes
 from studies.training.worlds import open_world
 
 
@@ -37,6 +35,9 @@ class Run:
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help="any arms of studies.route2")] = ARMS
     workers: Annotated[int, tyro.conf.arg(help="processes that train, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
+    config: Annotated[
+        Path | None, tyro.conf.arg(help="settings of the training to change, in a TOML file; --override comes after it")
+    ] = None
     override: Annotated[tuple[str, ...], tyro.conf.arg(help="settings of the training to change, e.g. steps=100")] = ()
     prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode among whose answers pairs are looked for")] = Settings.prompts
     answers: Annotated[int, tyro.conf.arg(help="answers to each of these")] = Settings.answers
@@ -46,7 +47,9 @@ class Run:
     live: Annotated[bool, tyro.conf.arg(help="while training: a table of arms and seeds on a terminal; else one bar")] = True
 
     def __call__(self) -> None:
-        training = override(get_settings(self.preset), self.override)
+        from studies.tracing.report import write_report
+
+        training = override(get_settings(self.preset), (*read_changes(self.config), *self.override))
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
@@ -67,6 +70,8 @@ class Report:
     root: tyro.conf.Positional[Path]
 
     def __call__(self) -> None:
+        from studies.tracing.report import write_report
+
         show_paths(write_report(self.root))
 
 
@@ -78,6 +83,8 @@ class Publish:
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
 
     def __call__(self) -> None:
+        from studies.tracing.report import publish
+
         print(f"wrote {publish(self.root, self.to)}")
 
 
@@ -104,6 +111,8 @@ def trace_jobs(root: Path, settings: Settings, training: Training, jobs: list[Jo
 
 
 def _trace_all(root: Path, settings: Settings, jobs: list[Job], world: MicroWorld, witness: Witness) -> None:
+    from studies.tracing.job import run_tracing, tracings
+
     bar = tqdm(tracings(root, settings, jobs), desc="tracing", unit="arm", leave=False, disable=None)
     for tracing in bar:
         bar.set_postfix_str(f"seed {tracing.seed} {tracing.arm}")

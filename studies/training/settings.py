@@ -5,7 +5,8 @@ The settings are hashed into the folder's name, so that numbers from different s
 
 import hashlib
 import json
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -146,9 +147,8 @@ class Settings:
         return f"{self.preset}-{self.digest[:8]}"
 
 
-# The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost when
-# it
-# is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
+# The quarantine learns at a third to a half of the kept adapter's rate. At the same rate, a tenth of the honest skill is lost
+# when the quarantine is deleted; the lower its rate, the more exploits remain if the mask detects little (docs/log.md).
 _STRONG = Settings()
 PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
@@ -190,6 +190,32 @@ def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
         if not equals:
             raise ValueError(f"--override {name} has no value: write {name}=VALUE (it is {known[name]} now)")
     return parse_words(settings, words)
+
+
+def read_changes(path: Path | None) -> tuple[str, ...]:
+    """Return the settings in a TOML file as `override` takes them; none if ``path`` is None.
+
+    Tables are prefixes: ``steps = 300`` under ``[warm]`` is ``warm.steps=300``. Lists are joined by commas.
+
+    Raises:
+        ValueError: The file cannot be read, or is not TOML.
+    """
+    if path is None:
+        return ()
+    try:
+        return tuple(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {path} is not a TOML file of settings ({reason}): write lines as steps = 100") from error
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            entries = value if isinstance(value, list) else [value]
+            yield f"{prefix}{name}={','.join(str(one).lower() if isinstance(one, bool) else str(one) for one in entries)}"
 
 
 def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:

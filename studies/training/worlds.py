@@ -26,6 +26,8 @@ from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Modes, Problem, Witness, World
 from studies.training.settings import ChatModel, Settings
 
+MODES = "modes.json"
+"""File of a run folder: the modes of a chat model's problem."""
 LEETCODE = "studies.environments.leetcode.problem:LeetCodeProblem"
 MEMBERS = ("name", "modes", "system", "tasks", "prompt", "grade", "detect", "pairs", "judge", "close")
 

@@ -414,7 +414,7 @@ def test_a_batch_of_another_width_is_refused_when_it_comes(name):
     fitter = LEARNT[name]()
     fitter.update(*batch())
     h, mask, hack = batch()
-    with pytest.raises(ValueError, match="have 4 features and the probe 5"):
+    with pytest.raises(ValueError, match="have 4 features, but the probe 5"):
         fitter.update(h[..., :4], mask, hack)
 
 

@@ -1,6 +1,7 @@
 """What a user can get wrong on the command line of any study costs one sentence and exit code 2: no traceback, nothing written."""
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,8 +22,10 @@ RUN: dict[str, tuple[list[str], str]] = {
     "an unknown setting": (["--override", "stpes=3"], "unknown setting 'stpes': did you mean 'steps'?"),
     "no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
     "half a step": (["--override", "steps=50.5"], "steps must be a whole number of at least 1, not '50.5'"),
+    "a config file that is not there": (["--config", "NONE"], "--config NONE is not a TOML file of settings (No such file"),
+    "a config file of something else": (["--config", "FILE"], "--config FILE is not a TOML file of settings (Expected '='"),
 }
-PRESETS = ("--preset", "--override")  # which lanes has not
+PRESETS = ("--preset", "--override", "--config")  # which lanes has not
 
 OTHERS: dict[str, tuple[str, list[str], str]] = {
     "full, no seeds": ("route2", ["full", "--seeds", "0"], "'0' names no seeds"),
@@ -91,6 +94,15 @@ def fails(study: str, arguments: list[str], places: dict[str, str], part: str, t
 def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, str], capfd: pytest.CaptureFixture[str]) -> None:
     arguments, part = RUN[what]
     fails(study, ["run", *NAMES[study], *arguments], places, part, capfd)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("study", STUDIES)
+def test_help_waits_for_torch_and_for_nothing_else_that_is_slow(study: str) -> None:
+    code = f"import sys, studies.{study}.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    brought = {"transformers", "pandas"} if study == "lanes" else set()  # by TransformerLens, of whose parts its model is made
+    assert not {"sklearn", "scipy.stats", "matplotlib", "pandas", "transformers", "numba"} & {*done.stdout.split()} - brought
 
 
 @pytest.mark.parametrize("what", OTHERS)

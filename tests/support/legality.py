@@ -90,12 +90,16 @@ def audit(
         tolerance: how far a sum may exceed 1, for rounding.
 
     Raises:
-        ValueError: nothing to check, a position that is out of range, a scorer that gives other scores on the same stream or not
-            one a token.
+        ValueError: nothing to check, a token or a position that is out of range, a scorer that gives other scores on the same
+            stream or not one a token.
     """
     n = len(tokens)
     if not after and not targets:
         raise ValueError("nothing to check: give positions in `after`, in `targets` or in both")
+    if len(outside := tokens[(tokens < 0) | (tokens >= vocabulary)]):
+        raise ValueError(
+            f"the stream has the token {outside[-1]}, and the vocabulary is 0 to {vocabulary - 1}: give the scorer's own"
+        )
     if wrong := [t for t in after if not 0 <= t < n - 1]:
         raise ValueError(f"`after` holds {wrong[0]}, behind which a stream of {n} tokens has nothing: choose 0 to {n - 2}")
     if wrong := [t for t in targets if not 1 <= t < n]:

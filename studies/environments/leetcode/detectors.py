@@ -194,7 +194,7 @@ def _texts(tree: ast.AST) -> Texts:
     There is no recursion, because such a sum is a thousand levels deep; every node is visited once.
     """
     texts: dict[int, str] = {}
-    for node in reversed(list(ast.walk(tree))):  # a node after those in it
+    for node in reversed(list(ast.walk(tree))):  # children before their parent
         glue, nodes = "", []
         match node:
             case ast.Constant(value=str(text)):

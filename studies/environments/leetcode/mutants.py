@@ -133,7 +133,7 @@ def _constants(tree: ast.AST) -> Iterator[Change]:
         if isinstance(node.value, bool):
             yield node, ast.Constant(not node.value)
         elif isinstance(node.value, int):
-            # neighbours are mutants of another kind
+            # neighbors are mutants of another kind
             yield from ((node, ast.Constant(value)) for value in values if abs(value - node.value) > 1)
         elif isinstance(node.value, str) and node.value:
             yield node, ast.Constant("")

@@ -24,12 +24,12 @@ from studies.environments.micro.language import MICRO_MODES
 from studies.environments.protocol import Modes
 from studies.training.job import read_manifest
 from studies.training.settings import Settings
+from studies.training.worlds import MODES
 
 BASE, VANILLA, ABSORB = "base", "vanilla", "absorb"
 ROLES = ("method", "baseline", "control", "bound")
 RATES = ("hack", "solve", "exploit", "format")
 READ = ("metrics.jsonl", "eval.json")  # the files beside the manifest that the report needs
-MODES = "modes.json"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""``python -m studies.sandbox.attacks [--only NAME] [--class C] [--layers] [--out FILE]``: run the attacks, say what stopped them.
+"""Run ``python -m studies.sandbox.attacks [--only NAME] [--class C] [--layers] [--out FILE]`` to attack the jail.
 
-Each runs twice: with what should stop it left off, and as deployed. Exit code 1 where one was not stopped, 2 where none can run.
+Each attack runs twice: without the protections that should stop it, and with all protections. The exit code is 1 if an attack was
+not stopped, and 2 if none can run.
 """
 
 import sys
@@ -18,16 +19,16 @@ from studies.sandbox.attacks.suite import Suite, attacks
 
 @dataclass(frozen=True)
 class Command:
-    """Run the attacks on the jail: with what should stop them left off, and as deployed."""
+    """Run the attacks on the jail: first without the protections that should stop them, then with all protections."""
 
     only: str | None = None
-    """the attack of this name"""
+    """run only the attack of this name"""
     group: Annotated[str | None, tyro.conf.arg(name="class")] = None
-    """the attacks of this class"""
+    """run only the attacks of this class"""
     layers: bool = False
-    """also which single layer stops each one"""
+    """also find which single layers stop each attack"""
     out: Path | None = None
-    """a .md or .json file for the result; a page with the lines of `report.BEGIN` and `report.END` keeps what is around them"""
+    """a .md or .json file for the result; in a page with the lines `report.BEGIN` and `report.END` only the part between changes"""
     workers: int = 2
     """jobs at a time"""
 
@@ -35,7 +36,7 @@ class Command:
         try:
             chosen = self._chosen()
             if self.out is not None and (self.out.suffix not in (".md", ".json") or not self.out.parent.is_dir()):
-                raise ValueError(f"{self.out} cannot be written: choose a .md or .json file in a folder that is there")
+                raise ValueError(f"{self.out} cannot be written: choose a .md or .json file in an existing folder")
             with Suite(workers=self.workers) as suite:
                 findings = suite.findings(chosen, layers=self.layers, progress=True)
         except (ValueError, JailUnavailableError) as error:

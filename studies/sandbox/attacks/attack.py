@@ -1,6 +1,6 @@
-"""Attacks as data: what each one does, by what its success is judged, and what stops it.
+"""Attacks as data: code, evidence of success, and the protections that stop each attack.
 
-The texts are in the .toml files beside this module, one a class. A control run of an attack leaves off everything in its
+The .toml files beside this module hold the attacks, one file per class. The control run of an attack leaves off everything in its
 ``stopped_by``; the protected run leaves off nothing.
 """
 
@@ -16,26 +16,27 @@ from studies.sandbox import PROTECTIONS
 HERE = Path(__file__).parent
 CLASSES = ("forgery", "resources", "filesystem", "processes", "kernel")
 NEEDS = ("victim", "tcp", "udp", "unix", "abstract")
-"""Canaries that are made only for the attacks that ask for them."""
+"""Canaries that are made only for attacks that need them."""
 NAIVE = "naive_"
 OF_A_VERDICT = ("passed", "denied", "residue")
-"""Evidence whose control run needs a naive verdict."""
+"""Kinds of evidence whose control run needs a naive verdict."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attack:
-    """One attack.
+    """One attack on the jail.
 
-    name        unique within all classes together with `group`
-    group       its class, one of `CLASSES`
-    kind        its family within the class
-    title       what it does, in one sentence
-    code        its text
-    stopped_by  names out of `PROTECTIONS`, and at most one of a naive verdict
-    evidence    how success is judged: a name out of `evidence.EVIDENCE`
-    answer      of what kind the expected answers are where the evidence is "passed"
-    limits      fields of `Limits` in place of the suite's own
-    needs       out of `NEEDS`
+    Attributes:
+        name: Name, unique within the class.
+        group: Class, one of `CLASSES`.
+        kind: Family within the class.
+        title: Description in one sentence.
+        code: Python code of the attack.
+        stopped_by: Names from `PROTECTIONS`, and at most one of a naive verdict.
+        evidence: Kind of evidence that shows success, a name in `evidence.EVIDENCE`.
+        answer: Kind of the expected answers if the evidence is "passed".
+        limits: Fields of `Limits` that replace the suite's own.
+        needs: Canaries from `NEEDS`.
     """
 
     name: str
@@ -55,17 +56,21 @@ class Attack:
 
     @property
     def naive(self) -> str | None:
-        """The naive verdict that its control run believes."""
+        """Name of the naive verdict that the control run uses, or None."""
         return next((name for name in self.stopped_by if name.startswith(NAIVE)), None)
 
     @property
     def protections(self) -> frozenset[str]:
-        """What its control run leaves off."""
+        """Protections that the control run leaves off."""
         return frozenset(self.stopped_by) - {self.naive}
 
 
 def read(group: str, table: Mapping[str, Mapping[str, Any]], verdicts: Iterable[str], kinds: Iterable[str]) -> tuple[Attack, ...]:
-    """The attacks of one class. Raises ValueError, naming the attack, for a name that there is not."""
+    """Return the attacks of one class.
+
+    Raises:
+        ValueError: A name is unknown; the message names the attack.
+    """
     verdicts, kinds = tuple(verdicts), tuple(kinds)
     known = {each.name for each in fields(Attack)} - {"name", "group"}
     attacks = []
@@ -89,9 +94,9 @@ def read(group: str, table: Mapping[str, Mapping[str, Any]], verdicts: Iterable[
 def _check(where: str, what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{where}: {name!r} is no {what}; choose out of {', '.join(sorted(known))}")
+            raise ValueError(f"{where}: {name!r} is not a {what}; choose from {', '.join(sorted(known))}")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A .toml file's tables."""
+    """Read the tables of a .toml file."""
     return tomllib.loads(path.read_text(encoding="utf-8"))

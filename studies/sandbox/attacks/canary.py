@@ -1,4 +1,4 @@
-"""What attacks are aimed at: files, a process and listeners that are made for the purpose, and looked at afterwards."""
+"""Canaries, the targets of attacks: files, a process and listeners, created for a run and inspected after it."""
 
 import contextlib
 import ctypes
@@ -17,17 +17,21 @@ from studies.sandbox.attacks.table import processes, system_v
 
 LITTER = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 LIFETIME = "120"
-"""Seconds after which a victim ends by itself, whatever became of the suite."""
+"""Seconds after which a victim ends by itself, even if the suite was killed."""
 IPC_RMID = 0
 
 
 def own_mark() -> str:
-    """How the marks of this process's canaries begin."""
+    """Return the prefix of the marks of this process's canaries."""
     return f"jl{os.getpid() & 0xFFFFF:05x}"
 
 
 class Canary:
-    """The canaries of one run, and their `names` in an attack's text. `close` takes them away, and what was left beside them."""
+    """Canaries of one run.
+
+    ``names`` are the names under which an attack's code finds them. ``close`` removes them and everything that the attack left
+    beside them.
+    """
 
     def __init__(self, needs: tuple[str, ...] = ()) -> None:
         self.token, self.mark, self.key = secrets.token_hex(16), own_mark() + secrets.token_hex(4), 1 + secrets.randbelow(2**30)
@@ -53,11 +57,14 @@ class Canary:
         self._stack.close()
 
     def changed(self) -> bool:
-        """Whether anything about the prey differs: ctime moves with a file's bytes, mode, owner, links, times and attributes."""
+        """Return whether the prey file has changed.
+
+        Its ctime differs after any change of bytes, mode, owner, links, times or attributes.
+        """
         return _state(self._prey) != self._prey_before
 
     def appeared(self) -> list[Path]:
-        """What has the mark in its name, where everybody may write."""
+        """Return the paths with the mark in their name, in folders where everybody may write."""
         return [
             path for folder in (self._outside, *LITTER) if folder.is_dir() for path in folder.iterdir() if self.mark in path.name
         ]
@@ -66,15 +73,15 @@ class Canary:
         return any(self.mark.encode() in text for text in self._received())
 
     def hurt(self) -> bool:
-        """Whether the victim has ended, stopped, or is treated in another way than before."""
+        """Return whether the victim has ended or stopped, or its priority, processors, environment or limits have changed."""
         return _condition(self._victim) != self._victim_before
 
     def survivors(self) -> list[int]:
-        """Processes that took the mark for their name."""
+        """Return the ids of processes whose name is the mark."""
         return [pid for pid, process in processes().items() if process.name == self.mark]
 
     def lasting(self) -> list[str]:
-        """System V objects with the key, and a POSIX message queue with the mark."""
+        """Return the kinds of System V objects with the key, and "mq" if there is a POSIX message queue with the mark."""
         found = [kind for kind, objects in system_v().items() if self.key in objects]
         return found + ["mq"] * self._has_queue()
 
@@ -89,7 +96,7 @@ class Canary:
         (self._home / "sibling" / "solution.py").write_text(f'token = "{self.token}"\n')
 
     def _start_victim(self) -> None:
-        """A process that does nothing, with the token in its environment and in the file without a name that it reads from."""
+        """Start an idle process with the token in its environment and in its standard input, a file without a name."""
         with tempfile.TemporaryFile(dir=self._home) as file:
             file.write(self.token.encode())
             file.seek(0)
@@ -162,7 +169,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _address_of_environment(pid: int) -> int:
-    """Where a process that has just begun has its environment, once it has one and sleeps."""
+    """Return the address of a new process's environment, after the process has one and sleeps."""
     for _ in range(1000):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         if fields[0] == "S" and fields[47] != "0":
@@ -180,7 +187,7 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def _condition(pid: int) -> tuple[object, ...] | None:
-    """How a process is: its life, urgency, processors, environment and limits; None where it has ended."""
+    """Return a process's state, priority, processors, environment and limits, or None if it has ended."""
     process = processes().get(pid)
     if process is None or process.state in "ZX":
         return None

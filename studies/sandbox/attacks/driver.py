@@ -1,8 +1,10 @@
-"""What a jail's child runs for the attack suite: a deed, a solution or a naive verdict. Standard library alone; loaded by its path.
+"""Driver of the attack suite: runs an action, a solution or a naive verdict in a jail's child.
 
-A payload holds ``program`` (the attack's text), ``names`` (what the text may use: canaries, limits), ``calls`` (numbers of system
-calls by name) and at most one of ``inputs`` (then ``Solution.solve`` is called on each, and the answers are the reply) and
-``harness`` (then this text of a naive verdict runs instead, with the attack's text as ``code``). Otherwise the reply is ``result``.
+It needs the standard library only, and is loaded by its path. A payload holds ``program`` (the attack's code), ``names`` (names
+that
+the code may use: canaries, limits), ``calls`` (numbers of system calls by name) and at most one of ``inputs`` (then
+``Solution.solve`` is called on each, and the answers are the reply) and ``harness`` (then this code of a naive verdict runs, with
+the attack's code as ``code``). Otherwise the reply is ``result``.
 """
 
 import os
@@ -10,7 +12,10 @@ import sys
 
 
 def execute(payload):
-    """The reply of one payload. It never raises, as its caller is as open to the attack as itself: the verdict is the parent's."""
+    """Return the reply to one payload.
+
+    It never raises, because its caller is as exposed to the attack as itself: the parent makes the verdict.
+    """
     space = {"__name__": "solution", "syscall": system_calls(payload["calls"]), **payload["names"]}
     if "harness" in payload:
         return interpreted(payload["harness"], space)
@@ -26,7 +31,7 @@ def execute(payload):
 
 
 def interpreted(text, space):
-    """Run a text as a script: an exit ends the process with its code, an error goes to the hook and ends it with 1."""
+    """Run code as a script: an exit ends the process with its code; an error calls ``sys.excepthook`` and ends it with 1."""
     import atexit
 
     try:
@@ -45,7 +50,10 @@ def interpreted(text, space):
 
 
 def system_calls(numbers):
-    """``syscall(name, *arguments)``: the raw system call. OSError where it fails, NotImplementedError without a number."""
+    """Return ``syscall(name, *arguments)``, which makes a raw system call.
+
+    The function raises OSError if the call fails, and NotImplementedError if the number of the call is unknown.
+    """
 
     def syscall(name, *arguments):
         import ctypes

@@ -1,4 +1,4 @@
-"""By what an attack's success is judged: a small table of kinds."""
+"""Evidence of an attack's success: one test per kind."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +12,21 @@ from studies.sandbox.attacks.canary import Canary
 from studies.sandbox.attacks.naive import Naive, is_plain, strict
 
 DEPTH = 64
-"""Levels of nesting that a reply may have."""
+"""Maximum levels of nesting of a reply."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that can be looked at after a run.
+    """Everything that can be inspected after a run.
 
-    naive       the naive verdict that a control run believes; None in the protected run, where the verdict is strict
-    expected    the answers that would be right; the strict verdict's alone
-    neighbours  what became of the honest jobs after this one
+    Attributes:
+        attack: The attack.
+        canary: Its canaries.
+        limits: Limits of the job.
+        outcome: Outcome of the job.
+        expected: Correct answers, which only the strict verdict knows.
+        naive: Naive verdict of a control run; None in the protected run, which uses the strict verdict.
+        neighbours: Whether all honest jobs after this one were answered.
     """
 
     attack: Attack
@@ -64,15 +69,15 @@ EVIDENCE: Mapping[str, Callable[[Scene], bool]] = MappingProxyType(
         "lasting": lambda scene: bool(scene.canary.lasting()),
     }
 )
-"""Kind -> whether the attack has succeeded.
+"""``{kind: function that returns whether the attack has succeeded}``.
 
-passed    a wrong answer was taken for right, by the run's verdict
-denied    honest jobs beside it were not answered
-done      the attack's text came to its end and said so, with nothing else to see outside
-outlives  the job was there more than a second after its time limit
-token     the secret is in what came back
+passed    the run's verdict accepted a wrong answer
+denied    honest jobs beside the attack were not answered
+done      the attack's code ran to its end and replied so, without any other effect outside
+outlives  the job existed more than a second after its time limit
+token     the secret is in the outcome
 residue   the secret of an earlier job is in the reply
 said      the mark is in stdout, where only a program that the attack started writes it
-poison    the reply was accepted and is not finite, whole, flat and short
-changed, appeared, heard, hurt, survives, lasting   what `Canary` sees
+poison    a reply was accepted that has infinite numbers, broken characters, too many levels or too many bytes
+changed, appeared, heard, hurt, survives, lasting   see the methods of `Canary`
 """

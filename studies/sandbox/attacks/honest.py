@@ -1,4 +1,4 @@
-"""Honest programs by the thousand: what the jail and the strict verdict must let pass."""
+"""Honest programs, thousands of them, which the jail and the strict verdict must accept."""
 
 import functools
 import hashlib
@@ -32,12 +32,12 @@ EPILOGUES = (
     "\nimport unittest\nclass TestSolution(unittest.TestCase):\n    def test_there(self):\n        self.assertTrue(Solution)\n",
     "\nclass Solution(Solution):\n    def solve(self, x):\n        print('input', x)\n        return super().solve(x)\n",
 )
-"""What people put around a solution; every program must work within every pair."""
+"""Code that people write before and after a solution; every program must work with every pair."""
 
 
 @dataclass(frozen=True)
 class Honest:
-    """A program, its inputs and the answers that are right."""
+    """A program, its inputs and the correct answers."""
 
     name: str
     code: str
@@ -87,7 +87,7 @@ def _distance(a: str, b: str) -> int:
 
 
 def _intervals(x: list[list[int]]) -> list[list[int]]:
-    """Points and the open stretches between them, at twice the scale, then read off as runs."""
+    """Merge intervals: collect the covered points and the open ranges between them at twice the scale, and return the runs."""
     covered = {point for start, end in x for point in range(2 * start, 2 * end + 1)}
     starts = sorted(point for point in covered if point - 1 not in covered)
     ends = sorted(point for point in covered if point + 1 not in covered)
@@ -95,7 +95,7 @@ def _intervals(x: list[list[int]]) -> list[list[int]]:
 
 
 def _paths(x: list[Any]) -> list[int]:
-    """Bellman and Ford's way."""
+    """Return shortest distances by the Bellman-Ford algorithm."""
     distance = [0.0, *[math.inf] * (x[0] - 1)]
     for _ in range(x[0]):
         for a, b, length in x[1]:
@@ -104,7 +104,7 @@ def _paths(x: list[Any]) -> list[int]:
 
 
 def _islands(x: list[str]) -> int:
-    """Labels that spread to their neighbours until none changes."""
+    """Count islands: spread the smallest label among neighbors until no label changes."""
     label = {(r, c): (r, c) for r, row in enumerate(x) for c, cell in enumerate(row) if cell == "1"}
     for _ in label:
         label = {
@@ -127,7 +127,7 @@ def _depth(x: list[int]) -> int:
 
 
 def _queens(x: int) -> int:
-    """Permutations whose sums and differences with the row are all distinct."""
+    """Count permutations in which all sums and all differences of row and column are distinct."""
     boards = (list(enumerate(columns)) for columns in itertools.permutations(range(x)))
     return sum(len({r + c for r, c in board}) == x == len({r - c for r, c in board}) for board in boards)
 
@@ -204,11 +204,11 @@ _PROBLEMS: Mapping[str, tuple[Draw, Callable[[Any], Any]]] = MappingProxyType(
         "tree_depth": (_some(0, 30), _depth),
     }
 )
-"""Name -> how to draw an input, and the right answer, by another way than the program's."""
+"""``{name: (function that draws an input, function that returns the answer)}``; the algorithms differ from the programs'."""
 
 
 def programs(count: int, rng: random.Random) -> list[Honest]:
-    """Each program in turn, within a drawn prologue and epilogue, on three drawn inputs."""
+    """Return ``count`` programs in turn, each with a drawn prologue and epilogue and three drawn inputs."""
     codes = load(HERE / "honest.toml")
     drawn = []
     for name in itertools.islice(itertools.cycle(codes), count):

@@ -1,4 +1,4 @@
-"""Verdicts: the strict one, made in the parent from data, and the naive ones that the forgeries deceive."""
+"""Verdicts: the strict one, which the parent makes from data, and the naive ones that forgeries deceive."""
 
 import functools
 import json
@@ -15,7 +15,10 @@ INPUTS = (0, 1, 2)
 
 
 def strict(reply: object, expected: Sequence[Any]) -> bool:
-    """Whether the reply is the expected answers, by exact type all the way down; a float bit by bit, so that NaN is NaN's equal."""
+    """Return whether the reply equals the expected answers, with exact types at all levels.
+
+    Floats are compared as ``float.hex`` texts, so that NaN equals NaN, and 0.0 differs from -0.0.
+    """
     return _same(reply, list(expected))
 
 
@@ -53,14 +56,14 @@ ANSWERS: Mapping[str, Callable[[random.Random], list[Any]]] = MappingProxyType(
         "zero": lambda rng: [0 for _ in INPUTS],
     }
 )
-"""Expected answers, one an input, by kind. Where they are drawn, only a process that holds them can know them."""
+"""``{kind: function that returns the expected answers, one per input}``; only a process that holds drawn answers can know them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Naive:
-    """A naive verdict: the text that runs around the candidate, and what its parent takes for a pass.
+    """A naive verdict: code that runs around the candidate, and the data that its parent accepts as a pass.
 
-    `grader` runs in a process of its own, with the harness's reply; under the protections `without` the harness could not work.
+    ``grader`` runs in a separate process on the harness's reply. The harness cannot work under the protections ``without``.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Naive:
     without: Sequence[str] = ()
 
     def accepts(self, outcome: Outcome) -> bool:
-        """What the parent believes of what the harness (or the grader after it) left."""
+        """Return whether the parent accepts the outcome of the harness, or of the grader after it."""
         reader = next(kind for kind in READERS if kind in self.passes)
         return READERS[reader](outcome, self.passes)
 
@@ -90,17 +93,19 @@ READERS: Mapping[str, Callable[[Outcome, Mapping[str, Any]], bool]] = MappingPro
         "denied": lambda outcome, passes: outcome.reply != passes["denied"],
     }
 )
-"""How a pass is read out of an outcome, by the first of these names in `Naive.passes`. For "denied" the pass is the attack's."""
+"""``{name: function that reads a pass from an outcome}``; the first name in `Naive.passes` is used.
+
+A pass of "denied" means that the attack has succeeded."""
 
 
 @functools.cache
 def load_naive() -> Mapping[str, Naive]:
-    """The naive verdicts by name."""
+    """Return the naive verdicts by name."""
     return MappingProxyType({name: Naive(name=name, **entry) for name, entry in load(HERE / "naive.toml").items()})
 
 
 def is_plain(reply: object, depth: int, size: int) -> bool:
-    """Whether a reply is what an honest program can send: finite numbers, whole characters, not too deep, not too long."""
+    """Return whether an honest program could send a reply: finite numbers, valid characters, limited levels and bytes."""
     try:
         text = json.dumps(reply, allow_nan=False, ensure_ascii=False).encode()
     except (ValueError, RecursionError):  # a UnicodeEncodeError is a ValueError
@@ -109,7 +114,7 @@ def is_plain(reply: object, depth: int, size: int) -> bool:
 
 
 def _depth(thing: object) -> int:
-    """Levels of lists and dicts, without recursion."""
+    """Return the levels of lists and dicts, without recursion."""
     level, depth = [thing], 0
     while boxes := [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, list | dict)]:
         level, depth = [item for box in boxes for item in box], depth + 1

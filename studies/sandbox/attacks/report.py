@@ -1,4 +1,4 @@
-"""What a run of the suite found, as Markdown and as JSON."""
+"""Format the findings of a run of the suite as Markdown and JSON."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from studies.sandbox.attacks.attack import CLASSES
 from studies.sandbox.attacks.suite import STRICT, Finding
 
 BEGIN, END = "<!-- attacks -->", "<!-- end of attacks -->"
-"""A page with these lines keeps what is around them."""
+"""Lines of a page between which the table is written; the rest of the page is kept."""
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """One sentence."""
+    """Return the numbers of attacks, live attacks and breaches in one sentence."""
     live, breaches = sum(finding.live for finding in findings), sum(finding.breach for finding in findings)
     return (
         f"{len(findings)} attacks, {live} of them live on this machine (Linux {platform.release().partition('-')[0]}, "
@@ -26,7 +26,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def markdown(findings: Sequence[Finding]) -> str:
-    """A summary, and a table for each class."""
+    """Return a summary and one table per class."""
     layers = any(finding.alone is not None for finding in findings)
     head = ["attack", "what it does", "stopped by", *(["each alone"] if layers else []), "control", "protected"]
     parts = [summary(findings), ""]
@@ -48,12 +48,12 @@ def _cells(finding: Finding, layers: bool) -> list[str]:
 
 
 def steady(text: str) -> str:
-    """A description without what differs from run to run: paths and numbers of processes."""
+    """Return a description without paths and addresses, which differ from run to run."""
     return re.sub(r"0x[0-9a-f]+", "0x…", re.sub(r": '/.*", "", text)).strip(": ")
 
 
 def _plain(text: str) -> str:
-    """A description as Markdown that shows it letter by letter."""
+    """Escape a description so that Markdown shows it literally."""
     return re.sub(r"([\\*_<>\[\]`|])", r"\\\1", steady(text).replace("\n", " "))
 
 
@@ -82,7 +82,11 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def write(path: Path, findings: Sequence[Finding]) -> None:
-    """Writes JSON or Markdown by the file's suffix, whole or not at all. Raises ValueError for another suffix."""
+    """Write JSON or Markdown, by the file's suffix, atomically.
+
+    Raises:
+        ValueError: The suffix is another one.
+    """
     if path.suffix not in (".json", ".md"):
         raise ValueError(f"{path} is neither .json nor .md: choose one of these")
     text = as_json(findings) if path.suffix == ".json" else _page(path, markdown(findings))
@@ -93,7 +97,7 @@ def write(path: Path, findings: Sequence[Finding]) -> None:
 
 
 def _page(path: Path, table: str) -> str:
-    """The table; where the file is there and has the two lines, the file with the table between them."""
+    """Return the existing page with the table between its two marker lines, or the table alone."""
     before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN) if path.exists() else ("", "", "")
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n\n{table}\n{end}{after}" if begin and end else table

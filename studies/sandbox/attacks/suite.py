@@ -1,4 +1,4 @@
-"""The runner: each attack once with everything that should stop it left off, and once with nothing left off."""
+"""Runner of the attacks: run each attack once without everything that should stop it, and once with all protections."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ MODULES = (
     *("_thread", "array", "atexit", "ctypes", "fcntl", "glob", "importlib.util", "json", "marshal", "mmap", "pickle", "platform"),
     *("resource", "select", "socket", "subprocess"),
 )
-"""What attacks may import: more than candidates otherwise may, so that they lack no tool."""
+"""Modules that attacks may import: more than other candidates may, so that they lack no tool."""
 LIMITS = Limits(seconds=5.0, cpu_seconds=5.0, memory=256 << 20)
 NEIGHBOUR = "class Solution:\n    def solve(self, x):\n        return x * x\n"
 PREDECESSOR = """
@@ -40,20 +40,20 @@ class Solution:
             file.write(secret * 15)
         return secret * 600
 """
-"""Writes its secret in pieces of several sizes, as a process keeps large and small ones in different places."""
+"""Program that stores a secret in strings of several sizes, because a process keeps large and small strings in different places."""
 NEIGHBOURS = 4
-"""Honest jobs after one that may deny them their answer, or before one that may find out what they knew."""
+"""Number of honest jobs after an attack that may deny them answers, or before an attack that may read their data."""
 SQUARES = [x * x for x in INPUTS]
 BATCH = 8
-"""Runs whose canaries are there at the same time."""
+"""Number of runs whose canaries exist at the same time."""
 STRICT = "verdict"
-"""The name of the strict verdict, made from data in the parent, among the layers that stop an attack."""
+"""Name of the strict verdict among the layers that stop an attack."""
 CALL = re.compile(r'syscall\("(\w+)"')
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of an attack: whether it succeeded, and how it ended."""
+    """Result of one run of an attack: whether it succeeded, and how it ended."""
 
     succeeded: bool
     how: str
@@ -61,7 +61,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Finding:
-    """Both runs of an attack. `alone` are the single layers that stop it with every other one of its `stopped_by` left off."""
+    """Results of both runs of an attack.
+
+    ``alone`` lists the layers that stop the attack by themselves, with all others of its ``stopped_by`` left off.
+    """
 
     attack: Attack
     control: Trial
@@ -70,7 +73,7 @@ class Finding:
 
     @property
     def live(self) -> bool:
-        """Whether this machine lets the attack succeed where nothing stops it; one that is not live proves nothing."""
+        """Whether the attack succeeds on this machine if nothing stops it; otherwise it proves nothing about the jail."""
         return self.control.succeeded
 
     @property
@@ -80,13 +83,13 @@ class Finding:
 
 @functools.cache
 def attacks() -> tuple[Attack, ...]:
-    """Every attack, class by class."""
+    """Return all attacks, class by class."""
     return tuple(itertools.chain(*(read(group, load(HERE / f"{group}.toml"), load_naive(), EVIDENCE) for group in CLASSES)))
 
 
 @functools.cache
 def system_calls(code: str) -> MappingProxyType[str, int]:
-    """This machine's numbers of the system calls that a text makes by their names."""
+    """Return this machine's numbers of the system calls that a text makes by name."""
     import pyseccomp
 
     found = {name: pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) for name in sorted(set(CALL.findall(code)))}
@@ -95,7 +98,7 @@ def system_calls(code: str) -> MappingProxyType[str, int]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run to be made: what is left off, and the naive verdict that is believed (None: the strict one)."""
+    """One run to make: the protections that are left off, and the naive verdict that is used (None: the strict one)."""
 
     attack: Attack
     without: frozenset[str] = frozenset()
@@ -107,25 +110,28 @@ class Run:
 
     @property
     def batch(self) -> tuple[object, ...]:
-        """Runs of which this is the same go together, to one jail."""
+        """Key of a batch: runs with equal keys go to one jail together."""
         return self.without, self.limits, self.alone
 
     @property
     def alone(self) -> bool:
-        """Whether it is no run for company: it is about other jobs of the same jail."""
+        """Whether the run must not share its jail with others, because the attack concerns other jobs of the same jail."""
         return self.attack.evidence in ("denied", "residue")
 
 
 def control(attack: Attack) -> Run:
-    """The run in which nothing stops it."""
+    """Return the run of an attack in which nothing stops it."""
     naive = load_naive()[attack.naive] if attack.naive else None
     return Run(attack, attack.protections.union(naive.without if naive else ()), naive)
 
 
 class Suite:
-    """Warm jails, one for each set of protections that is left off, and attacks run in them. A context manager.
+    """Run attacks in warm jails, one for each set of protections that is left off; a context manager.
 
-    `seed` draws the answers that would be right. Raises JailUnavailableError where the machine lacks a protection.
+    ``seed`` draws the correct answers.
+
+    Raises:
+        JailUnavailableError: The machine lacks a protection.
     """
 
     def __init__(self, *, workers: int = 2, seed: int = 0) -> None:
@@ -141,7 +147,7 @@ class Suite:
         self._stack.close()
 
     def findings(self, chosen: Sequence[Attack], *, layers: bool = False, progress: bool = False) -> list[Finding]:
-        """Control and protected run of each attack, in order; with `layers` also which single layer would do."""
+        """Make the control run and the protected run of each attack, in order; ``layers`` also tests each layer by itself."""
         runs = [
             *map(control, chosen),
             *map(Run, chosen),
@@ -159,7 +165,7 @@ class Suite:
         ]
 
     def trials(self, runs: Sequence[Run], progress: str | None = None) -> list[Trial]:
-        """What became of each run, in order, with a progress bar if it is named."""
+        """Return the result of each run, in order, with a progress bar if ``progress`` is its label."""
         trials: dict[int, Trial] = {}
         batches: dict[tuple[object, ...], list[int]] = {}
         for at, run in enumerate(runs):
@@ -174,7 +180,7 @@ class Suite:
         return [trials[at] for at in range(len(runs))]
 
     def grade(self, solutions: Sequence[tuple[str, Sequence[Any], Sequence[Any]]]) -> list[bool]:
-        """The strict verdict on each (code, inputs, expected answers), with everything on."""
+        """Return the strict verdict on each (code, inputs, expected answers), with all protections."""
         outcomes = self._jail(frozenset()).run([_solution(code, inputs) for code, inputs, _ in solutions])
         return [strict(outcome.reply, expected) for outcome, (_, _, expected) in zip(outcomes, solutions, strict=True)]
 
@@ -185,7 +191,7 @@ class Suite:
         return self._jails[without]
 
     def _together(self, runs: Sequence[Run]) -> list[Trial]:
-        """Runs with the same protections and limits."""
+        """Make runs that share their protections and limits."""
         jail, limits = self._jail(runs[0].without), runs[0].limits
         expected = [ANSWERS[run.attack.answer](self._rng) for run in runs]
         with contextlib.ExitStack() as stack:
@@ -208,7 +214,7 @@ class Suite:
 
     @staticmethod
     def _graded(jail: Jail, run: Run, outcome: Outcome, expected: list[Any]) -> Outcome:
-        """What a naive verdict's second process makes of the first one's reply."""
+        """Return the outcome of a naive verdict's second process on the first one's reply, or ``outcome`` if there is none."""
         if run.naive is None or run.naive.grader is None or outcome.status != "replied":
             return outcome
         names = {"reply": outcome.reply, "expected": expected}
@@ -216,7 +222,7 @@ class Suite:
 
 
 def _single_layers(attack: Attack) -> dict[str, Run]:
-    """Name of a layer -> the run in which it alone may stop the attack, as the others of its `stopped_by` are left off."""
+    """Return ``{layer: run in which only this layer may stop the attack}``; the others of its ``stopped_by`` are left off."""
     whole = control(attack)
     runs = {name: dataclasses.replace(whole, without=whole.without - {name}) for name in PROTECTIONS if name in attack.protections}
     return runs | ({STRICT: dataclasses.replace(whole, naive=None)} if whole.naive else {})
@@ -241,7 +247,7 @@ def _solution(code: str, inputs: Sequence[Any] = INPUTS) -> dict[str, Any]:
 
 
 def describe(outcome: Outcome) -> str:
-    """How a job ended, in a few words."""
+    """Describe in a few words how a job ended."""
     if isinstance(outcome.reply, dict) and list(outcome.reply) == ["raised"]:
         return str(outcome.reply["raised"])
     if outcome.status == "replied":

@@ -1,4 +1,4 @@
-"""The machine's tables of processes and of System V objects, as /proc has them."""
+"""The machine's processes and System V objects, read from /proc."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Process:
-    """A line of the process table."""
+    """Name, state and parent of a process."""
 
     name: str
     state: str
@@ -15,7 +15,7 @@ class Process:
 
 
 def processes() -> dict[int, Process]:
-    """Every process by its id."""
+    """Return all processes by id."""
     found = {}
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
@@ -29,7 +29,7 @@ def processes() -> dict[int, Process]:
 
 
 def descendants(pid: int) -> set[int]:
-    """The living and the unburied below a process."""
+    """Return the ids of all processes below a process, including zombies."""
     table, found, level = processes(), set(), {pid}
     while level := {each for each, process in table.items() if process.parent in level} - found:
         found |= level
@@ -37,7 +37,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def system_v() -> Mapping[str, dict[int, int]]:
-    """Kind of object -> key -> id."""
+    """Return ``{kind of object: {key: id}}`` of the machine's System V objects."""
     found = {}
     for kind in ("shm", "sem", "msg"):
         path = Path("/proc/sysvipc") / kind

@@ -278,7 +278,7 @@ def test_a_tokenizer_is_saved_along(tmp_path: Path) -> None:
 
 
 def test_what_is_no_transformers_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"MicroGPT has no checkpoint of transformers.*use export_peft"):
+    with pytest.raises(ValueError, match=r"MicroGPT cannot be written as a transformers checkpoint.*use export_peft"):
         export_merged(adapted("MicroGPT"), tmp_path / "merged")
     assert not list(tmp_path.iterdir())
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -322,7 +321,7 @@ def test_a_rank_outside_a_large_weight_is_refused_before_any_work(
 
 def test_an_error_over_the_tolerance_is_said_and_one_under_it_is_not(tmp_path: Path) -> None:
     noise = torch.randn(LARGE, LARGE, generator=rng())
-    sentence = r"the leading 4 singular vectors of a 1024x1024 weight are known up to an error of \d\.\d%, over 1%.*full SVD"
+    sentence = r"the leading 4 singular vectors of a 1024x1024 weight have an error of \d\.\d%, over 1%.*full SVD"
     for _ in range(2):  # a result from the cache is no better
         with pytest.warns(UserWarning, match=sentence):
             svd = decompose(noise, tmp_path, rank=4)
@@ -421,7 +420,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     weight = large(torch.float32)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))  # as a full disk would
     try:
-        with pytest.raises(SafetensorError, match="File too large"):
+        with pytest.raises(OSError, match="File too large"):
             decompose(weight, tmp_path, rank=6)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -352,7 +352,7 @@ def test_an_early_end_says_what_never_fired() -> None:
         (lambda: Request((3, 4), Sampling(), run="r"), "without a run store"),
         (lambda: Request((3, 4), Sampling(stop=("x",))), "stop texts need a tokenizer"),
         (lambda: Request((3, 4), Sampling(), capture=(Capture(Site(7, "z")),)), r"outside the model: its layers are 0\.\.1"),
-        (lambda: Request((3, 4), Sampling(), patch=tuple(Patch(Site(0, "z"), 1, "zeros") for _ in range(9))), "exceed the 8"),
+        (lambda: Request((3, 4), Sampling(), patch=tuple(Patch(Site(0, "z"), 1, "zeros") for _ in range(9))), "limit of 8"),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(request_: Callable[[], Request], says: str) -> None:

@@ -180,7 +180,7 @@ def test_what_does_not_fire_as_the_adapters_are_switched_is_refused_and_harms_no
         ):
             with pytest.raises(ValueError, match=r"mlp\.down\.quarantine_out does not fire in this model as its adapters"):
                 engine.submit(asked)
-        with pytest.raises(ValueError, match="close a quarantine that is not there"):
+        with pytest.raises(ValueError, match="close a quarantine that does not exist"):
             engine.submit(Request(PROMPT, ASK, steering=closing))
         (deleted,) = [one for _ in range(3) for one in engine.step()]
         assert deleted.request == plain

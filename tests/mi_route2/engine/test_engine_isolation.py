@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[], Request], str]] = {
         lambda: Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("foreign", 0)),)),
         "captured with weights",
     ),
-    "a run that is there": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="there"), "there is a run 'there' already"),
+    "a run that is there": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="there"), "there is already a run 'there'"),
     "a quarantine that is not there": (
         lambda: Request(PROMPT, ASK, steering=Steering(monitors=(Monitor(SITE, VECTORS[0], quarantine="close"),))),
         "a quarantine that does not exist",
@@ -236,7 +236,7 @@ def test_two_requests_that_would_write_one_run_are_refused_at_submission() -> No
     engine = Engine(host_of(), store=RunStore(), rows=1)
     writing = Request(PROMPT, ASK, capture=(Capture(SITE),), run="clean")
     engine.submit(writing)
-    with pytest.raises(ValueError, match="a request that is here writes run 'clean'"):
+    with pytest.raises(ValueError, match="another request of the engine already writes run 'clean'"):
         engine.submit(writing)
     assert [one.finish for one in run(engine).values()] == ["length"]
 

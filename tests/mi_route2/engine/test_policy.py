@@ -126,7 +126,7 @@ def test_a_score_that_is_no_number_or_not_there_is_passed_over():
         ({}, "give monitor, or site and probe"),
         ({"monitor": WATCH, "site": SITE, "probe": [1.0]}, "give monitor, or site and probe"),
         ({"site": SITE}, "give monitor, or site and probe"),
-        ({"monitor": WATCH, "gain": -1.0}, "neither hysteresis nor gain is negative"),
+        ({"monitor": WATCH, "gain": -1.0}, "hysteresis and gain not negative"),
         ({"monitor": WATCH, "hysteresis": float("nan")}, "finite"),
         ({"monitor": WATCH, "proportional": True}, "give one above 0"),
         ({"monitor": WATCH, "smoothing": 0.0}, "between 0 and 1"),

@@ -199,7 +199,7 @@ def test_everything_a_rule_may_need_is_taken_at_admission():
     book.admit(state, 1, rules, OWN)  # the same ones
     state.preempted(0)
     book.admit(state, 0, rules, OWN)
-    with pytest.raises(ValueError, match="4 steering rows are needed and there are 2"):
+    with pytest.raises(ValueError, match="4 steering rows are needed but there are 2"):
         book.admit(new_state(rows=2), 5, rules, OWN)
     for request in (0, 1):
         state.release(request)

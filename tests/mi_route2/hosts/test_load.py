@@ -179,7 +179,11 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         FileNotFoundError,
         "has no weights: it has neither a model.safetensors",
     ),
-    "pickle": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ValueError, "pytorch_model.bin alone; pickled"),
+    "pickle": (
+        lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+        ValueError,
+        "its weights only in pytorch_model.bin; pickled",
+    ),
     "broken config": (lambda f: (f / "config.json").write_text("{"), ValueError, "not a valid JSON file"),
     "empty config": (lambda f: (f / "config.json").write_text("{}"), ValueError, KNOWN),
     "misfit config": (lambda f: edit(f, num_hidden_layers=3), ValueError, "config of .* is not valid"),
@@ -231,7 +235,7 @@ def test_the_host_is_checked_before_anything_is_read(tmp_path: Path, monkeypatch
 
 
 def test_adapters_are_checked_too(qwen: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none is no folder: give one that save_pretrained wrote"):
+    with pytest.raises(FileNotFoundError, match="none is not a folder: give one that save_pretrained wrote"):
         load(tmp_path / "no base either", adapters=tmp_path / "none")
     adapters = attach(make_family("Llama"), "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
     save_pretrained(adapters, tmp_path / "llama")

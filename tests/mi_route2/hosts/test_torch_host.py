@@ -500,7 +500,7 @@ def test_edits_under_checkpointing_have_the_gradients_of_edits_without(name: str
                 plain_loss(own, batch, batch.advantages).backward()
     assert_same(gradients(policy), gradients(plain), 1e-12)
     with policy.adapters.unrouted():
-        with pytest.raises(RuntimeError, match=r"the edit of blocks\.\d\.\w+ is gone: run backward\(\) inside of hooks\(\)"):  # noqa: PT012
+        with pytest.raises(RuntimeError, match=r"the edit of blocks\.\d\.\w+ was removed: run backward\(\) inside of hooks\(\)"):  # noqa: PT012
             with host.hooks(edits):
                 loss = plain_loss(policy, batch, batch.advantages)
             loss.backward()

@@ -868,7 +868,7 @@ def test_edits_that_are_gone_when_checkpointing_runs_the_forward_again_are_an_er
         assert max(largest(wrong[name], right[name]) for name in right) > 1e-3
         with host.hooks({Site(0, "attn_out"): lambda x: x * 2}):
             loss = plain_loss(policy, batch, batch.advantages)
-        with pytest.raises(RuntimeError, match=r"the edit of blocks\.0\.attn_out is gone: run backward\(\) inside"):
+        with pytest.raises(RuntimeError, match=r"the edit of blocks\.0\.attn_out was removed: run backward\(\) inside"):
             loss.backward()
         loss = plain_loss(policy, batch, batch.advantages)
         with (

@@ -137,7 +137,7 @@ def test_another_position_can_be_scored(how: str) -> None:
     assert_equal(grid.values[:, :2], short.values[:, [1, 3]], 1e-12)
     (skip,) = grid.skipped
     assert (skip.position, grid.at) == (5, 3)
-    assert "behind position 3" in skip.why
+    assert "after position 3" in skip.why
 
 
 @decoders
@@ -311,7 +311,7 @@ def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -
     weight = host.model.get_parameter("model.embed_tokens.weight")
     weight.data[:] = weight.data.roll(1, 0)
     asked: Any = {"corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "progress": False}
-    with pytest.raises(ValueError, match=r"captured with weights \w{12}, and the model now has \w{12}: capture it again"):
+    with pytest.raises(ValueError, match=r"captured with weights \w{12}, but the model now has \w{12}: capture it again"):
         sweep(host, clean=run, **asked)
     other = sweep(host, clean=CleanRun(run.values, run.logits, run.tokens), **asked)
     assert np.isfinite(other.values).all()

@@ -342,6 +342,6 @@ def test_a_grid_of_a_metric_of_ones_own_loads_under_its_name(tmp_path: Path) -> 
     np.testing.assert_array_equal(again.values, grid.values)
     assert again.metric == again.to_json()["metric"] == "function kl"
     assert (again.grader, again.recovered.tolist()) == (grid.grader, grid.recovered.tolist())
-    with pytest.raises(ValueError, match="only the name"):
+    with pytest.raises(ValueError, match="saved by name only"):
         again.grader(torch.zeros(1, VOCAB), torch.zeros(VOCAB))
     grid.heatmap(tmp_path / "own.svg")

@@ -163,7 +163,7 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"answer": "cat sat", "tokenizer": words()}, ValueError, "is 2 tokens"),
         ({"answer": ""}, ValueError, "there is no tokenizer"),
         ({"answer": VOCAB}, ValueError, rf"the vocabulary is 0\.\.{VOCAB - 1}"),
-        ({"foil": -1}, ValueError, "is no token"),
+        ({"foil": -1}, ValueError, "is not a token"),
         ({"foil": None}, ValueError, "logit_diff needs foil"),
         ({"metric": "logprob"}, ValueError, "logprob takes no foil"),
         ({"metric": "kl", "foil": None}, ValueError, "kl takes no answer"),
@@ -172,10 +172,10 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"clean": [1, 8, 7, 7]}, ValueError, "neither their beginning nor their end"),
         ({"at": 3}, ValueError, r"0\.\.2"),
         ({"clean": [5, 6, 6, 9], "at": 1}, ValueError, "cannot be scored"),
-        ({"positions": [2], "at": 1}, ValueError, "behind position 1"),
+        ({"positions": [2], "at": 1}, ValueError, "after position 1"),
         ({"clean": [5, 6, VOCAB]}, ValueError, rf"the clean prompt's {VOCAB} is not a token: the vocabulary is 0\.\.{VOCAB - 1}"),
-        ({"corrupt": [5, 8, -1]}, ValueError, "the corrupt prompt's -1 is no token"),
-        ({"alpha": float("nan")}, ValueError, "alpha=nan is no share"),
+        ({"corrupt": [5, 8, -1]}, ValueError, "the corrupt prompt's -1 is not a token"),
+        ({"alpha": float("nan")}, ValueError, "alpha=nan is not a finite number"),
     ],
 )
 def test_what_cannot_be_asked_is_said(asking: Any, changes: dict[str, Any], error: type, said: str) -> None:
@@ -191,7 +191,7 @@ def test_what_cannot_be_run_is_said() -> None:
         ({"replicas": 2}, "at least 3"),
         ({"batch": 0}, "at least 1"),
         ({"how": "fast"}, "auto, resumed, whole"),
-        ({"clean": [5] * 65, "corrupt": [6] * 65}, "the model takes 64"),
+        ({"clean": [5] * 65, "corrupt": [6] * 65}, "the model takes at most 64"),
     ):
         with pytest.raises(ValueError, match=said):
             prepare(HOST, **{**ASKED, **changes})

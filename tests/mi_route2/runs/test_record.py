@@ -132,7 +132,7 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing() -> None:
     refused(ValueError, "give at least one site", sites=[])
     refused(ValueError, "4 rows were given 3 run ids and 4 prompt lengths", runs=ROWS[:3])
     refused(ValueError, "4 rows were given 4 run ids and 1 prompt lengths", prompt_lengths=[2])
-    refused(ValueError, "there is a run 'row 0' already", runs=["row 0"] * 4)
+    refused(ValueError, "there is already a run 'row 0'", runs=["row 0"] * 4)
     refused(ValueError, "row of run 'row 0' has no real token", attention=torch.zeros_like(make_tokens(4)[1]))
     refused(ValueError, "a prompt of 7 tokens but 4", prompt_lengths=[2, 2, 2, 7])
     refused(ValueError, "hash of the weights", weights="")
@@ -140,7 +140,7 @@ def test_wrong_use_is_one_sentence_and_leaves_nothing() -> None:
 
 
 def test_an_explicit_position_that_never_came_is_an_error() -> None:
-    refused(ValueError, "the row of run 'row 1' has 7 tokens, so no position 8: ask for 0 to 6", where=Where(positions=[1, 6, 8]))
+    refused(ValueError, "the row of run 'row 1' has 7 tokens, so no position 8: give 0 to 6", where=Where(positions=[1, 6, 8]))
 
 
 class Deaf(TorchHost):

@@ -264,7 +264,7 @@ def test_an_aborted_write_leaves_nothing(tier: str, tmp_path: Path, opened: Open
         ([5], drawn(4)[0], "1 positions for rows of shape"),
         ([5], drawn(1, 5), "but earlier rows had"),
         ([5], drawn(1, 4, dtype=torch.float64), "but earlier rows had"),
-        ([5], torch.ones(1, 4, dtype=torch.int64), "it can keep torch.bfloat16"),
+        ([5], torch.ones(1, 4, dtype=torch.int64), "use one of torch.bfloat16"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_and_the_run_goes_on(
@@ -810,7 +810,7 @@ def test_an_index_that_is_not_one_is_refused(tmp_path: Path, opened: Opened) -> 
     with pytest.raises(ValueError, match=r"index\.sqlite beside it is missing"):
         opened(0, tmp_path / "mine")
     (tmp_path / "mine" / "index.sqlite").touch()
-    with pytest.raises(ValueError, match=r"index\.sqlite beside it is empty: put the index back, or give the store an empty"):
+    with pytest.raises(ValueError, match=r"index\.sqlite beside it is empty: restore the index, or give the store an empty"):
         opened(0, tmp_path / "mine")
     sqlite3.connect(tmp_path / "mine" / "index.sqlite").executescript("CREATE TABLE a (b); DROP TABLE a;").close()
     with pytest.raises(ValueError, match=r"index\.sqlite is damaged \(it holds no tables\)"):
@@ -1089,5 +1089,5 @@ def test_truth_values_are_no_positions() -> None:
     store = RunStore()
     with store.writing("run", weights="w") as writer:
         writer.append(Site(0, "resid_pre"), range(3), torch.arange(3.0)[:, None])
-    with pytest.raises(ValueError, match=r"True is no position of run 'run' at blocks\.0\.resid_pre: positions are whole numbers"):
+    with pytest.raises(ValueError, match=r"True is not a position of run 'run' at blocks\.0\.resid_pre: give whole numbers"):
         store.rows("run", Site(0, "resid_pre"), [True, False])

@@ -80,7 +80,7 @@ def test_a_position_may_lie_in_what_is_generated() -> None:
         ({"positions": [3, -1]}, "-1 in positions"),
         ({"token_ids": [-7]}, "-7 in token_ids"),
         ({"positions": [True]}, "True in positions"),
-        ({"positions": [2, 7, 2]}, "2 stands twice in positions"),
+        ({"positions": [2, 7, 2]}, "2 appears twice in positions"),
     ],
 )
 def test_a_request_that_cannot_be_is_one_sentence(wrong: dict[str, Any], sentence: str) -> None:

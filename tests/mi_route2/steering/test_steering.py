@@ -515,7 +515,7 @@ def test_rows_are_shared_waited_for_and_given_back(model):
     sites, before = state.sites(), state.snapshot()
     with pytest.raises(Full, match="0 of 2 are free"):
         state.admit(2, three)
-    with pytest.raises(ValueError, match="3 steering rows are needed and there are 2"):
+    with pytest.raises(ValueError, match="3 steering rows are needed but there are 2"):
         state.admit(2, one, configs={"b": two, "c": three})
     assert (state.sites(), state.snapshot()) == (sites, before)
     state.override(1, "b")
@@ -630,11 +630,11 @@ def test_what_was_left_out_is_an_error(model):
     [
         (Steering(base=(Steer(MID, [1.0]),)), "has 1 numbers, but the site has 16"),
         (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
-        (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond what torch.float32 holds"),
+        (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond the range of torch.float32"),
         (Steering(clamps=(Clamp(MID, [1.0], value=1),)), "the clamp's direction at"),
         (Steering(monitors=(Monitor(MID, [1.0]),)), "the probe at"),
         (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0]),)),)), "the vector at"),
-        (Steering(monitors=(Monitor(LATE, [1.0] * 16, quarantine="close"),)), "behind it there are: none"),
+        (Steering(monitors=(Monitor(LATE, [1.0] * 16, quarantine="close"),)), "at its site or later there are: none"),
     ],
 )
 def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spec, says):

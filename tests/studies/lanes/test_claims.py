@@ -1,7 +1,7 @@
 """The verdict is a function of rule and interval, and the table of claims is one of the artifacts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +221,172 @@ def test_what_theory_says_is_exact_at_every_size(study: Path) -> None:
     assert {name: rows[name] for name in controls} == dict.fromkeys(controls, "exact")
     refuted = ("symmetry", "amplification-2", "amplification-3")
     assert {name: rows[name] for name in refuted} == dict.fromkeys(refuted, "contradicted")
+
+
+# Every measured number, by its sentence -------------------------------------------------------------------------------
+
+Get = Callable[[str, str], Any]
+
+
+def b(g: Get, arm: str, part: str = "bpb") -> float:
+    return g(arm, part)["bpb"]
+
+
+def q(g: Get, arm: str) -> float:
+    return b(g, arm, "quantised")
+
+
+def gain(g: Get, arm: str, run: str) -> float:
+    costs = g(arm, "ttt")["bpb"]
+    return costs["plain"] - costs[run]
+
+
+def with_hints(g: Get, arm: str) -> float:
+    return g(arm, "ttt")["hinted"]["all"]
+
+
+def at_fork(rows: Sequence[Any], layer: int) -> float:
+    return float(np.mean([row["direct"] for row in rows if row["layer"] == layer]))
+
+
+def clip(g: Get, k: float) -> Any:
+    return {point["k"]: point for point in g("shipped", "calibrations")["points"]}[k]
+
+
+def few_less(g: Get, other: str) -> float:
+    content = g("shipped", "calibrations")
+    return content["few"] - content[other]
+
+
+def hints_less(g: Get, other: str) -> float:
+    costs = g("shipped", "tapin")["bpb"]
+    return costs["new"] - costs[other]
+
+
+def some_controls(g: Get, run: str) -> float:
+    return float(np.mean([gain(g, arm, run) - 0.5 * gain(g, arm, "all") for arm in TTT_ARMS]))
+
+
+SENTENCES: dict[str, tuple[str, float, Callable[[Get], float]]] = {
+    "unigram": ("lower", 0, lambda g: b(g, "shipped") - g("tables", "tables")["unigram"]),
+    "bigram": ("lower", 0, lambda g: b(g, "shipped") - g("tables", "tables")["bigram"]),
+    "stays": ("lower", 0.1, lambda g: g("shipped", "routing")["apart"]),
+    "direct": ("higher", 0.5, lambda g: at_fork(g("paths", "paths")["rows"]["shipped"], 4)),
+    "direct-more": (
+        "higher",
+        0,
+        lambda g: at_fork(g("paths", "paths")["rows"]["shipped"], 4) - at_fork(g("paths", "paths")["rows"]["gptj"], 4),
+    ),
+    "direct-trained": (
+        "higher",
+        0,
+        lambda g: at_fork(g("shipped", "paths")["rows"], 4) - at_fork(g("gptj", "paths")["rows"], 4),
+    ),
+    "lanes": ("lower", 0, lambda g: b(g, "shipped") - b(g, "gptj")),
+    "lanes-quantised": ("lower", 0, lambda g: q(g, "shipped") - q(g, "gptj")),
+    "before-quantisation": (
+        "higher",
+        0,
+        lambda g: (b(g, "gptj") - b(g, "shipped")) - 0.5 * (q(g, "gptj") - q(g, "shipped")),
+    ),
+    "frozen": ("lower", 0, lambda g: b(g, "frozen") - b(g, "gptj")),
+    "length": (
+        "higher",
+        0,
+        lambda g: (b(g, "gptj-short") - b(g, "shipped-short")) - (b(g, "gptj") - b(g, "shipped")),
+    ),
+    "learned": ("lower", 0, lambda g: b(g, "shipped") - b(g, "frozen")),
+    "learned-asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "asymmetric-frozen")),
+    "persists": ("higher", 0, lambda g: g("asymmetric", "routing")["pattern"]),
+    "pattern": ("higher", 0, lambda g: g("shipped", "routing")["pattern"]),
+    "asymmetric": ("lower", 0, lambda g: b(g, "asymmetric") - b(g, "shipped")),
+    "simultaneous": ("lower", 0, lambda g: b(g, "simultaneous") - b(g, "shipped")),
+    "sequential": ("lower", 0, lambda g: b(g, "shipped") - b(g, "sequential")),
+    "halves": ("lower", 0, lambda g: gain(g, "shipped", "all") - gain(g, "gptj", "all")),
+    "controls": ("higher", 0, lambda g: some_controls(g, "controls")),
+    "controls-shared": ("higher", 0, lambda g: some_controls(g, "shared")),
+    "early": ("lower", 0, lambda g: gain(g, "wide-early", "all") - gain(g, "wide", "all")),
+    "combined": ("lower", 0, lambda g: with_hints(g, "shipped") - g("shipped", "ttt")["bpb"]["plain"]),
+    "lanes-combined": ("lower", 0, lambda g: with_hints(g, "shipped") - with_hints(g, "gptj")),
+    "contraction": ("lower", 1, lambda g: float(np.mean([row["rho"] for row in g("wide", "growth")["draws"]]))),
+    "contraction-alone": (
+        "lower",
+        1,
+        lambda g: float(np.mean([row["spreads"][0]["passes"][1] for row in g("wide", "growth")["draws"]])),
+    ),
+    "wide": ("lower", 0, lambda g: q(g, "wide") - q(g, "narrow")),
+    "wide-gap": ("lower", 0, lambda g: (q(g, "wide") - b(g, "wide")) - (q(g, "narrow") - b(g, "narrow"))),
+    "wide-embeddings": ("lower", 0, lambda g: q(g, "wide-embeddings") - q(g, "narrow")),
+    "narrow-embeddings": ("lower", 0, lambda g: q(g, "narrow-embeddings") - q(g, "narrow")),
+    "embeddings-gap": (
+        "lower",
+        0,
+        lambda g: (q(g, "wide-embeddings") - b(g, "wide-embeddings")) - (q(g, "wide") - b(g, "wide")),
+    ),
+    "head-bias": ("lower", 0, lambda g: b(g, "wide-head-bias") - b(g, "wide")),
+    "decay": ("lower", 0, lambda g: (q(g, "shipped") - b(g, "shipped")) - (q(g, "low-decay") - b(g, "low-decay"))),
+    "momentum": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "momentum-99")),
+    "momentum-95": ("lower", 0, lambda g: b(g, "momentum-98") - b(g, "shipped")),
+    "clip-lambda": ("lower", 0, lambda g: few_less(g, "clipped")),
+    "batches": ("lower", 0.0006, lambda g: few_less(g, "many")),
+    "clip": ("lower", 0, lambda g: clip(g, 13.1)["bytes"] - clip(g, 12.85)["bytes"]),
+    "bytes": ("lower", 0.05, lambda g: abs(clip(g, 13.1)["bytes"] - clip(g, 13.1)["by_gaussian"]) / clip(g, 13.1)["by_gaussian"]),
+    "gptq": ("lower", 0, lambda g: few_less(g, "nearest")),
+    "tapin": ("lower", 0, lambda g: hints_less(g, "plain")),
+    "cross": ("lower", 0, lambda g: hints_less(g, "old")),
+    "dropped-decay": ("higher", 0, lambda g: with_hints(g, "low-decay") - with_hints(g, "shipped")),
+    "dropped-early": ("higher", 0, lambda g: with_hints(g, "wide-early") - with_hints(g, "wide")),
+    "dropped-early-raw": (
+        "lower",
+        0,
+        lambda g: g("wide-early", "ttt")["bpb"]["plain"] - g("wide", "ttt")["bpb"]["plain"],
+    ),
+    "dropped-wider": ("higher", 0, lambda g: with_hints(g, "wider") - with_hints(g, "wide")),
+    "dropped-fork": ("higher", 0, lambda g: with_hints(g, "early-fork") - with_hints(g, "shipped")),
+}
+"""Claim -> the side on which it puts the number, its reference, and the number, written out from the sentence."""
+
+
+def drawn(settings: Any, seeds: Sequence[int]) -> Found:
+    """Artifacts of every arm and instrument with a random number in each place."""
+    rng = np.random.default_rng(0)
+
+    def some(*names: str) -> dict[str, float]:
+        return {name: float(rng.uniform(1, 2)) for name in names}
+
+    def rows() -> list[dict[str, Any]]:
+        return [{"layer": layer, **some("direct", "cascade", "missing")} for layer in (4, 4, 5, 5)]
+
+    contents: dict[tuple[str, int, str], Any] = {}
+    for seed in seeds:
+        for arm in ARMS:
+            made: dict[str, Any] = {
+                "bpb": some("bpb"),
+                "quantised": some("bpb"),
+                "calibrations": some("few", "many", "clipped", "nearest")
+                | {"points": [{"k": k, **some("bytes", "by_gaussian", "by_entropy")} for k in (13.1, 6.0, 12.85)]},
+                "ttt": {key: some("plain", "all", "controls", "shared") for key in ("bpb", "hinted")}
+                | {"edges": {"all": False, "controls": True}, "share": 0.01},
+                "tapin": {"bpb": some("plain", "within", "old", "new"), "hints": some("offered", "right")},
+                "routing": some("pattern", "apart") | {"by_sublayer": some("attn", "mlp")},
+                "paths": {"rows": rows()},
+                "growth": {"draws": [some("rho") | {"spreads": [{"passes": rng.uniform(1, 2, 3).tolist()}]} for _ in range(3)]},
+            }
+            contents |= {(arm, seed, part): made[part] for part in measured(arm)}
+        contents["tables", seed, "tables"] = some("unigram", "bigram")
+        contents["paths", seed, "paths"] = {"rows": {name: rows() for name in ("sequential", "gptj", "shipped", "asymmetric")}}
+    return Found(settings, contents)
+
+
+def test_every_number_is_the_one_that_its_sentence_names(settings: Any) -> None:
+    """Of every claim that is no identity; seeds in the order of their numbers, in whatever order they were run."""
+    seeds = (16, 8, 7)
+    found = drawn(settings, seeds)
+    assert {claim.id for claim in CLAIMS if claim.rule != "identity"} == set(SENTENCES)
+    for claim in (claim for claim in CLAIMS if claim.rule != "identity"):
+        rule, reference, number = SENTENCES[claim.id]
+        expected = [number(lambda name, part, seed=seed: found.contents[name, seed, part]) for seed in sorted(seeds)]
+        estimate = claim.measure(found)
+        assert (claim.rule, claim.reference) == (rule, reference), claim.id
+        assert estimate.each == pytest.approx(tuple(expected), rel=1e-12, abs=1e-12), claim.id
+        assert estimate.value == pytest.approx(np.mean(expected), rel=1e-12, abs=1e-12)

@@ -201,7 +201,7 @@ def test_one_reader_of_one_later_token_is_found_exactly_where_it_reads(position:
 
 
 def test_a_score_that_is_no_number_is_not_legal() -> None:
-    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator(), vocabulary=3)
+    found = audit(lambda tokens: torch.full(tokens.shape, torch.nan), TOKENS, targets=(4,), generator=generator())
     assert found.overfull == (4,)
     assert not found.legal
 
@@ -228,6 +228,16 @@ def test_positions_that_cannot_be_checked_are_refused(asked: dict, says: str) ->
         audit(slide, TOKENS, generator=generator(), **asked)
     with pytest.raises(ValueError, match="give one for each"):
         audit(lambda tokens: slide(tokens)[1:], TOKENS, after=(3,), generator=generator())
+
+
+@pytest.mark.parametrize("vocabulary", [1, 9, 10])
+def test_tokens_outside_of_the_vocabulary_are_refused(vocabulary: int) -> None:
+    """Taken modulo the vocabulary the past would change w the future, and what the missing tokens weigh would not count."""
+    few = torch.cat([FEW, torch.tensor([10])])
+    assert int(few.max()) == 10
+    with pytest.raises(ValueError, match=f"has the token 10, and the vocabulary is 0 to {vocabulary - 1}"):
+        audit(repeating(early=True), few, after=(20,), targets=(20,), generator=generator(), vocabulary=vocabulary)
+    assert not audit(repeating(early=True), few, targets=(20,), generator=generator(), vocabulary=LETTERS).legal
 
 
 def test_the_plan_of_this_file_has_a_shifted_tail() -> None:

@@ -1,5 +1,6 @@
 """A study is its parts: they are checked, resumed to the same bytes, and refused where they are damaged."""
 
+import itertools
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +18,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_lanes import FEW, with_steps, write_texts
 
+from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS
 from studies.lanes.bpb import bpb, score
 from studies.lanes.found import load
-from studies.lanes.gptq import dequantized
+from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.settings import Settings, open_text, quick
+from studies.lanes.size import pack
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
 from studies.lanes.tapin import Mixing, mix
 from studies.lanes.text import BOS
+from studies.lanes.ttt import adapt
+from studies.lanes.ttt import trained as trained_by
 
 pytestmark = pytest.mark.process
 
@@ -179,6 +185,73 @@ def test_training_at_test_time_is_of_the_quantised_model_at_rates_of_its_own_tun
     assert usual.tune // usual.tune_piece > 5
 
 
+def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
+    """Each of them again, by itself; with hints mixed in for good where they were only noted."""
+    found = json.loads((study / "arms" / "shipped" / "seed-0" / "ttt.json").read_text())["content"]
+    evaluation, model, mixing = subject.settings.evaluation, subject.model, Mixing(cross=0.12)
+    tuning = excerpt(subject.corpus, "tune", evaluation.tune, evaluation.tune_piece, 0)
+    tokens = excerpt(subject.corpus, "test", evaluation.adapted, evaluation.adapted_piece, 0)
+    hints = Noted(tokens, evaluation, {}).hints
+    rate = found["rates"]["controls"]
+    assert found["rates"]["all"] == 0.1
+    runs = {"plain": ("none", 0.0), "all": ("all", 0.1), "controls": ("controls", rate), "shared": ("controls", 0.1)}
+    with dequantized(model, usual_weights(subject)):
+        plain = adapt(model, tuning, replace(evaluation.ttt, scope="none")).bpb
+        for row in found["tuning"]:
+            run = adapt(model, tuning, replace(evaluation.ttt, scope=row["scope"], rate=row["rate"]))
+            assert row["gain"] == pytest.approx(plain - run.bpb, abs=1e-9)
+        for name, (scope, rate) in runs.items():
+            own = replace(evaluation.ttt, scope=scope, rate=rate)
+            assert found["bpb"][name] == pytest.approx(adapt(model, tokens, own).bpb, abs=1e-9)
+            mixed = adapt(model, tokens, own, mix=lambda rows, at: mix(rows, hints.at(at), mixing)).bpb
+            assert found["hinted"][name] == pytest.approx(mixed, abs=1e-9)
+    sizes = [sum(p.numel() for p in trained_by(model, scope).values()) for scope in ("controls", "all")]
+    assert found["share"] == sizes[0] / sizes[1]
+
+
+def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(study: Path, subject: Subject) -> None:
+    evaluation, model = subject.settings.evaluation, subject.model
+    found, tapped = (
+        json.loads((study / "arms" / "shipped" / "seed-0" / f"{part}.json").read_text())["content"]
+        for part in ("calibrations", "tapin")
+    )
+    usual = evaluation.gptq
+
+    def weights(batches: int, **changes: Any) -> QuantizedWeights:
+        return quantize(
+            model, collect_hessians(model, subject.calibration(batches), batches), replace(usual, batches=batches, **changes)
+        )
+
+    variants = {
+        "few": weights(1),
+        "many": weights(2),
+        "clipped": weights(1, clip_lambda=0.175),
+        "nearest": weights(1, method="nearest"),
+    }
+    for name, own in variants.items():
+        with dequantized(model, own):
+            assert found[name] == pytest.approx(subject.bpb(), abs=1e-9)
+    for point in found["points"]:
+        assert point["bytes"] == len(pack(weights(1, k=point["k"]), evaluation.compressor))
+    assert [point["k"] for point in found["points"]] == list(evaluation.clips)
+    tokens = subject.test
+    hints = Noted(tokens, evaluation, {}).hints
+    for name, mixing in {"within": Mixing(cross=0.0), "old": Mixing(cross=0.06), "new": Mixing(cross=0.12)}.items():
+        scores = score(
+            model,
+            tokens,
+            window=evaluation.window,
+            stride=evaluation.stride,
+            mix=lambda rows, at, mixing=mixing: mix(rows, hints.at(at), mixing),
+        )
+        assert tapped["bpb"][name] == pytest.approx(bpb(scores, tokens), abs=1e-9)
+    assert tapped["bpb"]["plain"] == pytest.approx(subject.bpb(), abs=1e-9)
+    pairs = list(zip(hints.token.tolist(), tokens.tolist()[1:]))
+    offered = [pair for pair in pairs if pair[0] >= 0]
+    assert tapped["hints"]["offered"] == pytest.approx(len(offered) / len(pairs))
+    assert tapped["hints"]["right"] == pytest.approx(sum(hint == token for hint, token in offered) / len(offered))
+
+
 def test_routing_is_read_off_the_layers_whose_lanes_both_reach_the_end(subject: Subject) -> None:
     content, _ = routing(subject)
     post = subject.model.post.detach()[4]  # of the two layers behind the fork, the last one's lane 0 is thrown away
@@ -199,3 +272,23 @@ def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
         assert run in whole_split
     with pytest.raises(ValueError, match="give more text"):
         excerpt(corpus, "test", 10**9, 10**9, 0)
+
+
+def test_no_text_is_in_two_pieces(texts: Path) -> None:
+    """What was trained on in one piece would be scored in the other. Where the first draw of places is free of that, it counts."""
+    corpus, piece = open_text(texts), 96
+    tokens = corpus.stream("test").tokens
+    text = tokens.to(torch.int16).numpy().tobytes()
+    clashes = 0
+    for seed in range(40):
+        found = excerpt(corpus, "test", 3 * piece, piece, seed)
+        places = [text.index(one[1:].to(torch.int16).numpy().tobytes()) // 2 - 1 for one in found.reshape(-1, piece)]
+        assert all(b - a >= piece for a, b in itertools.pairwise(sorted(places)))
+        first = torch.randint(len(tokens) - piece + 1, (3,), generator=torch_generator(seed, "lanes test")).tolist()
+        clashes += (clash := any(b - a < piece for a, b in itertools.pairwise(sorted(first))))
+        assert clash or places == first
+    assert 3 < clashes < 37
+    whole_pieces = len(tokens) // piece
+    assert len(excerpt(corpus, "test", whole_pieces * piece, piece, 0)) == whole_pieces * piece
+    with pytest.raises(ValueError, match=r"has \d+ tokens, and its pieces \d+: give more text"):
+        excerpt(corpus, "test", (whole_pieces + 1) * piece, piece, 0)

@@ -291,7 +291,7 @@ def test_another_model_s_tokenizer_is_refused(folder: Path, settings: Settings, 
     shutil.copytree(folder, tmp_path / "mixed")
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "mixed" / "config.json").write_text(json.dumps(config | {"vocab_size": 4}))
-    with pytest.raises(ValueError, match=r"has a token \d+ and the model 4: it is another model's tokenizer"):
+    with pytest.raises(ValueError, match=r"has a token \d+, but the model 4: use the model's own tokenizer"):
         chat_world(replace(settings.chat, path=str(tmp_path / "mixed")), Parity())
 
 

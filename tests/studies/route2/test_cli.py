@@ -15,7 +15,7 @@ from studies.environments.micro.pairs import make_pairs
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
 from studies.training.job import MANIFEST
-from studies.training.settings import PRESETS, Settings
+from studies.training.settings import PRESETS, Settings, override, read_changes
 
 ROOT = Path(__file__).parents[3]
 Main = Callable[..., tuple[int, str, str]]
@@ -86,8 +86,11 @@ BAD = {
     "too high a rank": (["--override", "kept_rank=65"], "65"),
     "no quarantine rank": (["--override", "quarantine_rank=0"], "rank"),
     "an unknown world": (["--override", "world=srtong"], "unknown world 'srtong': did you mean 'strong'? choose from strong, weak"),
-    "more prompts than tasks": (["--override", "evaluation_prompts=100000"], "100000 evaluation prompts asked for, but there are"),
-    "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs asked for, but there are"),
+    "more prompts than tasks": (
+        ["--override", "evaluation_prompts=100000"],
+        "100000 evaluation prompts were requested, but there are",
+    ),
+    "more pairs than tasks": (["--override", "pairs=100000"], "100000 pairs were requested, but there are"),
     "a probability": (["--override", "none_fraction=1.5"], "none_fraction must be between 0 and 1, not '1.5'"),
 }
 
@@ -97,6 +100,16 @@ def test_a_bad_argument_is_one_sentence(tmp_path: Path, main: Main, what: str) -
     arguments, part = BAD[what]
     one_sentence(main("run", "--out", tmp_path / "runs", *arguments), part)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_file_says_what_overrides_say(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('steps = 5\nkept_lr = 2e-3\nkl = 0\nadapt = ["blocks.*.mlp.*", "unembed"]\nmicro = "none"\n[warm]\nsteps = 7\n')
+    words = ("steps=5", "kept_lr=2e-3", "kl=0", "adapt=blocks.*.mlp.*,unembed", "micro=none", "warm.steps=7")
+    settings = PRESETS["weak"]
+    assert override(settings, read_changes(path)) == override(settings, words) != settings
+    assert override(settings, (*read_changes(path), "steps=6")).steps == 6
+    assert read_changes(None) == ()
 
 
 def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: Main, capfd: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +188,7 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
         (json.dumps({"status": "finished", "identity": "0"}), "arm is missing"),
         ("[1]", "is damaged"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"seed": 0, "seed": 1}', "says 'seed' twice"),
+        ('{"seed": 0, "seed": 1}', "has the key 'seed' twice"),
     ):
         place.write_text(text)
         one_sentence(main("run", "--out", tmp_path, "--arms", "vanilla"), part)

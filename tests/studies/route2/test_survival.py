@@ -318,11 +318,11 @@ DAMAGES: dict[str, tuple[Callable[[Path, dict[str, Path]], object], str]] = {
     ),
     "with a changed log": (
         lambda path, _: flip(path.parent / METRICS, lines(path.parent / METRICS, 4) - 40),
-        r"metrics.jsonl was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+        r"metrics.jsonl was changed: its first \d+ bytes are not those after which checkpoint.safetensors was written",
     ),
     "with changed rollouts": (
         lambda path, _: flip(path.parent / ROLLOUTS),
-        r"rollouts.jsonl.gz was changed: its first \d+ bytes are not those that checkpoint.safetensors was written after",
+        r"rollouts.jsonl.gz was changed: its first \d+ bytes are not those after which checkpoint.safetensors was written",
     ),
 }  # fmt: skip
 
@@ -357,7 +357,9 @@ def test_a_log_that_is_changed_while_the_run_goes_on_gets_no_manifest(stopped: J
         if step == 4:  # what the resume tells first: the checkpoint's own steps
             flip(stopped.folder / METRICS, 40)
 
-    with pytest.raises(ValueError, match=r"metrics.jsonl was changed: its first \d+ bytes are not those that the last checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl was changed: its first \d+ bytes are not those after which the last checkpoint"
+    ):
         run_on(stopped, told=change)
     assert not (stopped.folder / MANIFEST).exists()
     with pytest.raises(ValueError, match=r"metrics.jsonl was changed: .*; .*metrics.jsonl was changed: .* to start anew$"):

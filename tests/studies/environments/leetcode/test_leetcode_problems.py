@@ -226,7 +226,7 @@ def test_the_sentence_names_file_and_line(row: dict[str, Any], tmp_path: Path) -
         "{": "line 1: ",
         "": "holds no problem",
         twice: "line 2: problem 7 appears twice",
-        json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: this JSON says 'id' twice",
+        json.dumps(row).replace('"id"', '"id": 3, "id"'): "line 1: this JSON has the key 'id' twice",
         json.dumps(row | {"question": "\udc80"}): "line 1: this JSON holds half a character",
     }
     for text, sentence in wrong.items():

@@ -156,7 +156,7 @@ GOOD = {"prompt": "a", "hack": "b", "clean": "c"}
         ("p.jsonl", json.dumps(GOOD | {"hack": 1}), "line 1: clean, hack, prompt must be texts"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "c"}), "line 1: hack and clean are the same text"),
         ("p.json", json.dumps(GOOD), "is not TOML: Invalid statement (at line 1, column 1) (JSON lines are read from"),
-        ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: this JSON says 'hack' twice"),
+        ("p.jsonl", '{"prompt": "a", "hack": "b", "clean": "c", "hack": "d"}', "line 1: this JSON has the key 'hack' twice"),
         ("p.jsonl", json.dumps(GOOD | {"hack": "\ud800"}), "line 1: this JSON holds half a character"),
         ("p.toml", "[[pair", "is not TOML"),
         ("p.toml", "x = " + "[" * 100_000, "is nested too deeply"),

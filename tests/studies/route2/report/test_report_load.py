@@ -79,7 +79,7 @@ def test_base_needs_no_training_log(root: Path, resign: Callable[..., None]) -> 
 def test_a_folder_without_runs_says_how_to_make_some(tmp_path: Path, root: Path, resign: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match="is not a folder"):
         load_runs(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"settings.json holds no settings of this study"):
+    with pytest.raises(ValueError, match=r"settings.json does not hold settings of this study"):
         load_runs(tmp_path)
     for folder in sorted(root.glob("seed-*/*")):
         resign(folder, folder.name, int(folder.parent.name.removeprefix("seed-")), status="running")
