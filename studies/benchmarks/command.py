@@ -18,6 +18,8 @@ from typing import Annotated
 import torch
 import tyro
 
+from mi_route2.files import write_whole
+
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
@@ -55,7 +57,7 @@ class Benchmark(ABC):
     def write(self, document: Mapping[str, object]) -> None:
         """``document`` to ``out``, where that was given."""
         if self.out is not None:
-            self.out.write_text(json.dumps(document, indent=1) + "\n")
+            write_whole(self.out, (json.dumps(document, indent=1) + "\n").encode())
             print(f"\nwrote {self.out}")
 
 

@@ -25,7 +25,7 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.job as job_module
-from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.adapters.io import write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
@@ -289,22 +289,6 @@ def test_every_flipped_bit_and_every_missing_byte_is_refused(tmp_path: Path, lat
     with pytest.raises(ValueError, match=r"cannot be read \(.+\)$"):
         load(tmp_path)
     assert load(late.folder / CHECKPOINT) == 4
-
-
-def test_a_checkpoint_whose_values_were_changed_is_refused_for_its_checksum(
-    tmp_path: Path, late: Job, load: Callable[[Path], int]
-) -> None:
-    tensors, meta = read_tensors(late.folder / CHECKPOINT)
-    name = next(name for name in tensors if name.startswith("direction."))
-    for changed, header in (
-        (tensors | {name: tensors[name] * 2}, meta),
-        ({n: t for n, t in tensors.items() if n != name}, meta),
-        (tensors, meta | {"step": "21"}),
-        (tensors, {k: v for k, v in meta.items() if k != "sha256"}),
-    ):
-        write_tensors(tmp_path / "changed", changed, header)
-        with pytest.raises(ValueError, match=r"changed is damaged: it does not match its own checksum$"):
-            load(tmp_path / "changed")
 
 
 @pytest.fixture(scope="module")
