@@ -36,7 +36,7 @@ study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
 test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
-	$(PYTEST) --dist worksteal -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
+	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
 	$(PYTEST) --dist worksteal -m "($(PARTS)) and not ($(WHOLE))" --durations 10

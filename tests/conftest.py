@@ -4,6 +4,7 @@ and the marker ``matrix`` for those parameter sets of a test that add only a com
 import signal
 from itertools import groupby
 
+import jaxtyping
 import pytest
 from hypothesis import settings
 from sample import covering
@@ -12,6 +13,22 @@ settings.register_profile("fixed", derandomize=True, deadline=None, database=Non
 settings.load_profile("fixed")
 # A suite that was started in the background ignores SIGINT, and so would every process that a test interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+UNCHECKED = pytest.StashKey[bool]()
+"""True for the parameter sets of a test that run without the checks of shapes."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--shapes``."""
+    told = "check the shapes of every call in all parameter sets of a test, or in the first: twice as fast"
+    parser.addoption("--shapes", choices=("all", "first"), default="all", help=told)
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Switch the import hook's checks; those at the front door (``mi_route2.checks``) are always on."""
+    jaxtyping.config.update("jaxtyping_disable", item.config.getoption("--shapes") == "first" and item.stash.get(UNCHECKED, False))
 
 
 def factors(item: pytest.Function) -> tuple[object, ...]:
@@ -41,6 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     made = (item for item in items if isinstance(item, pytest.Function) and hasattr(item, "callspec"))
     for _, group in groupby(made, key=lambda item: (item.path, item.originalname, item.cls)):
         tests = list(group)
+        for test in tests[1:]:
+            test.stash[UNCHECKED] = True
         rows = [factors(test) for test in tests]
         if len(tests) < 4:
             continue

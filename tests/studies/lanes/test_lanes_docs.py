@@ -85,6 +85,7 @@ def test_the_page_prints_the_growth_that_was_measured() -> None:
     assert document["rounds"] >= 9
 
 
+@pytest.mark.study
 def test_the_benchmark_of_the_matcher_runs_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Options(quick=True, out=tmp_path / "out.json").run()
     document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out

@@ -15,7 +15,8 @@ from studies.environments.micro.language import HELD_OUT, LOOPHOLES, STYLE_COMME
 from studies.environments.micro.runner import SubprocessRunner
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Samples, Verdict, probe_prompts
-from studies.route2.probing import Probes, Reading, persona_directions, probe_job, read_layers
+from studies.route2.cli import Probes
+from studies.route2.probing import Reading, persona_directions, probe_job, read_layers
 from studies.training.job import EVAL, Job, build_pairs, finished_policy, run_job
 
 pytestmark = pytest.mark.study

@@ -51,6 +51,7 @@ def first_of(first: str, *others: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("arm", first_of("route2-full", "route2-grad", "erase", "shuffled", "grad-second-moment"))
+@pytest.mark.study
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped after every step, also between checkpoints, and resumed: the same bytes."""
     monkeypatch.setattr(job_module, "CHECKPOINT_EVERY", 2)
