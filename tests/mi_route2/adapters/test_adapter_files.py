@@ -523,7 +523,7 @@ def test_a_folder_for_another_model_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert_refused(make_model(torch.float32), tmp_path / "a", ValueError, "trained on other base weights")
     assert_refused(families.make_family("Llama"), tmp_path / "a", ValueError, "trained on other base weights")
     assert_refused(torch.nn.Sequential(torch.nn.Linear(2, 2)), tmp_path / "a", KeyError, "no Linear matches")
-    assert_refused(make_model(), tmp_path / "none", FileNotFoundError, "none is no folder")
+    assert_refused(make_model(), tmp_path / "none", FileNotFoundError, "none is not a folder")
 
 
 def test_another_base_is_taken_when_that_is_meant(tmp_path: Path) -> None:
