@@ -2,7 +2,7 @@
 
     python -m studies.benchmarks.sweeps [--quick] [--rounds 15] [--out FILE.json]
 
-The model is a random Qwen3, and clean and corrupt prompts differ in every token, so that no cell is known without a run.
+The models are random Qwen3s and SmolLM2-135M. Clean and corrupt prompts differ in every token, so that each cell needs a run.
 TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around it: a whole forward a cell. A sweep
 runs
 
@@ -27,6 +27,7 @@ from jaxtyping import Float
 from torch import nn
 
 from mi_route2.hosts import open_host
+from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
 from studies.benchmarks import command
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
@@ -40,7 +41,7 @@ SPREAD = 0.05
 
 @dataclass(frozen=True)
 class Setting:
-    """A decoder and the length of its prompts."""
+    """A decoder and the length of its prompts; SmolLM2 if ``pretrained``. ``most`` is a limit of rounds for slow settings."""
 
     name: str
     layers: int
@@ -49,6 +50,8 @@ class Setting:
     heads: int = 4
     vocab: int = 1024
     tokens: int = 64
+    pretrained: bool = False
+    most: int | None = None
 
     @property
     def cells(self) -> int:
@@ -56,7 +59,11 @@ class Setting:
         return self.layers * self.tokens
 
 
-SETTINGS = (Setting("6 layers, d 256", 6, 256, 768), Setting("12 layers, d 64", 12, 64, 192))
+SETTINGS = (
+    *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m) for n, m in ((64, None), (128, 3), (256, 1))),
+    *(Setting(f"12 layers, d 64, {n} tokens", 12, 64, 192, tokens=n, most=m) for n, m in ((64, None), (128, 3), (256, 1))),
+    Setting("SmolLM2-135M, 16 tokens", 30, 576, 1536, heads=9, vocab=49152, tokens=16, pretrained=True, most=3),
+)
 QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
 
 
@@ -116,8 +123,7 @@ class SweepBench:
         # Another token at every position: this much on, around the vocabulary.
         shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
         self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
-        self.host = open_host("torch", decoder(setting, seed))
-        self.bridged: Any = open_host("transformer_lens", decoder(setting, seed))
+        self.host, self.bridged = (_open(name, setting, seed) for name in ("torch", "transformer_lens"))
 
     def lens(self) -> Float[np.ndarray, "layers positions"]:
         """TransformerLens's own grid."""
@@ -146,8 +152,13 @@ class SweepBench:
         )
 
 
+def _open(host: str, setting: Setting, seed: int) -> Any:
+    return smollm2(host) if setting.pretrained else open_host(host, decoder(setting, seed))
+
+
 def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
     """A row for every side; what was measured of each."""
+    rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
     expected, grids = bench.lens(), {side: bench.own(side) for side in SIDES}
     turns: dict[str, Callable[[], object]] = {LENS: bench.lens, **{side: _turn(bench, side) for side in SIDES}}
@@ -195,14 +206,15 @@ class Options(command.Benchmark):
     "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how much fewer a
     cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many cells, or
     eager attention. Sides take turns in a random order in one process on one thread, and time is the processor's, so that other
-    work on the machine is not counted. 15 rounds take some twelve minutes, --quick a few seconds.
+    work on the machine is not counted. Long prompts and SmolLM2 have fewer rounds. All settings take three
+    quarters of an hour, --quick a few seconds.
     """
 
     def run(self) -> None:
         settings = QUICK if self.quick else SETTINGS
         runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
         small = "; so small a model shows that every row runs, and no more" if self.quick else ""
-        print(f"{self.turns} rounds, 1 thread; prompts of {settings[0].tokens} tokens that differ in all of them{small}\n")
+        print(f"at most {self.turns} rounds, 1 thread; prompts that differ in every token{small}\n")
         results = [row for rows, _ in runs.values() for row in rows]
         print(table(results), end="")
         worst = max(row.difference / row.effect for row in results)

@@ -4,7 +4,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,36 @@ def nested(markdown: str) -> str:
     return re.sub(r"^#", "##", markdown, flags=re.MULTILINE)
 
 
+_BLOCK = re.compile(r"(<!-- shown: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+def filled(page: Path) -> str:
+    """Return the text of a page whose blocks show other files, with those files as they are now.
+
+    A block starts with ``<!-- shown: PATH -->`` and ends with ``<!-- end of PATH -->``; the path is relative to the page. Pages so
+    contain all that they show, and can be read without a site generator. A file of Python is shown as code.
+
+    Raises:
+        ValueError: A block names a file that is not there.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        path = page.parent / found[2]
+        if not path.is_file():
+            raise ValueError(f"{page} shows {found[2]}, which is not there: publish it first, or remove the block")
+        text = path.read_text(encoding="utf-8").strip()
+        shown = f"```python\n{text}\n```" if path.suffix == ".py" else text
+        return f"{found[1]}\n{shown}\n\n{found[3]}"
+
+    return _BLOCK.sub(block, page.read_text(encoding="utf-8"))
+
+
+def update_pages(pages: Iterable[Path]) -> list[Path]:
+    """Write the pages whose blocks are not up to date (see `filled`); return these."""
+    texts = {page: filled(page) for page in pages}
+    return [write_whole(page, text.encode()) for page, text in texts.items() if text != page.read_text(encoding="utf-8")]
+
+
 def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     """Write the texts of a report by file name, each atomically; return their paths."""
     return [write_whole(folder / name, text.encode()) for name, text in texts.items()]
@@ -57,6 +87,8 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 @contextmanager
 def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.
+
+    Pages of the docs, two folders above ``place``, that show its files are updated (`update_pages`).
 
     Figures in it are repacked. ``provenance`` (the settings and the command of the run) is written to provenance.json, with the
     SHA-256 of every other file.
@@ -70,3 +102,5 @@ def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
             figure.write_bytes(repacked(figure.read_bytes()))
         sums = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
         (folder / PROVENANCE).write_text(json.dumps({**provenance, "files": sums}, indent=1) + "\n", encoding="utf-8")
+    mark = f"<!-- shown: {place.parent.name}/{place.name}/"
+    update_pages(page for page in place.parent.parent.glob("*.md") if mark in page.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from typing import Any
 from mi_route2.files import write_whole
 from mi_route2.validation import read_object
 from studies.common.command_line import seeds_argument
-from studies.common.publishing import compact, nested, published
+from studies.common.publishing import compact, nested, published, update_pages
 from studies.common.stats import Summary, mean, summary
 from studies.route2.headline import (
     DEVELOPMENT,
@@ -54,19 +54,15 @@ FIGURES = {
     "training": "Reward, hacking, solving, zero-variance groups and gradient norms over training.",
 }
 MOST_PAGES = 3  # of one figure; further pages hold ablations and stay in the run folder
-START, END = "<!-- headline: written by `python -m studies.route2 publish` -->", "<!-- end of headline -->"
 
 
-def publish_short(folder: Path, readme: Path) -> list[str]:
-    """Write the headline of results that predictions name, beside ``folder`` and into ``readme``; return what was written."""
+def publish_short(folder: Path, readme: Path) -> list[Path]:
+    """Write the headline of results that predictions name, beside ``folder``; return it and the pages that show it."""
     if not (folder / "predictions.md").exists():
         return []
-    text = short(predicted_results(folder.parent))
-    written = [str(write_whole(folder.parent / SHORT, text.encode()))]
-    if readme.exists():
-        update_readme(readme, text)
-        written.append(f"the headline of {readme}")
-    return written
+    short_text = write_whole(folder.parent / SHORT, short(predicted_results(folder.parent)).encode())
+    pages = [*folder.parent.parent.glob("*.md"), *([readme] if readme.exists() else [])]
+    return [short_text, *update_pages(pages)]
 
 
 def publish(root: Path, to: Path) -> Path:
@@ -285,12 +281,3 @@ def unpacked(text: str) -> dict[tuple[str, int], tuple[dict[str, Any], dict[str,
         manifest = record["manifest"] | {"arm_spec": content["arm_specs"][record["manifest"]["arm"]]}
         out[manifest["arm"], manifest["seed"]] = (record["eval"], manifest)
     return out
-
-
-def update_readme(path: Path, text: str) -> None:
-    """Put ``text`` between the README's two headline comments; ``ValueError`` unless each of them occurs once."""
-    readme = path.read_text(encoding="utf-8")
-    if readme.count(START) != 1 or readme.count(END) != 1:
-        raise ValueError(f"{path} has no place for the headline: it needs the lines {START!r} and {END!r}, once each")
-    before, _, rest = readme.partition(START)
-    write_whole(path, f"{before}{START}\n\n{text}\n{END}{rest.partition(END)[2]}".encode())

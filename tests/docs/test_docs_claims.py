@@ -21,8 +21,8 @@ PREDICTIONS = Predictions.read(RESULTS / FILE)
 
 
 def said(text: str) -> bool:
-    """Whether the results page has these words, wherever its lines break."""
-    return text in " ".join((DOCS / "results.md").read_text(encoding="utf-8").split())
+    """Whether a page of results has these words, wherever its lines break."""
+    return any(text in " ".join(page.read_text(encoding="utf-8").split()) for page in DOCS.glob("results*.md"))
 
 
 class Published:

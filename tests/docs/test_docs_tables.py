@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from mi_route2.routing.spec import LEGAL, MaskSpec
+from studies.common.publishing import filled
 from studies.common.tables import markdown_table
 from studies.route2.headline import short
-from studies.route2.publish import END, SHORT, START, TEXTS, predicted_results
+from studies.route2.publish import SHORT, TEXTS, predicted_results
 from studies.training.arms import ARMS, MAIN, Arm
 from studies.training.settings import PRESETS
 
@@ -83,10 +84,20 @@ def test_every_preset_has_what_the_pages_include() -> None:
         assert {name for name in TEXTS if not (RESULTS / preset / name).is_file()} == set(), preset
 
 
-def test_the_headline_of_the_readme_is_the_published_one() -> None:
-    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    between = readme.partition(START)[2].partition(END)[0]
-    assert between.strip() == (RESULTS / SHORT).read_text(encoding="utf-8").strip() == short(predicted_results(RESULTS)).strip()
+PAGES = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_shows_the_files_that_it_names(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert text == filled(page), f"{page.name}: studies.common.publishing.update_pages writes it anew"
+    assert re.findall("<!-- shown: (.*) -->", text) == re.findall("<!-- end of (.*[.].*) -->", text)
+    assert "--8<--" not in text
+
+
+def test_the_headline_of_readme_and_home_page_is_the_published_one() -> None:
+    assert (RESULTS / SHORT).read_text(encoding="utf-8").strip() == short(predicted_results(RESULTS)).strip()
+    assert {page.name for page in PAGES if f"results/{SHORT} -->" in page.read_text(encoding="utf-8")} == {"README.md", "index.md"}
 
 
 PUBLISHED = sorted(path.parent.name for path in RESULTS.glob("*/runs.json"))

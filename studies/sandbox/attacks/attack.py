@@ -94,7 +94,7 @@ def read(group: str, table: Mapping[str, Mapping[str, Any]], verdicts: Iterable[
 def _check(where: str, what: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{where}: {name!r} is not a {what}; choose from {', '.join(sorted(known))}")
+            raise ValueError(f"{where}: unknown {what} {name!r}; choose from {', '.join(sorted(known))}")
 
 
 def load(path: Path) -> dict[str, Any]:

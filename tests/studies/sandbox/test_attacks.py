@@ -271,13 +271,13 @@ def test_what_is_no_attack_is_refused_by_name() -> None:
 
     assert read("filesystem", {"mine": good}, load_naive(), EVIDENCE)[0].id == "filesystem/mine"
     assert tried(stopped_by=["walls"]).startswith(
-        "attack filesystem/mine: 'walls' is no protection or naive verdict; choose out of "
+        "attack filesystem/mine: unknown protection or naive verdict 'walls'; choose from "
     )
-    assert tried(evidence="hearsay").startswith("attack filesystem/mine: 'hearsay' is no evidence; choose out of appeared, ")
+    assert tried(evidence="hearsay").startswith("attack filesystem/mine: unknown evidence 'hearsay'; choose from appeared, ")
     assert tried(needs=["canary"]) == (
-        "attack filesystem/mine: 'canary' is no canary; choose out of abstract, tcp, udp, unix, victim"
+        "attack filesystem/mine: unknown canary 'canary'; choose from abstract, tcp, udp, unix, victim"
     )
-    assert tried(colour="red").startswith("attack filesystem/mine: 'colour' is no field; choose out of answer, code, ")
+    assert tried(colour="red").startswith("attack filesystem/mine: unknown field 'colour'; choose from answer, code, ")
     rule = "a naive verdict goes with the evidence passed, denied, residue, and with no other"
     assert tried(evidence="passed") == tried(stopped_by=["naive_equal"]) == f"attack filesystem/mine: {rule}"
 

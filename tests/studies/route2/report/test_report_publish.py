@@ -19,21 +19,19 @@ from PIL import Image
 import studies.route2.headline as figure_module
 import studies.route2.publish as publish_module
 from studies.common.command_line import read_seeds, seeds_text
+from studies.common.publishing import update_pages
 from studies.common.tables import number
+from studies.route2.cli import Publish
 from studies.route2.headline import BOUND, HACK, ROUTES, SHOWN, Result, headline, short, tables, write_headline_figure
 from studies.route2.predictions import FILE, Predictions
 from studies.route2.publish import (
-    END,
-    START,
     TEXTS,
-    Publish,
     changes,
     command,
     figure_list,
     placeholder,
     publish,
     unpacked,
-    update_readme,
 )
 from studies.route2.report import write_leakage, write_tables
 from studies.route2.report.load import load_runs
@@ -146,7 +144,7 @@ def test_named_seeds_get_a_folder_of_their_own_with_their_predictions_and_the_re
     results.mkdir()
     named = (DOCS / "results" / FILE).read_text()
     (results / FILE).write_text(named.replace(NAMED.presets["strong"], content["settings_hash"]))
-    readme.write_text(f"{START}\n{END}\n")
+    readme.write_text("<!-- shown: results/short.md -->\n<!-- end of results/short.md -->\n")
     Publish(root, results, readme)()
     said = (results / "strong-300-301/predictions.md").read_text()
     assert Predictions.read(results / FILE).sha256 in said
@@ -310,18 +308,19 @@ def test_figures_are_listed_page_by_page(tmp_path: Path) -> None:
     assert links == ["all_arms_per_mode.png", "training.png", "training-2.png", "training-3.png"]
 
 
-def test_only_the_headline_of_a_readme_changes(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"# top\n\n{START}\nold\n{END}\n\nbottom\n")
-    update_readme(readme, "new\n")
-    once = readme.read_text()
-    assert once == f"# top\n\n{START}\n\nnew\n\n{END}\n\nbottom\n"
-    update_readme(readme, "new\n")
-    assert readme.read_text() == once
-    readme.write_text("no place\n")
-    with pytest.raises(ValueError, match="no place for the headline"):
-        update_readme(readme, "new\n")
-    assert readme.read_text() == "no place\n"
+def test_only_the_blocks_of_a_page_change(tmp_path: Path) -> None:
+    page, shown = tmp_path / "README.md", tmp_path / "results/short.md"
+    start, end = "<!-- shown: results/short.md -->", "<!-- end of results/short.md -->"
+    page.write_text(f"# top\n\n{start}\nold\n{end}\n\nbottom\n")
+    with pytest.raises(ValueError, match=r"README\.md shows results/short\.md, which is not there"):
+        update_pages([page])
+    shown.parent.mkdir()
+    shown.write_text("new \\1\n")
+    assert update_pages([page]) == [page]
+    assert page.read_text() == f"# top\n\n{start}\n\nnew \\1\n\n{end}\n\nbottom\n"
+    assert update_pages([page]) == []
+    page.write_text("no block\n")
+    assert update_pages([page]) == []
 
 
 def test_routes_and_their_filters_are_real_arms() -> None:
