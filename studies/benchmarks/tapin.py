@@ -112,7 +112,7 @@ def sides() -> Sides:
 
 def texts(n: int, seed: int) -> dict[str, Int64[Tensor, " s"]]:
     """Name -> a stream of ``n`` tokens."""
-    tokens = standard_library().stream("train", n).tokens[:n]
+    tokens = standard_library().stream("train", n)[:n]
     generator = torch.Generator().manual_seed(seed)
     return {
         "sources, by file": tokens,

@@ -67,7 +67,7 @@ class Subject:
 
 
 def training_tokens(settings: Settings, corpus: Corpus) -> Int64[Tensor, " n"]:
-    return corpus.stream("train", settings.train_bytes).tokens
+    return corpus.stream("train", settings.train_bytes)
 
 
 def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
@@ -76,7 +76,7 @@ def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int
     Each piece starts with BOS, as a document does, and no two overlap: training at test time would read a text twice.
     ``ValueError`` where the split is shorter than all pieces together.
     """
-    tokens = corpus.stream(split).tokens
+    tokens = corpus.stream(split)
     if len(tokens) < size:
         raise ValueError(f"the split {split!r} has {len(tokens)} tokens, and its pieces {size}: give more text")
     generator, pieces = torch_generator(seed, f"lanes {split}"), size // piece

@@ -1,9 +1,9 @@
-"""The corpus: documents of bytes, split by file, with a manifest that says what was read.
+"""The corpus: documents of bytes, split by file.
 
     corpus = standard_library()              the running Python's own sources and help texts
     corpus = read_folder("texts")            any folder of UTF-8 text
     stream = corpus.stream("train")          tokens: BOS, a document's bytes, BOS, the next one's ...
-    for tokens in batches(stream.tokens, size=16, length=256, steps=100, generator=g): ...
+    for tokens in batches(stream, size=16, length=256, steps=100, generator=g): ...
 
 A token is a byte, 0 to 255, or BOS (256), which starts each document. What a document's encoding is does not matter: bytes are
 read and predicted as they are, with their line ends and byte order marks, and a limit may cut a character in two.
@@ -52,15 +52,6 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A line of the manifest: a document's name, its size in bytes and the SHA-256 of its content."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class Shares:
     """What part of the documents goes where, in expectation. ``ValueError`` unless all are at least 0 and they sum to 1."""
 
@@ -82,14 +73,6 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Stream:
-    """``tokens`` [n]: BOS before each document's bytes. ``starts`` [documents]: where these BOS are."""
-
-    tokens: Int64[Tensor, " n"]
-    starts: Int64[Tensor, " documents"]
-
-
-@dataclass(frozen=True)
 class Corpus:
     """Documents in the order of their names. ``skipped`` counts the files that were no UTF-8 text, or could not be read."""
 
@@ -98,16 +81,11 @@ class Corpus:
     skipped: int = 0
 
     @cached_property
-    def manifest(self) -> tuple[Entry, ...]:
-        """What was read."""
-        return tuple(Entry(d.name, len(d.data), d.sha256) for d in self.documents)
-
-    @cached_property
     def sha256(self) -> str:
-        """One hash of the manifest: of all names, sizes and contents, in order."""
+        """One hash of all names, sizes and contents, in order."""
         found = hashlib.sha256()
-        for entry in self.manifest:
-            found.update(f"{entry.sha256} {entry.size} ".encode() + _encoded(entry.name) + b"\0")
+        for one in self.documents:
+            found.update(f"{one.sha256} {len(one.data)} ".encode() + _encoded(one.name) + b"\0")
         return found.hexdigest()
 
     def split(self, split: str) -> tuple[Document, ...]:
@@ -125,21 +103,16 @@ class Corpus:
             )
         return tuple(sorted(chosen, key=lambda d: (d.sha256, _encoded(d.name))))
 
-    def stream(self, split: str, limit_bytes: int | None = None) -> Stream:
+    def stream(self, split: str, limit_bytes: int | None = None) -> Int64[Tensor, " n"]:
         """All documents of a split as tokens; with a limit, its first ``limit_bytes`` bytes (BOS is none). Errors of ``split``.
 
         Eight bytes a token, and nothing else is copied.
         """
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes}: a stream has at least one byte; None takes the whole split")
-        parts = list(_limited([d.data for d in self.split(split)], limit_bytes))
-        ends = np.cumsum([len(part) + 1 for part in parts])
-        starts = np.concatenate([[0], ends[:-1]])
-        tokens = np.empty(ends[-1], dtype=np.int64)
-        for start, part in zip(starts, parts):
-            tokens[start] = BOS
-            tokens[start + 1 : start + 1 + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        return Stream(torch.from_numpy(tokens), torch.from_numpy(starts.astype(np.int64)))
+        parts = _limited([d.data for d in self.split(split)], limit_bytes)
+        arrays = [one for part in parts for one in (np.array([BOS]), np.frombuffer(part, dtype=np.uint8))]
+        return torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
 
 
 def _encoded(name: str) -> bytes:

@@ -263,7 +263,7 @@ def test_routing_is_read_off_the_layers_whose_lanes_both_reach_the_end(subject: 
 
 def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
     corpus = open_text(texts)
-    whole_split = bytes(t for t in corpus.stream("test").tokens.tolist() if t != BOS)
+    whole_split = bytes(t for t in corpus.stream("test").tolist() if t != BOS)
     first, again, other = (excerpt(corpus, "test", 192, 96, seed) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -277,7 +277,7 @@ def test_test_text_is_pieces_that_the_seed_draws(texts: Path) -> None:
 def test_no_text_is_in_two_pieces(texts: Path) -> None:
     """What was trained on in one piece would be scored in the other. Where the first draw of places is free of that, it counts."""
     corpus, piece = open_text(texts), 96
-    tokens = corpus.stream("test").tokens
+    tokens = corpus.stream("test")
     text = tokens.to(torch.int16).numpy().tobytes()
     clashes = 0
     for seed in range(40):

@@ -70,7 +70,7 @@ def test_hints_are_those_of_the_rule(case: tuple[list[int], int, int]) -> None:
 
 
 def test_hints_are_those_of_the_rule_on_source_text() -> None:
-    tokens = standard_library().stream("test", 1200).tokens
+    tokens = standard_library().stream("test", 1200)
     for window, stride in ((64, 64), (150, 32)):
         expected = brute(tokens.tolist(), window, window_starts(len(tokens), window, stride).tolist())
         assert rows(find_hints(tokens, window, stride=stride)) == expected
@@ -83,7 +83,7 @@ def test_linked_lists_find_the_same() -> None:
     sides = benchmark.sides()
     drawn = torch.randint(0, 2, (4000,), generator=generator)
     drawn[torch.randint(0, 4000, (4,), generator=generator)] = BOS
-    for tokens in (standard_library().stream("tune", 10_000).tokens, drawn):
+    for tokens in (standard_library().stream("tune", 10_000), drawn):
         own = sides[benchmark.OWN](tokens)
         assert benchmark.same(own, sides[benchmark.COMPILED](tokens))
         assert own.cross.any()
@@ -248,7 +248,7 @@ def test_it_is_fast_on_any_text(text: str) -> None:
     """At least 1e5 tokens a second on one core; a walk over all places of a token would take minutes on the last two."""
     n = 200_000
     tokens = {
-        "sources": standard_library().stream("train", n).tokens[:n],
+        "sources": standard_library().stream("train", n)[:n],
         "one byte": torch.zeros(n, dtype=torch.int64),
         "two bytes": torch.arange(n) % 2,
     }[text]
