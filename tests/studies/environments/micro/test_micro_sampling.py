@@ -73,7 +73,7 @@ def test_a_model_without_probabilities_samples_nothing(broken: float) -> None:
     diverged = make_model()
     with torch.no_grad():
         diverged.unembed.weight[3] = broken
-    with pytest.raises(ValueError, match="did the model diverge"):
+    with pytest.raises(ValueError, match="did it diverge"):
         generate(diverged, prompts(2), max_new=4, generator=seeded(0), eos=EOS)
 
 
