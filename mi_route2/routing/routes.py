@@ -26,7 +26,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
-from mi_route2.routing.directions import Directions, Fitter
+from mi_route2.routing.directions import Directions, Fitter, PairBatch, TopKFitter
 from mi_route2.routing.spec import EraseSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
@@ -347,6 +347,21 @@ class EraseRoute(OneCall):
     def __init__(self, spec: EraseSpec, fitter: Fitter):
         self.spec, self._fitter = spec, fitter
         self.directions: Directions | None = None
+
+    @staticmethod
+    def from_pairs(pairs: PairBatch, spec: EraseSpec | None = None) -> "EraseRoute":
+        """Erase the leading directions of contrast pairs from the kept gradient (``None``: ``EraseSpec()``).
+
+        Raises:
+            ValueError: The spec's fitter is a control.
+
+        Example:
+            >>> EraseRoute.from_pairs(pairs, EraseSpec(k=1))  # doctest: +SKIP
+        """
+        spec = EraseSpec() if spec is None else spec
+        if spec.fitter != "persona":
+            raise ValueError(f"fitter={spec.fitter!r} is a control: use EraseRoute(spec, fitter) with the fitter that draws it")
+        return EraseRoute(spec, TopKFitter("grad", pairs, k=spec.k))
 
     def refresh(self, policy: Policy, step: int) -> float | None:
         # The number of axes may change, so a top-k refresh reports no overlap.

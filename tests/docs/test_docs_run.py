@@ -10,10 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import tyro
 from families import make_batch, make_family, make_rollouts
 
+from mi_route2.hosts import open_host
 from mi_route2.routing import Decision, PairBatch
+from mi_route2.sites import Site
 from studies.common.command_line import read_seeds
 from studies.environments.micro.language import COMPLETION_LENGTH, Vocabulary
 from studies.environments.protocol import read_pairs
@@ -120,6 +123,19 @@ def test_the_idea_of_the_readme_runs_on_a_checkpoint(tmp_path: Path, monkeypatch
     exec("from mi_route2 import *\n" + code[1], namespace)
     assert len(steps) == 2
     assert isinstance(namespace["decision"], Decision)
+
+
+def test_the_blocks_on_hooks_by_name_run() -> None:
+    """They stand below the sketch of a host that is opened: here it is a GPT-2."""
+    found = [(line, code) for line, code in blocks(ROOT / "docs/hosts.md") if "run_with_hooks" in code]
+    namespace: dict[str, object] = {
+        "host": open_host("torch", make_family("GPT2")),
+        "tokens": torch.randint(50, (2, 7)),
+        "torch": torch,
+    }
+    for line, code in found:
+        run_block("docs/hosts.md", line, code, namespace | {"Site": Site})
+    assert found
 
 
 def test_blocks_are_the_python_ones_in_order(tmp_path: Path) -> None:

@@ -13,7 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.rollouts import Policy
-from mi_route2.routing import EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, PairBatch, PersonaFitter, TrainBatch
+from mi_route2.routing import (
+    EraseRoute,
+    EraseSpec,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    PairBatch,
+    PersonaFitter,
+    TopKFitter,
+    TrainBatch,
+)
 from mi_route2.routing.routes import Route
 
 N = 6
@@ -130,6 +141,20 @@ def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
     assert long.directions is not None
     assert short.directions.provenance == long.directions.provenance
     assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
+
+
+def test_an_erase_route_from_pairs_fits_their_leading_axes() -> None:
+    policy, spec = make_policy(SPECS["lora"]), EraseSpec(k=2)
+    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
+    short, long = EraseRoute.from_pairs(pairs, spec), EraseRoute(spec, TopKFitter("grad", pairs, k=2))
+    for route in (short, long):
+        route.refresh(policy, 0)
+    assert short.directions is not None
+    assert long.directions is not None
+    assert short.directions.provenance == long.directions.provenance
+    assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
+    with pytest.raises(ValueError, match="is a control: use EraseRoute"):
+        EraseRoute.from_pairs(pairs, EraseSpec(fitter="haar"))
 
 
 @pytest.mark.parametrize(("spec", "sentence"), [
