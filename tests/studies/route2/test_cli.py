@@ -178,7 +178,7 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
         (json.dumps({"status": "finished", "identity": "0"}), "arm is missing"),
         ("[1]", "is damaged"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"seed": 0, "seed": 1}', "says 'seed' twice"),
+        ('{"seed": 0, "seed": 1}', "has the key 'seed' twice"),
     ):
         place.write_text(text)
         one_sentence(main("run", "--out", tmp_path, "--arms", "vanilla"), part)
