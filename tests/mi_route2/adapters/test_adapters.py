@@ -372,7 +372,7 @@ def test_select_counts_orders_and_names_the_nearest() -> None:
         select(model)
     with pytest.raises(ValueError, match="not 5"):
         select(model, "blocks.*.attn.q", expect=5)
-    with pytest.raises(KeyError, match="no nn.Linear to which"):
+    with pytest.raises(KeyError, match=r"no nn\.Linear to which"):
         select(nn.Sequential(nn.GELU()), "*")
 
 
