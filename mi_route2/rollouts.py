@@ -30,6 +30,11 @@ class Rollouts:
 
     Raises:
         ValueError: A mask has other numbers, a completion token lies on padding, or a rollout has no prompt.
+
+    Examples:
+        >>> rollouts = Rollouts.from_lists([[3, 4], [5]], [[7, 8], [9]], pad=0)
+        >>> rollouts.tokens.shape
+        torch.Size([2, 4])
     """
 
     tokens: Int[Tensor, "b s"]
@@ -166,6 +171,10 @@ class Policy:
         model: The model to train.
         adapters: Its attached adapters.
         forward: ``forward(model, tokens, attention) -> logits [b s v]``.
+
+    Examples:
+        >>> policy = Policy(model, attach(model, "blocks.*"))
+        >>> logits = policy.logits(rollouts)
     """
 
     model: nn.Module

@@ -61,6 +61,12 @@ class Site:
     Raises:
         KeyError: The point or the Linear is unknown.
         ValueError: ``linear`` is missing or not allowed at this point, or the layer is negative or does not fit.
+
+    Examples:
+        >>> str(Site(3, "kept_a", "mlp.down"))
+        'blocks.3.mlp.down.kept_a'
+        >>> Site.parse("blocks.3.resid_mid") == Site(3, "resid_mid")
+        True
     """
 
     layer: int | None
@@ -248,6 +254,9 @@ def select(model: nn.Module, *patterns: str, expect: int | None = None) -> dict[
     Raises:
         KeyError: A pattern matches nothing; the nearest names are listed.
         ValueError: The total is not ``expect``.
+
+    Examples:
+        >>> queries = select(model, "blocks.*.attn.q", expect=2)
     """
     return matching(slots(model), *patterns, expect=expect)
 

@@ -37,6 +37,9 @@ class AdapterSpec:
         quarantine: Kind of the quarantine.
         quarantine_rank: Rank of a LoRA quarantine.
         fold: True computes the base and the kept adapter in one matmul, ``U((S+dS)*(Vh x))``; needs a full-rank SVD kept adapter.
+
+    Examples:
+        >>> spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
     """
 
     kept: Literal["svd", "lora"] = "svd"
@@ -60,6 +63,10 @@ class Adapters:
         modules: Wrapper modules by the path of the module that they wrap.
         sites: Adapters by the name of their logical Linear.
         spec: Their specification.
+
+    Examples:
+        >>> with adapters.deployed():  # the quarantine is off
+        ...     logits = host.logits(tokens)
     """
 
     def __init__(
@@ -362,6 +369,9 @@ def attach(
         KeyError: A pattern matches nothing.
         ValueError: The count is not ``expect``, the model already has adapters, the rank does not fit, a Linear has two names, or
             ``fold`` is used with fused Linears.
+
+    Examples:
+        >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
     """
     spec = AdapterSpec() if spec is None else spec
     generator = torch.default_generator if generator is None else generator

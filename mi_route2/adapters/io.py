@@ -100,7 +100,11 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
 
 @checked
 def save_adapters(adapters: Adapters, path: Path | str, which: Which = "full") -> None:
-    """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``)."""
+    """Save the kept adapter, with the quarantine (``full``) or without it (``deployed``).
+
+    Examples:
+        >>> save_adapters(adapters, folder / "checkpoint.safetensors")
+    """
     write_tensors(Path(path), adapters.tensors(quarantine=_which(which) == "full"), _metadata(adapters, which))
 
 
@@ -130,6 +134,10 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
         ValueError: The file was changed or has no checksum, or differs from ``adapters`` in its spec, its base weights (anywhere in
             the model), its dtype, or a name or shape, or holds a value that is not finite. The message says what differs.
         RuntimeError: The weights are merged, or the adapters are detached.
+
+    Examples:
+        >>> save_adapters(adapters, folder / "checkpoint.safetensors")
+        >>> load_adapters(adapters, folder / "checkpoint.safetensors")
     """
     path = Path(path)
     adapters.demand_live()
@@ -206,6 +214,9 @@ def save_pretrained(adapters: Adapters, folder: Path | str, which: Which = "depl
         ValueError: A value is not finite.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
+
+    Examples:
+        >>> save_pretrained(adapters, folder / "adapters")
     """
     tensors = adapters.tensors(quarantine=_which(which) == "full")
     refuse_infinite(tensors)
@@ -255,6 +266,10 @@ def from_pretrained(
         ValueError: As in ``load_adapters``, or the singular vectors computed here differ from those where the folder was written.
         FileNotFoundError: The folder or a file in it does not exist.
         KeyError: The model lacks a site.
+
+    Examples:
+        >>> save_pretrained(adapters, folder / "adapters")
+        >>> again = from_pretrained(copy.deepcopy(base), folder / "adapters")
     """
     folder = Path(folder)
     config = read_config(folder)
@@ -453,6 +468,9 @@ def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = Fal
         ValueError: A value is not finite.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
+
+    Examples:
+        >>> export_peft(adapters, folder / "lora")
     """
     _refuse_infinite(adapters)
     found = places(adapters)
@@ -529,6 +547,9 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
         ValueError: A value is not finite, or the model is not a transformers model in its own layout.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
+
+    Examples:
+        >>> export_merged(adapters, folder / "merged")
     """
     _refuse_infinite(adapters)
     model: Any = adapters.model

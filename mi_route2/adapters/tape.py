@@ -120,6 +120,10 @@ class Tape:
 
     Raises:
         ValueError: A size below 1, or a negative ``l1``.
+
+    Examples:
+        >>> with adapters.unrouted(), adapters.recording(Tape(rollouts=2, tokens=7)):
+        ...     host.logits(tokens).sum().backward()
     """
 
     def __init__(

@@ -71,6 +71,10 @@ class Engine:
 
     Raises:
         ValueError: the host or architecture has no decoder, sizes are invalid, or the controllers belong to another engine.
+
+    Examples:
+        >>> engine = Engine(host)
+        >>> short, long = engine.generate([Request((3, 4, 5), Sampling(max_new=2)), Request((3, 4), Sampling(max_new=8))])
     """
 
     def __init__(

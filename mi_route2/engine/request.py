@@ -46,6 +46,9 @@ class Request:
 
     Raises:
         ValueError: a field has the wrong type.
+
+    Examples:
+        >>> request = Request((3, 4, 5), Sampling(max_new=8), steering=Steering(decode=(Steer(site, vector, -2.0),)))
     """
 
     prompt: TokenIds

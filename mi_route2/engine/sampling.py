@@ -57,6 +57,9 @@ class Sampling:
 
     Raises:
         ValueError: a value is out of range.
+
+    Examples:
+        >>> sampling = Sampling(max_new=8, temperature=0.8, seed=3, logprobs=5)
     """
 
     max_new: Annotated[AtLeastOne, Plain] = 16

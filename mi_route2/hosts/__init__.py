@@ -41,6 +41,9 @@ def open_host(name: str, model: Any) -> Host:
     Raises:
         ValueError: As in ``host_class``.
         TypeError: ``model`` is a path (``load`` opens a checkpoint) or already a host.
+
+    Examples:
+        >>> host = open_host("torch", model)
     """
     if isinstance(model, str | Path | Host):
         raise TypeError(f"open_host: model must be a Module, not {model!r:.60}: load(path) opens a checkpoint")

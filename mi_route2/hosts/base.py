@@ -104,6 +104,11 @@ class Host(ABC):
 
     A subclass implements how its library calls the model, the name of each site, and how hooks are installed. The other methods are
     shared and defined here.
+
+    Examples:
+        >>> logits, cache = host.run_with_cache(tokens, names="resid_post")
+        >>> cache["resid_post", 1].shape
+        torch.Size([2, 7, 16])
     """
 
     name: str

@@ -56,6 +56,9 @@ def load(
         FileNotFoundError: The folder or a file does not exist, or cannot be downloaded (offline).
         ValueError: An unknown host, an architecture without a row, pickled weights, a damaged checkpoint or one that lacks weights,
             or adapters that do not fit.
+
+    Examples:
+        >>> host = load(checkpoint, host="torch")
     """
     opened = host_class(host)  # a late import: the libraries take seconds to import, and one may be missing
     if adapters is not None:

@@ -74,6 +74,10 @@ class Grid:
         forwards: Kind of forwards that ran.
         seconds: Time by stage.
         flops: FLOPs by way of counting; see ``Sweep.flops``.
+
+    Examples:
+        >>> best = grid.top(3)  # the cells that recover most
+        >>> table = grid.to_pandas()
     """
 
     sites: tuple[Target, ...]

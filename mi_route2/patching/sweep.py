@@ -347,6 +347,11 @@ def sweep(
         ValueError: A position outside of the prompt, a token that the model lacks, an answer of several tokens, prompts that cannot
             be aligned, or a model with active dropout.
         RuntimeError: A site that does not fire.
+
+    Examples:
+        >>> grid = sweep(host, sites="resid_pre", clean=[3, 7, 1, 5], corrupt=[9, 7, 1, 5], answer=3, foil=9)
+        >>> grid.values.shape
+        (2, 4)
     """
     planned = prepare(
         host,

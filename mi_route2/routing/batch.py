@@ -32,6 +32,10 @@ class TrainBatch:
 
     Raises:
         ValueError: NaN or infinity, an empty batch, or lengths that differ.
+
+    Examples:
+        >>> teacher = torch.zeros(len(rewards), dtype=torch.bool)
+        >>> batch = TrainBatch(rollouts, rewards, rewards - rewards.mean(), groups=torch.arange(len(rewards)) // 2, teacher=teacher)
     """
 
     rollouts: Rollouts

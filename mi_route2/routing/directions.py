@@ -135,7 +135,11 @@ Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
 @checked
 @dataclass(frozen=True)
 class PairBatch:
-    """Contrast pairs as two aligned batches, with the hash of the text of the pairs."""
+    """Contrast pairs as two aligned batches, with the hash of the text of the pairs.
+
+    Examples:
+        >>> pairs = PairBatch(hack=rollouts, clean=honest, pairs_hash="my pairs")
+    """
 
     hack: Rollouts
     clean: Rollouts

@@ -351,6 +351,11 @@ class MaskRoute(OneCall):
 
     Raises:
         ValueError: Arguments that contradict each other.
+
+    Examples:
+        >>> route = MaskRoute.from_pairs(pairs, MaskSpec(score="act"))
+        >>> overlap = route.refresh(policy, step=0)
+        >>> decision = route.backward(policy, batch, loss_fn)
     """
 
     def __init__(

@@ -70,6 +70,10 @@ class StepContext:
         generator: Source of random choices (shuffled flags).
         micro: Number of rollouts in a micro-batch; ``None`` for the whole batch at once.
         privileged: Detector verdicts, for privileged routes only.
+
+    Examples:
+        >>> context = StepContext(torch.Generator().manual_seed(0), micro=2)
+        >>> decision = route.backward(policy, batch, loss_fn, context)
     """
 
     generator: torch.Generator
@@ -282,7 +286,13 @@ class _OpenStep(Once):
 
 
 class OpenRoute(OneCall):
-    """Route without a rule: every adapter learns everything (vanilla; absorb, if there is a quarantine to delete)."""
+    """Route without a rule: every adapter learns everything (vanilla; absorb, if there is a quarantine to delete).
+
+    Examples:
+        >>> decision = OpenRoute(OpenSpec()).backward(policy, batch, loss_fn)
+        >>> decision.flags is None
+        True
+    """
 
     directions: Directions | None = None
 
@@ -342,7 +352,11 @@ class _EraseStep(Once):
 
 
 class EraseRoute(OneCall):
-    """Route that removes the hack component from the summed kept gradient, and drops it or adds it to a shared-basis quarantine."""
+    """Route that removes the hack component from the summed kept gradient, and drops it or adds it to a shared-basis quarantine.
+
+    Examples:
+        >>> route = EraseRoute(EraseSpec(k=3), TopKFitter("grad", pairs, k=3))
+    """
 
     def __init__(self, spec: EraseSpec, fitter: Fitter):
         self.spec, self._fitter = spec, fitter

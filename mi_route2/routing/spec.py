@@ -95,6 +95,9 @@ class MaskSpec:
 
     Raises:
         ValueError: An illegal combination.
+
+    Examples:
+        >>> spec = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
     """
 
     score: Score = "grad"

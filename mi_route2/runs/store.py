@@ -88,6 +88,12 @@ class RunStore:
         ValueError: no tier at all, or a folder that is damaged or not one of runs.
         RuntimeError: another store uses the folder.
         OSError: a folder that cannot be written.
+
+    Examples:
+        >>> store = RunStore()  # in memory
+        >>> _ = record(host, [site], tokens, store=store, runs=["clean", "corrupt"])
+        >>> store.rows("clean", site, [6, 0]).shape
+        torch.Size([2, 16])
     """
 
     def __init__(

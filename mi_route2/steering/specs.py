@@ -229,7 +229,11 @@ def _sites(given: object, info: Any) -> tuple[Site, ...] | None:
 
 @validated
 class Steer:
-    """Add ``scale * vector`` at ``site``."""
+    """Add ``scale * vector`` at ``site``.
+
+    Examples:
+        >>> push = Steer(Site(1, "resid_mid"), vector, -2.0)
+    """
 
     site: At
     vector: AVector
@@ -330,6 +334,9 @@ class Monitor:
 
     Raises:
         ValueError: A gated site fires before the monitor's, or fields contradict each other.
+
+    Examples:
+        >>> closing = Monitor(site, vector, threshold=1.0, sharpness=4.0, quarantine="close")
     """
 
     site: At
@@ -404,6 +411,9 @@ class Steering:
 
     Raises:
         ValueError: More than ``CLAMPS`` clamps at a site in a phase, or two monitors of one name (by default, their site).
+
+    Examples:
+        >>> steering = Steering(decode=(Steer(site, vector, -2.0),))  # generated tokens alone
     """
 
     base: Annotated[Sequence[Steer], several(Steer)] = ()

@@ -93,6 +93,14 @@ def test_a_page_shows_the_files_that_it_names(page: Path) -> None:
     assert text == filled(page), f"{page.name}: studies.common.publishing.update_pages writes it anew"
     assert re.findall("<!-- shown: (.*) -->", text) == re.findall("<!-- end of (.*[.].*) -->", text)
     assert "--8<--" not in text
+    open_fence = ""
+    for line in text.splitlines():  # by the rule of CommonMark: a closing fence has no word behind it
+        if open_fence:
+            open_fence = "" if line.strip() == open_fence else open_fence
+        elif line.startswith("```"):
+            open_fence = "`" * (len(line) - len(line.lstrip("`")))
+        assert not (open_fence and line.startswith("<!-- ")), f"{page.name} has {line} inside of a code block"
+    assert not open_fence, f"{page.name} leaves a code block open"
 
 
 def test_the_headline_of_readme_and_home_page_is_the_published_one() -> None:

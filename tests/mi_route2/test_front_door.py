@@ -1,8 +1,19 @@
-"""The package's front: what it names is there, and says what it is."""
+"""The package's front: what it names is there, says what it is, and has an example that runs."""
+
+import copy
+import doctest
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from families import make_batch, make_family, make_policy, make_rollouts
 
 import mi_route2
+from mi_route2.patching import sweep
+from mi_route2.routing import EraseSpec, OpenSpec, PairBatch
+from mi_route2.routing.directions import TopKFitter
+from mi_route2.runs.record import record
 
 
 @pytest.mark.parametrize("name", mi_route2.__all__)
@@ -11,6 +22,35 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
     assert found.__name__ == name
     assert found.__doc__
     assert found.__module__.startswith("mi_route2.")
+
+
+@pytest.mark.parametrize("name", mi_route2.__all__)
+def test_each_name_has_an_example_that_runs(name: str, tmp_path: Path) -> None:
+    host, policy = make_policy("GPT2", dtype=torch.float32)
+    base = make_family("GPT2", dtype=torch.float32)
+    if name == "load":
+        base.save_pretrained(tmp_path / "checkpoint")
+    tokens, batch, route = torch.randint(1, 12, (2, 7)), make_batch(), mi_route2.OpenRoute(OpenSpec())
+    batch = replace(batch, rewards=batch.rewards.float(), advantages=batch.advantages.float())
+    site, width = mi_route2.Site(1, "resid_post"), policy.model.config.n_embd
+    known = {
+        **{each: getattr(mi_route2, each) for each in mi_route2.__all__},
+        "copy": copy, "torch": torch, "record": record,
+        "EraseSpec": EraseSpec, "OpenSpec": OpenSpec, "TopKFitter": TopKFitter,
+        "model": make_family("GPT2", dtype=torch.float32), "base": base,
+        "host": host, "policy": policy, "adapters": policy.adapters,
+        "checkpoint": tmp_path / "checkpoint", "folder": tmp_path, "tokens": tokens, "site": site, "vector": torch.ones(width),
+        "pairs": PairBatch(make_rollouts(seed=3), make_rollouts(seed=4), "none"), "rollouts": batch.rollouts,
+        "honest": make_rollouts(seed=4), "rewards": batch.rewards, "batch": batch, "route": route,
+        "loss_fn": lambda logits, batch: -(batch.rollouts.logprobs(logits).sum(1) * batch.advantages).sum(),
+        "grid": sweep(host, sites="resid_pre", clean=[3, 7, 1], corrupt=[9, 7, 1], answer=3, foil=9) if name == "Grid" else None,
+    }  # fmt: skip
+    text = getattr(mi_route2, name).__doc__
+    test = doctest.DocTestParser().get_doctest(text, known, name, None, None)
+    assert test.examples, f"{name} has no example in its docstring"
+    said: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.append)
+    assert not said, "".join(said)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
