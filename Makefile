@@ -57,6 +57,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.hosts
 	$(PY) -m studies.benchmarks.jail
 	$(PY) -m studies.benchmarks.sweeps
+	$(PY) -m studies.benchmarks.steering
 	$(PY) -m studies.benchmarks.engine
 	$(PY) -m studies.benchmarks.tapin
 

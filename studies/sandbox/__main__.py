@@ -54,6 +54,8 @@ class Run:
     """run it even if this machine lacks a protection"""
 
     def __call__(self) -> int:
+        if not self.file.is_file():
+            raise ValueError(f"there is no script at {self.file}: give a file of Python code")
         code = self.file.read_text(encoding="utf-8")
         limits = Limits(seconds=self.seconds, cpu_seconds=self.seconds, memory=self.memory << 20)
         with Jail(DRIVER, workers=1, limits=limits, unsafe=self.unsafe) as jail:

@@ -204,9 +204,10 @@ def read_changes(path: Path | None) -> tuple[str, ...]:
         return ()
     try:
         return tuple(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"--config {path} is not a TOML file of settings ({reason}): write lines as steps = 100") from error
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read ({error.strerror}): give a TOML file of settings") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"--config {path} is not a TOML file of settings ({error}): write lines as steps = 100") from error
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:

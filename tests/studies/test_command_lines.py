@@ -22,7 +22,7 @@ RUN: dict[str, tuple[list[str], str]] = {
     "an unknown setting": (["--override", "stpes=3"], "unknown setting 'stpes': did you mean 'steps'?"),
     "no number": (["--override", "kl=nan"], "kl must be a finite number of at least 0, not 'nan'"),
     "half a step": (["--override", "steps=50.5"], "steps must be a whole number of at least 1, not '50.5'"),
-    "a config file that is not there": (["--config", "NONE"], "--config NONE is not a TOML file of settings (No such file"),
+    "a config file that is not there": (["--config", "NONE"], "--config NONE cannot be read (No such file"),
     "a config file of something else": (["--config", "FILE"], "--config FILE is not a TOML file of settings (Expected '='"),
 }
 PRESETS = ("--preset", "--override", "--config")  # which lanes has not
@@ -40,7 +40,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "tracing, an arm twice": ("tracing", ["run", "--arms", "vanilla", "vanilla"], "arms must be given once each"),
     "tracing, no draws": ("tracing", ["run", "--draws", "0"], "draws must be at least 1, not 0"),
     "lanes, no steps": ("lanes", ["run", "--quick", "--text", "TEXT", "--dev.steps", "0"], "steps must be at least 1, not 0"),
-    "sandbox, no such file": ("sandbox", ["run", "NONE"], "No such file"),
+    "sandbox, no such file": ("sandbox", ["run", "NONE"], "there is no script at NONE"),
     "sandbox, no time": ("sandbox", ["run", "FILE", "--seconds", "nan"], "seconds"),
     "leetcode, no data": ("environments.leetcode", ["report", "--data", "NONE", "--out", "NONE"], "NONE"),
     "an unknown benchmark": ("benchmarks", ["rooting"], "unknown benchmark 'rooting': did you mean 'routing'? choose from engine,"),

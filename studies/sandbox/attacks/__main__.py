@@ -63,4 +63,4 @@ class Command:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(Command)())
+    sys.exit(tyro.cli(Command, prog="python -m studies.sandbox.attacks")())
