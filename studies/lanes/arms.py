@@ -1,14 +1,14 @@
-"""The arms of the study: each differs in one field from the arm to its left.
+"""The arms of the study: each differs from another in one field.
 
-  gptj (the record's baseline) -> sequential                     the control: the MLP reads what attention wrote
-                               -> short                          a quarter of the steps
-    -> shipped (two lanes, learned) -> frozen                    the same, but the routing scalars are not trained
-                                    -> asymmetric -> frozen
-                                    -> short
-                                    -> simultaneous, gauge, z2   other wirings of the lanes
-                                    -> wide (a loop) -> embeddings, head bias, early, wider;  narrow -> embeddings
-                                    -> early fork                two lanes from the middle on
-                                    -> low decay, momentum .98, .99     other optimizer settings
+    gptj (the record's baseline) -> sequential                     the control: the MLP reads what attention wrote
+                                 -> short                          a quarter of the steps
+      -> shipped (two lanes, learned) -> frozen                    the same, but the routing scalars are not trained
+                                      -> asymmetric -> frozen
+                                      -> short
+                                      -> simultaneous, gauge, z2   other wirings of the lanes
+                                      -> wide (a loop) -> embeddings, head bias, early, wider;  narrow -> embeddings
+                                      -> early fork                two lanes from the middle on
+                                      -> low decay, momentum .98, .99     other optimizer settings
 
 The default study trains the arms that most of the claims need. A full study also trains what the record tried and dropped, and arms
 for questions of our own (`full`). Arms of one seed share the order of the data, and the initial weights wherever shapes agree:

@@ -1,6 +1,6 @@
 """Bits per byte of a stream, from sliding-window evaluation.
 
-  BPB = (sum of nll / ln 2) / bytes             over targets that are bytes: BOS counts neither bits nor a byte
+    BPB = (sum of nll / ln 2) / bytes             over targets that are bytes: BOS counts neither bits nor a byte
 
 A stream of s tokens has n = s - 1 predictions: prediction p reads tokens up to p and is scored on token p + 1. Windows of W inputs
 end every `stride` predictions. The first window scores all of its predictions, each later window those that no earlier window
@@ -151,7 +151,7 @@ def bpb(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
 def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, float]:
     """Return the bits per byte of count tables of `train` on the bytes of `tokens`: of single bytes, and of pairs of bytes.
 
-      p(b) = (n(b) + 1) / (n + 256)               p(b | a) = (n(a, b) + PRIOR p(b)) / (n(a) + PRIOR)
+        p(b) = (n(b) + 1) / (n + 256)               p(b | a) = (n(a, b) + PRIOR p(b)) / (n(a) + PRIOR)
 
     Starts of documents are read but not predicted, as everywhere in the study.
     """

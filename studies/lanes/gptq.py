@@ -1,9 +1,9 @@
 """GPTQ: round matrices to 6-bit levels; each rounding error is fed into the columns that follow (Frantar et al. 2023).
 
-  scale_i = k std(row i) / 31          levels -31 .. 31, so that the last level is the clip of k standard deviations
-  H       = mean of x x^T              over the inputs of a Linear, damped by .01 of its mean diagonal
-  U       = upper Cholesky of H^-1     columns in the order of H's diagonal, the largest first
-  q_j     = clamp(round(w_j / scale)), e_j = (w_j - q_j scale) / U_jj, w_m <- w_m - e_j U_jm for m > j
+    scale_i = k std(row i) / 31          levels -31 .. 31, so that the last level is the clip of k standard deviations
+    H       = mean of x x^T              over the inputs of a Linear, damped by .01 of its mean diagonal
+    U       = upper Cholesky of H^-1     columns in the order of H's diagonal, the largest first
+    q_j     = clamp(round(w_j / scale)), e_j = (w_j - q_j scale) / U_jj, w_m <- w_m - e_j U_jm for m > j
 
 The algorithm minimizes tr(d H d^T) column by column, where d is the error of the weights: this is the mean squared error of the
 outputs. The method is greedy: on tiny matrices it can be worse than rounding to nearest, to which it reduces if H is a multiple of

@@ -1,14 +1,14 @@
 """Growth of an error over the passes of a loop, and a test of whether one rate describes it.
 
-  A(k) = 1 + rho + ... + rho^(k-1) = (1 - rho^k) / (1 - rho)
+    A(k) = 1 + rho + ... + rho^(k-1) = (1 - rho^k) / (1 - rho)
 
 A(k) is the sum of k equal errors, one per pass, if each pass multiplies earlier errors by rho and all point in the same direction.
 rho is estimated from a small perturbation at the start of a pass and the stream's difference at each later pass (`spread`, `rate`).
 A(k) is then compared with the error that accumulates if every pass errs (`accumulated`):
 
-  same     the same direction is added at the start of every pass
-  fresh    another direction at every pass: independent errors add up in quadrature, sqrt(A(k; rho^2))
-  weights  the looped blocks' matrices are noisy, as after quantization: every pass repeats the error
+    same     the same direction is added at the start of every pass
+    fresh    another direction at every pass: independent errors add up in quadrature, sqrt(A(k; rho^2))
+    weights  the looped blocks' matrices are noisy, as after quantization: every pass repeats the error
 
 All measurements are in float64 on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which
 claims A(2) = 1.67 and A(3) = 1.96 at rho = .63; the formula gives 1.63 and 2.03, and no rho gives both.

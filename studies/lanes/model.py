@@ -1,7 +1,7 @@
 """The byte-level language model: attention, MLP and gates of a block, and the lanes that connect them.
 
-  attention   q, k normed over each head, rotary positions, q times a gain per head, causal softmax
-  MLP         down(relu(up x)^2)
+    attention   q, k normed over each head, rotary positions, q times a gain per head, causal softmax
+    MLP         down(relu(up x)^2)
 
 The two sublayers of a block are called separately, because the wiring decides what each reads and where it writes.
 """

@@ -2,10 +2,10 @@
 
 Muon (Jordan 2024) for a matrix W with gradient G:
 
-  B <- mu B + (1 - mu) G                              momentum, mu warmed linearly
-  U <- mu B + (1 - mu) G                              Nesterov
-  X <- U / |U|_F, then 5 times  A = X X^T,  X <- a X + (b A + c A^2) X      (a, b, c) = (3.4445, -4.775, 2.0315)
-  W <- (1 - rate * decay) W - rate * sqrt(max(1, rows / cols)) X
+    B <- mu B + (1 - mu) G                              momentum, mu warmed linearly
+    U <- mu B + (1 - mu) G                              Nesterov
+    X <- U / |U|_F, then 5 times  A = X X^T,  X <- a X + (b A + c A^2) X      (a, b, c) = (3.4445, -4.775, 2.0315)
+    W <- (1 - rate * decay) W - rate * sqrt(max(1, rows / cols)) X
 
 The singular values of X end between .68 and 1.21 unless they start below a hundredth of the norm, so the scale of G has no effect.
 ``torch.optim.Muon`` iterates over one matrix after another, in bfloat16. Here all matrices of one shape are one batch in their own

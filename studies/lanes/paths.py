@@ -1,17 +1,17 @@
 """Gradient paths of every sublayer: directly to the loss, or through later sublayers.
 
-  total     dL / d out_s, where out_s is `steps.k.hook_attn_out` or `hook_mlp_out`
-  direct    the same with the read of every sublayer detached: only lanes, skips and the read-out are left
-  cascade   total - direct
-  term(s, t) = (d read_t / d out_s, every read in between detached)^T  dL / d read_t       for each later sublayer t
+    total     dL / d out_s, where out_s is `steps.k.hook_attn_out` or `hook_mlp_out`
+    direct    the same with the read of every sublayer detached: only lanes, skips and the read-out are left
+    cascade   total - direct
+    term(s, t) = (d read_t / d out_s, every read in between detached)^T  dL / d read_t       for each later sublayer t
 
 A path that is not direct enters a first later sublayer t, so direct + sum_t term(s, t) = total: the terms are computed
 independently of the total and must add up to it. Lanes and skips are linear, so direct is dL / d hook_final times one coefficient
 per feature. Behind the fork, if lane 1 is read out and no skip is mixed into it:
 
-  in turn     attention  ap[1] * mr * prod_{l' > l} ar mr          MLP  mp[1] * prod_{l' > l} ar mr
-  at once     attention  ap[1] * prod_{l' > l} mr                  MLP  mp[1] * prod_{l' > l} mr
-  one stream  1, times sigmoid(gate) for every later skip that is mixed in
+    in turn     attention  ap[1] * mr * prod_{l' > l} ar mr          MLP  mp[1] * prod_{l' > l} ar mr
+    at once     attention  ap[1] * prod_{l' > l} mr                  MLP  mp[1] * prod_{l' > l} mr
+    one stream  1, times sigmoid(gate) for every later skip that is mixed in
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """The symmetry instrument on adapters: a quarantine in the kept adapter's basis, and one in a basis of its own.
 
-  W' = W + kept + quarantine                 G = dL/d factor, written into the weight:  U diag(G) Vh,  or  G A
+    W' = W + kept + quarantine                 G = dL/d factor, written into the weight:  U diag(G) Vh,  or  G A
 
 In a shared basis the loss depends on the sum of the two factors alone. This is the gauge symmetry of the lanes: both adapters
 receive the same gradient, bit for bit, at any values, so equal starts stay equal and unequal starts keep their distance. In a basis

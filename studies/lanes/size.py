@@ -1,13 +1,13 @@
 """Bytes of a quantized model: losslessly packed, counted, and predicted.
 
-  sha-256 | compressed( length | manifest | codes | scales and controls )       after a magic word and the compressor's letter
+    sha-256 | compressed( length | manifest | codes | scales and controls )       after a magic word and the compressor's letter
 
 Elements of more than one byte are shuffled first (all first bytes, then all second bytes), because the upper bytes of numbers of
 similar size are much alike. Two predictions accompany the actual size:
 
-  gaussian   h - log2(k / levels) bits a weight, h = log2(2 pi e) / 2 = 2.047 the entropy of a normal variable of spread 1:
-             the scale follows each row's own spread, so its codes have the same entropy whatever the weights' size
-  entropy    the entropy of a tensor's own codes, each by itself: a lower bound for any code without context
+    gaussian   h - log2(k / levels) bits a weight, h = log2(2 pi e) / 2 = 2.047 the entropy of a normal variable of spread 1:
+               the scale follows each row's own spread, so its codes have the same entropy whatever the weights' size
+    entropy    the entropy of a tensor's own codes, each by itself: a lower bound for any code without context
 
 The Gaussian formula assumes that the step k / levels is small: it neglects log2(1 + step^2 / 12) / 2, .011 bits at k = 13.1. Both
 predictions count the manifest as compressed by itself; the Gaussian one counts scales and controls uncompressed. For 160 000 normal

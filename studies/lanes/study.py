@@ -1,9 +1,9 @@
 """The jobs of a study and their execution: every arm at every seed, and the instruments. Each part of a job is a file.
 
-  <folder>/settings.json
-           arms/<arm>/seed-<n>/train.json + .safetensors      weights and loss curve
-                               bpb.json, quantised.json ...   measurements on them
-           instruments/<name>/draw-<n>/<name>.json
+    <folder>/settings.json
+             arms/<arm>/seed-<n>/train.json + .safetensors      weights and loss curve
+                                 bpb.json, quantised.json ...   measurements on them
+             instruments/<name>/draw-<n>/<name>.json
 
 A part is written completely or not at all, from generators of (seed, purpose) alone: an interrupted run resumes and produces the
 same bytes as an uninterrupted one. Workers share nothing.

@@ -1,14 +1,14 @@
 """The symmetry instrument: whether two routes with equal starts receive equal gradients, and whether training separates them.
 
-  g_j = dL / d post[layer, sublayer, j]          relative(g_0, g_1) = |g_0 - g_1| / max(|g_0|, |g_1|),  0 if both are 0
+    g_j = dL / d post[layer, sublayer, j]          relative(g_0, g_1) = |g_0 - g_1| / max(|g_0|, |g_1|),  0 if both are 0
 
 A wiring may have one of two symmetries, or none; each case has its own consequence:
 
-  exchange   L is unchanged if lane 0's weights are exchanged for lane 1's. Then g_0 = g_1 if all pairs are equal, and what starts
-             equal stays equal; elsewhere they differ (`z2`)
-  gauge      L depends on post[.., 0] + post[.., 1] alone. Then g_0 = g_1 everywhere, and the split of a weight has no effect
-             (`gauge`, which has the exchange symmetry too)
-  none       g_0 != g_1 at the symmetric start, which is then not special (`shipped`, `simultaneous`)
+    exchange   L is unchanged if lane 0's weights are exchanged for lane 1's. Then g_0 = g_1 if all pairs are equal, and what starts
+               equal stays equal; elsewhere they differ (`z2`)
+    gauge      L depends on post[.., 0] + post[.., 1] alone. Then g_0 = g_1 everywhere, and the split of a weight has no effect
+               (`gauge`, which has the exchange symmetry too)
+    none       g_0 != g_1 at the symmetric start, which is then not special (`shipped`, `simultaneous`)
 
 If output projections are 0, every g_j is exactly 0 in every wiring. `quarantine_symmetry` records a `Trace` too, so lanes and
 quarantines share one figure.

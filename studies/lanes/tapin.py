@@ -1,16 +1,16 @@
 """Tap-In: hints about the next token at every position of a stream, from earlier occurrences of the last tokens.
 
-  hints = find_hints(stream.tokens, window=256)        for windows of 256 tokens, every 64
-  hints.token[t], hints.length[t], hints.votes[t]      the hint for tokens[t + 1]; -1, 0, 0 if there is none
+    hints = find_hints(stream.tokens, window=256)        for windows of 256 tokens, every 64
+    hints.token[t], hints.length[t], hints.votes[t]      the hint for tokens[t + 1]; -1, 0, 0 if there is none
 
 For the query that ends at t, scored by the window that starts at w (PR 1518 of parameter-golf, "Tap-In V6"):
 
-  within      p in [w, t - 2] with tokens[p] == tokens[t]; the match extends backwards from p and t, not before w
-  cross       p in [d, t - W - 1] with tokens[p] == tokens[t], d where t's document starts: p and p + 1 have left the W tokens
-              that end at t, and are in t's document; the match extends not before d at p, and not before w at t
-  candidate   tokens[p + 1], if the match has 3 tokens or more (counted up to 100)
-  winner      the strictly longest match; of equals the earliest p; cross must be longer than within
-  votes       the candidates of both kinds, of any length, that offer the winner's token
+    within      p in [w, t - 2] with tokens[p] == tokens[t]; the match extends backwards from p and t, not before w
+    cross       p in [d, t - W - 1] with tokens[p] == tokens[t], d where t's document starts: p and p + 1 have left the W tokens
+                that end at t, and are in t's document; the match extends not before d at p, and not before w at t
+    candidate   tokens[p + 1], if the match has 3 tokens or more (counted up to 100)
+    winner      the strictly longest match; of equals the earliest p; cross must be longer than within
+    votes       the candidates of both kinds, of any length, that offer the winner's token
 
 Details: a position is emitted once, by the window that scores it (`window_starts`). A match within the window may lie in an earlier
 document; only the text that has left the window is limited to the document, and it is the document of t, not (as in V6's public

@@ -1,9 +1,9 @@
 """The corpus: documents of bytes, split by file.
 
-  corpus = standard_library()              the running Python's own sources and help texts
-  corpus = read_folder("texts")            any folder of UTF-8 text
-  stream = corpus.stream("train")          tokens: BOS, a document's bytes, BOS, the next one's ...
-  for tokens in batches(stream, size=16, length=256, steps=100, generator=g): ...
+    corpus = standard_library()              the running Python's own sources and help texts
+    corpus = read_folder("texts")            any folder of UTF-8 text
+    stream = corpus.stream("train")          tokens: BOS, a document's bytes, BOS, the next one's ...
+    for tokens in batches(stream, size=16, length=256, steps=100, generator=g): ...
 
 A token is a byte, 0 to 255, or BOS (256), which starts each document. The encoding of a document does not matter: bytes are read
 and predicted unchanged, with line ends and byte order marks, and a limit may cut a character in two.

@@ -1,6 +1,6 @@
 """Training of one arm at one seed, on the CPU or an accelerator; the same seed gives the same bits on the same machine.
 
-  before `enable_at`   the plain model             from there on   the looped one, with the plain one's weights and moments
+    before `enable_at`   the plain model             from there on   the looped one, with the plain one's weights and moments
 
 A looped model has all parameters of the plain one, and additional ones: skips of further steps, embeddings of passes. Additional
 parameters start as in a fresh model and have no moments yet. This is equivalent to one set of parameters under two schedules,

@@ -1,7 +1,7 @@
 """Legal test-time training: each chunk of a stream is scored before the model learns from it.
 
-  for chunk c of C:   score every window of c, without gradients          scores are final: nothing is scored twice
-                      unless c is the last: train on c, at rate_c         rate_c = rate (1 + cos(pi c / (C - 1))) / 2
+    for chunk c of C:   score every window of c, without gradients          scores are final: nothing is scored twice
+                        unless c is the last: train on c, at rate_c         rate_c = rate (1 + cos(pi c / (C - 1))) / 2
 
 Training is SGD with momentum over the chunk's own text, in order: sequences of `window` inputs, clipped gradient norm, several
 epochs. One optimizer runs through all chunks, so momentum carries over. A chunk of predictions [a, b) trains on targets up to token

@@ -71,7 +71,7 @@ def test_publishing_copies_a_whole_study_and_refuses_a_trial(study: Path, tiny: 
     trial = tmp_path / "trial"
     trial.mkdir()
     replace(tiny, profile="quick").write(trial)
-    with pytest.raises(ValueError, match="is a trial \(profile 'quick'\)"):
+    with pytest.raises(ValueError, match=r"is a trial \(profile 'quick'\)"):
         publish(trial, tmp_path / "results")
     assert not (tmp_path / "results").exists()
     place = publish(study, tmp_path / "results")
