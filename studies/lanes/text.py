@@ -218,7 +218,7 @@ def read_folder(folder: Path | str, shares: Shares = Shares()) -> Corpus:
         elif data:
             documents.append(Document(name, data))
     if not documents:
-        why = f"none of its {skipped} files is UTF-8 text" if skipped else "it has no file that is not empty"
+        why = f"none of its {skipped} files is UTF-8 text" if skipped else "it has no non-empty file"
         raise ValueError(f"there is no text in {root}: {why}; give a folder of UTF-8 text files")
     return Corpus(_ordered(documents), shares, skipped)
 
