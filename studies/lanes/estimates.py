@@ -181,7 +181,7 @@ def worst(wiring: str, key: str, unit: str, *, tolerance: float = ZERO) -> Measu
 
 
 def stays(wiring: str, start: str) -> Measure:
-    """Whether lanes with equal initial weights stay equal over training: the largest distance of their weights."""
+    """Largest distance of two lanes' weights over training, for lanes with equal initial weights."""
 
     def measure(found: Found) -> Estimate:
         own = [t for c in found.drawn("traces") for t in c["traces"] if (t["name"], t["start"]) == (wiring, start)]
