@@ -50,7 +50,7 @@ def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
         return tuple(range(layers))
     if not 0 <= loop.start <= loop.end < layers or loop.loops < 0:
         raise ValueError(
-            f"a loop over {layers} blocks needs 0 <= start <= end <= {layers - 1} and loops >= 0,  "
+            f"a loop over {layers} blocks needs 0 <= start <= end <= {layers - 1} and loops >= 0, "
             f"not start {loop.start}, end {loop.end}, loops {loop.loops}"
         )
     body = tuple(range(loop.start, loop.end + 1))
