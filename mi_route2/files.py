@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: a temporary neighbor, `fsync`, then a rename."""
+"""Atomic writing of files and folders: a temporary neighbor, `fsync`, then a rename."""
 
 import os
 import shutil
@@ -61,7 +61,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise FileExistsError(f"{target} is not empty: choose another folder, or pass overwrite=True to replace all that is in it")
     partial, former = (target.with_name(f".{target.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
-    shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed long ago
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process with the same process id
     try:
         partial.mkdir(parents=True)
         yield partial

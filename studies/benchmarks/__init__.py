@@ -1,1 +1,1 @@
-"""Paired benchmarks: ratios of medians, both sides interleaved in one run, with the floor in FLOPs beside each."""
+"""Paired benchmarks: ratios of medians, with both sides interleaved in one process and the floor in FLOPs beside each."""

@@ -10,7 +10,7 @@ FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """The modules that can be run."""
+    """Return the names of the benchmark modules."""
     return sorted(path.stem for path in FOLDER.glob("*.py") if "command.main(" in path.read_text(encoding="utf-8"))
 
 

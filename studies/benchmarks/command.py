@@ -1,7 +1,7 @@
-"""The command line of a benchmark: its options, and a child process whose allocator keeps what is freed.
+"""Command line of a benchmark: its options, and a child process whose allocator keeps freed memory.
 
-A tensor above glibc's default mmap threshold is otherwise returned to the system and faulted in anew at each step, which can fake a
-factor of two.
+Otherwise a tensor above glibc's default mmap threshold is returned to the system and faulted in again at each step, which can
+simulate a factor of two.
 """
 
 import inspect
@@ -25,18 +25,18 @@ ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "KINETO_LOG_LEVEL": "9",  # the memory record is taken in silence
+    "KINETO_LOG_LEVEL": "9",  # suppresses messages of the memory profiler
 }
 
 
 @dataclass(frozen=True)
 class Benchmark(ABC):
-    """What every benchmark is told; its own docstring is the help text."""
+    """Options of every benchmark. The docstring of a subclass is its help text."""
 
-    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: does every row run, not how fast")] = False
-    rounds: Annotated[int | None, tyro.conf.arg(help="turns a side; 15, or 3 when quick")] = None
-    seed: Annotated[int, tyro.conf.arg(help="draws the weights, the adapters, the tokens and the order of turns")] = 0
-    out: Annotated[Path | None, tyro.conf.arg(help="write everything that was measured to this JSON file")] = None
+    quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: shows that every row runs, not how fast")] = False
+    rounds: Annotated[int | None, tyro.conf.arg(help="turns per side; default: 15, or 3 with --quick")] = None
+    seed: Annotated[int, tyro.conf.arg(help="seed of the weights, the adapters, the tokens and the order of turns")] = 0
+    out: Annotated[Path | None, tyro.conf.arg(help="write all measurements to this JSON file")] = None
 
     @abstractmethod
     def run(self) -> None:
@@ -44,25 +44,29 @@ class Benchmark(ABC):
 
     @property
     def turns(self) -> int:
-        """How many rounds there are."""
+        """Number of rounds."""
         return self.rounds or (3 if self.quick else 15)
 
     def check(self) -> None:
-        """``ValueError`` for options that cannot work, before anything is measured."""
+        """Check the options before anything is measured.
+
+        Raises:
+            ValueError: If an option cannot work.
+        """
         if self.rounds is not None and self.rounds < 3:
-            raise ValueError(f"a median of {self.rounds} rounds says nothing: rounds must be at least 3")
+            raise ValueError(f"a median of {self.rounds} rounds is meaningless: --rounds must be at least 3")
         if self.out is not None and not self.out.parent.is_dir():
             raise ValueError(f"there is no folder {self.out.parent} to write {self.out.name} into")
 
     def write(self, document: Mapping[str, object]) -> None:
-        """``document`` to ``out``, where that was given."""
+        """Write ``document`` to ``out``, if given."""
         if self.out is not None:
             write_whole(self.out, (json.dumps(document, indent=1) + "\n").encode())
             print(f"\nwrote {self.out}")
 
 
 def main(benchmark: type[Benchmark], module: str) -> int:
-    """Run ``benchmark`` as ``python -m module``, in a child with ``ENVIRONMENT``; the exit status."""
+    """Run ``benchmark`` as ``python -m module``, in a child process with ``ENVIRONMENT``; return the exit status."""
     try:
         options = tyro.cli(benchmark, prog=f"python -m {module}", description=inspect.getdoc(benchmark))
         options.check()

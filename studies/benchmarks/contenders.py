@@ -1,9 +1,9 @@
-"""The sides of the routing benchmark: one decoder, one batch and one loss; what differs is the adapters and who asks for what.
+"""The sides of the routing benchmark: one decoder, one batch and one loss; adapters and ways to get gradients differ.
 
     loss = -1/(b s) sum_b A_b sum_t log p(token_t)        over completion tokens; the backward always reaches the embeddings
 
-The decoder is a random Hugging Face Qwen3 with PyTorch's fused attention, and nothing is downloaded. Adapters stand at q, k, v,
-o, gate, up, down and are moved off their init, so that no factor is 0. The sides share the frozen weights.
+The decoder is a random Hugging Face Qwen3 with PyTorch's fused attention; nothing is downloaded. Adapters are attached to q, k, v,
+o, gate, up, down and moved off their initial values, so that no factor is 0. The sides share the frozen weights.
 """
 
 import copy
@@ -27,7 +27,7 @@ SITES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def decoder(size: Size, seed: int, attention: str) -> nn.Module:
-    """A random decoder, frozen. ``attention`` is Hugging Face's name of an implementation."""
+    """Return a random, frozen decoder. ``attention`` is Hugging Face's name of an attention implementation."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -50,7 +50,7 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
 
 
 class Bench:
-    """Builds the sides of one ``size``; SVDs are kept in ``cache_dir`` while it does."""
+    """Builder of the sides of one ``size``; SVDs are cached in ``cache_dir`` meanwhile."""
 
     def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa"):
         self.size, self._seed, self._cache_dir = size, seed, cache_dir
@@ -58,15 +58,15 @@ class Bench:
         self._decoder: Any = decoder(size, seed, attention)
 
     def embed(self, tokens: Tensor) -> Float[Tensor, "b s d"]:
-        """A leaf, so that every backward goes all the way down. Every side starts here."""
+        """Return the embeddings as a leaf, so that every backward reaches the bottom. Every side starts here."""
         return functional.embedding(tokens, self._decoder.get_input_embeddings().weight).requires_grad_()
 
     def model(self) -> Any:
-        """The decoder: modules of its own, weights in common."""
+        """Return the decoder with its own modules and shared weights."""
         return copy.deepcopy(self._decoder, {id(p): p for p in self._decoder.parameters()})
 
     def policy(self, spec: AdapterSpec) -> Policy:
-        """The decoder with this library's adapters."""
+        """Return the decoder with this library's adapters."""
         model, generator = self.model(), torch.Generator().manual_seed(self._seed)
         patterns = ("blocks.*.attn.*", "blocks.*.mlp.*")
         count = len(SITES) * self.size.layers
@@ -75,7 +75,7 @@ class Bench:
         return Policy(model, adapters, lambda model, tokens, attention: logits(model, self.embed(tokens)))
 
     def peft(self, *ranks: int) -> nn.Module:
-        """The decoder with PEFT's LoRA, all of ``ranks`` active at once."""
+        """Return the decoder with PEFT's LoRA, with adapters of all ``ranks`` active at once."""
         from peft import LoraConfig, get_peft_model
 
         with torch.random.fork_rng(devices=[]):
@@ -88,7 +88,7 @@ class Bench:
         return model
 
     def plain(self, name: str, side: nn.Module | Policy, work: int) -> Contender:
-        """A forward and backward of ordinary autograd; no route decides where ``side`` has adapters of this library."""
+        """Return a forward and backward of plain autograd; adapters of this library in ``side`` are not routed."""
         model, training = (side.model, side.adapters.unrouted) if isinstance(side, Policy) else (side, nullcontext)
 
         def step() -> None:
@@ -99,7 +99,7 @@ class Bench:
         return Contender(name, work, step, lambda: model.zero_grad(set_to_none=True))
 
     def routed(self, name: str, policy: Policy, spec: MaskSpec, work: int) -> Contender:
-        """A forward and backward under the mask route ``spec``, as training runs it, with random directions."""
+        """Return a forward and backward under the mask route ``spec`` with random directions, as in training."""
         route = MaskRoute(spec, _NoFitter())
         assert spec.score in ("act", "grad", "full")
         route.directions = self.directions(policy.adapters, spec.score)
@@ -116,7 +116,7 @@ class Bench:
         return Contender(name, work, step, policy.model.zero_grad)
 
     def directions(self, adapters: Adapters, kind: FeatureKind) -> Directions:
-        """A random unit vector a site, in the space of ``kind``."""
+        """Return a random unit vector per site, in the space of ``kind``."""
         generator = torch.Generator().manual_seed(self._seed)
         if kind == "act":
             shapes = {site: Vh.shape[:1] for site, Vh in coordinates(adapters).items()}
@@ -128,7 +128,10 @@ class Bench:
         return Directions(vectors, Provenance("haar", kind, "none", "none", 0, self._seed))
 
     def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
-        """``torch.func``: ``vmap(grad)`` over rollouts; the step returns every adapter parameter's, ``[b, *shape]``."""
+        """Return ``torch.func``'s ``vmap(grad)`` over rollouts.
+
+        The step returns the gradients of all adapter parameters, ``[b, *shape]``.
+        """
         model: Any = self.policy(spec).model
         model.set_attn_implementation("eager")  # the fused kernel has no batching rule on a CPU, and its loop is slower
         rollouts, advantages = self.batch.rollouts, self.batch.advantages
@@ -147,7 +150,7 @@ class Bench:
         return Contender(name, work, step, lambda: None)
 
     def opacus(self, name: str, model: nn.Module, work: int) -> Contender:
-        """Opacus: ``grad_sample`` of every parameter of a PEFT LoRA."""
+        """Return Opacus's ``grad_sample`` of every parameter of a PEFT LoRA."""
         from opacus import GradSampleModule
 
         wrapped = GradSampleModule(model, loss_reduction="sum", strict=False)
@@ -155,7 +158,7 @@ class Bench:
 
 
 class _NoFitter:
-    """The benchmark sets its directions itself."""
+    """A fitter that never fits, because the benchmark sets its directions itself."""
 
     refreshes = False
 
@@ -164,7 +167,7 @@ class _NoFitter:
 
 
 def make_batch(size: Size, generator: torch.Generator) -> TrainBatch:
-    """Full-length rollouts, two a group, half of them rewarded."""
+    """Return full-length rollouts, two per group, half of them rewarded."""
     b, s = size.rollouts, size.tokens
     tokens = torch.randint(size.vocab, (b, s), generator=generator)
     completion = (torch.arange(s) >= size.prompt).expand(b, s)
@@ -175,7 +178,7 @@ def make_batch(size: Size, generator: torch.Generator) -> TrainBatch:
 
 
 def move(parameters: list[nn.Parameter], generator: torch.Generator) -> None:
-    """Off the init: a factor of 0 would make gradients of exactly 0."""
+    """Move parameters off their initial values: a factor of 0 would make gradients exactly 0."""
     with torch.no_grad():
         for p in parameters:
             p += 0.01 * torch.randn(p.shape, generator=generator)
@@ -186,7 +189,7 @@ def logits(model: nn.Module, inputs: Tensor) -> Float[Tensor, "b s v"]:
 
 
 def weigh(out: Float[Tensor, "b s v"], tokens: Tensor, completion: Tensor, advantages: Tensor) -> Tensor:
-    """``-sum_b A_b sum_t log p`` over completion tokens."""
+    """Return ``-sum_b A_b sum_t log p`` over completion tokens."""
     chosen = out[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return -(chosen * completion[:, 1:] * advantages[:, None]).sum()
 

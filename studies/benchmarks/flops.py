@@ -1,4 +1,4 @@
-"""The floor of a benchmark row: the matrix products that it cannot do without, as FLOPs.
+"""The floor of a benchmark row: the matrix products that it requires, in FLOPs.
 
 A product of ``[n, i]`` with ``[i, j]`` is ``2 n i j``. With ``n = b s`` tokens, one Linear ``d_in -> d_out`` and rank ``r``:
 
@@ -8,9 +8,9 @@ A product of ``[n, i]`` with ``[i, j]`` is ``2 n i j``. With ``n = b s`` tokens,
     folded            svd kept of full rank in place of the base
     attention         two products forward, four backward       12 b s^2 d                 the whole square, causal or not
 
-Per-rollout gradients add nothing: those of ``dS`` are elementwise, those of a matrix are the same products, one rollout at a time.
-Elementwise work and the softmax are left out on both sides of a ratio, so a measured ratio may lie a little under its floor where
-the added work is all products.
+Per-rollout gradients add nothing: those of ``dS`` are elementwise, and those of a matrix are the same products, one rollout at a
+time. Elementwise work and the softmax are neglected on both sides of a ratio, so a measured ratio may be slightly below its floor
+if the added work is all products.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Size:
-    """A decoder (multi-head attention, gated MLP), a batch of rollouts, and the ranks of its adapters."""
+    """Sizes of a decoder (multi-head attention, gated MLP), of a batch of rollouts, and ranks of the adapters."""
 
     layers: int = 6
     d: int = 512
@@ -43,42 +43,42 @@ class Size:
 
 
 MICRO = Size(layers=2, d=32, heads=2, mlp=64, vocab=64, rollouts=4, tokens=16, prompt=4, kept_rank=4, quarantine_rank=2)
-"""Large enough to run every line, too small to time anything."""
+"""Large enough to run every line, too small for timings."""
 
 
 def products(size: Size) -> int:
-    """FLOPs of one product with every adapted Linear's weight."""
+    """Return the FLOPs of one product with every adapted Linear's weight."""
     return size.layers * sum(2 * size.n * d_in * d_out for d_in, d_out in size.linears)
 
 
 def frozen(size: Size) -> int:
-    """Forward and backward to the inputs, no parameter trained: the denominator of every floor."""
+    """Return the FLOPs of forward and backward to the inputs without trained parameters: the denominator of every floor."""
     attention = size.layers * 12 * size.rollouts * size.tokens**2 * size.d
     return 2 * products(size) + attention + 4 * size.n * size.d * size.vocab
 
 
 def svd(size: Size, rank: int | None) -> int:
-    """What an SVD kept adapter of ``rank`` (``None``: full) adds at every Linear."""
+    """Return the FLOPs that an SVD kept adapter of ``rank`` (``None``: full) adds at all Linears."""
     return size.layers * sum(4 * size.n * _rank(rank, d_in, d_out) * (d_in + d_out) for d_in, d_out in size.linears)
 
 
 def lora(size: Size, rank: int) -> int:
-    """What a LoRA of ``rank`` adds at every Linear, trained."""
+    """Return the FLOPs that a trained LoRA of ``rank`` adds at all Linears."""
     return size.layers * sum(6 * size.n * rank * (d_in + d_out) for d_in, d_out in size.linears)
 
 
 def folded(size: Size) -> int:
-    """What folding the full-rank kept adapter into the base adds (its own products, less the base's)."""
+    """Return the FLOPs that folding the full-rank kept adapter into the base adds: its own products minus the base's."""
     return svd(size, None) - 2 * products(size)
 
 
 def act_score(size: Size, rank: int) -> int:
-    """``Vh`` times each rollout's mean activation."""
+    """Return the FLOPs of ``Vh`` times each rollout's mean activation."""
     return size.layers * sum(2 * size.rollouts * rank * d_in for d_in, _ in size.linears)
 
 
 def full_score(size: Size) -> int:
-    """Inner products and norms of each rollout's full-weight gradient, from its two sides (see ``Pairs``)."""
+    """Return the FLOPs of inner products and norms of each rollout's full-weight gradient, from its two sides (see ``Pairs``)."""
     b, s = size.rollouts, size.tokens
     norms = sum(min(s * (d_in + d_out), d_in * d_out) for d_in, d_out in size.linears)
     return products(size) + size.layers * 2 * b * s * norms

@@ -1,7 +1,7 @@
-"""The sides of the benchmark of hosts: one model, one set of adapters and sites to read; what differs is who runs the hooks.
+"""The sides of the hosts benchmark: one model, one set of adapters and sites to read; the library that runs the hooks differs.
 
-The bare side reads with ``register_forward_hook``, the others through their host. Weights are in common, and parameters of the
-adapters are drawn alike and moved off their init.
+The bare side reads with ``register_forward_hook``, the others through their host. Weights are shared; adapter parameters are drawn
+alike and moved off their initial values.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ FORWARD, STEP, TOKEN = "forward", "routed step", "generated token"
 SIDES, TASKS = (BARE, EAGER, TORCH, BRIDGE, NNSIGHT), (FORWARD, STEP, TOKEN)
 
 NEW = 16
-"""Tokens that are generated, where the context has room for them."""
+"""Number of generated tokens, if the context has room for them."""
 
 Seen = dict[Site, list[Tensor]]
 Generate = Callable[[Tensor, int], tuple[Tensor, Seen]]
@@ -38,7 +38,7 @@ Generate = Callable[[Tensor, int], tuple[Tensor, Seen]]
 
 @dataclass(frozen=True)
 class Setting:
-    """A size under a name. A turn is ``calls`` forwards or steps, so that a clock has something to measure."""
+    """A named size. A turn is ``calls`` forwards or steps, so that it is long enough for the clock."""
 
     name: str
     size: Size
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def new(self) -> int:
-        """Tokens that a generation adds to its prompts."""
+        """Number of tokens that a generation adds to its prompts."""
         return min(NEW, self.size.tokens - self.size.prompt)
 
 
@@ -59,7 +59,7 @@ QUICK = (Setting("tiny", MICRO, 1),)
 
 @dataclass(frozen=True)
 class Side:
-    """A model with adapters and a way to read its sites; ``generate`` is the library's own, reading as it goes."""
+    """A model with adapters and a way to read its sites; ``generate`` is the library's own, and reads during generation."""
 
     name: str
     policy: Policy
@@ -68,7 +68,7 @@ class Side:
 
 
 class HostBench:
-    """Builds the sides of one setting, and what they do in a turn. The frozen weights are in common."""
+    """Builder of the sides of one setting, and of their turns. The frozen weights are shared."""
 
     def __init__(self, setting: Setting, seed: int, cache_dir: Path):
         self.setting, self._seed, self._cache_dir = setting, seed, cache_dir
@@ -78,7 +78,7 @@ class HostBench:
         self.sites = [Site(0, "kept_a", "attn.q"), *(Site(layer, "resid_post") for layer in layers)]  # in the forward's order
 
     def build(self, name: str) -> Side:
-        """The side called ``name``, one of ``SIDES``."""
+        """Return the side called ``name``, one of ``SIDES``."""
         if name in (BARE, EAGER):
             return self._bare(name)
         model = self._model("sdpa")
@@ -94,7 +94,7 @@ class HostBench:
         return Side(name, policy, reading, generating(policy, reading, told))
 
     def contender(self, task: str, side: Side) -> Contender:
-        """What ``side`` does in a turn of ``task``; its step returns the result of the last call, and what was read in it."""
+        """Return a turn of ``task`` by ``side``; its step returns the result of the last call, and the values read in it."""
         rollouts, calls = self.batch.rollouts, self.setting.calls
         routed = self._bench.routed(side.name, side.policy, MaskSpec(score="grad"), 0)
 
@@ -118,7 +118,7 @@ class HostBench:
         return Contender(f"{task}: {side.name}", 0, turn, side.policy.model.zero_grad)
 
     def units(self, task: str) -> int:
-        """What a turn's time is divided by: new tokens, or calls."""
+        """Return the divisor of a turn's time: new tokens, or calls."""
         return self.setting.new if task == TOKEN else self.setting.calls
 
     def _model(self, attention: str) -> Any:
@@ -171,17 +171,17 @@ class HostBench:
 
 
 def listen(module: nn.Module, values: list[Tensor]) -> RemovableHandle:
-    """A bare hook that keeps what the module returns."""
+    """Register a bare hook that keeps the module's output."""
     return module.register_forward_hook(lambda _module, _args, output: values.append(output.detach()))
 
 
 def keeping(values: list[Tensor]) -> Callable[[Tensor], None]:
-    """The same as an edit."""
+    """Return an edit that keeps the value."""
     return lambda value: values.append(value.detach())
 
 
 Told = Callable[[Tensor, int], dict[str, Any]]
-"""What a library's ``generate`` is told of a prompt and a number of tokens: take the likeliest, that many times, with a cache."""
+"""Arguments of a library's ``generate`` for a prompt and a number of tokens: greedy, exactly that many tokens, with a cache."""
 
 
 def for_transformers(prompt: Tensor, new: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def for_the_bridge(_prompt: Tensor, new: int) -> dict[str, Any]:
 
 
 def generating(policy: Policy, reading: Callable[[], AbstractContextManager[Seen]], told: Told) -> Generate:
-    """The model's own ``generate`` with hooks open."""
+    """Return the model's own ``generate`` with hooks open."""
     model: Any = policy.model
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, Seen]:
@@ -206,7 +206,10 @@ def generating(policy: Policy, reading: Callable[[], AbstractContextManager[Seen
 
 
 def traced(model: nn.Module) -> Host:
-    """The nnsight host of a model with nnsight's ``generate``, which wants a tokenizer though it is given tokens: of one word."""
+    """Return the nnsight host of a model, with a one-word tokenizer.
+
+    nnsight's ``generate`` requires a tokenizer even for token inputs.
+    """
     from nnsight import TransformersModel
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

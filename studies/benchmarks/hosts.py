@@ -1,16 +1,16 @@
-"""What a host costs: paired ratios of time over bare torch hooks, for a forward, a routed step and a generated token.
+"""Cost of a host: paired ratios of time to bare torch hooks, for a forward, a routed step and a generated token.
 
     python -m studies.benchmarks.hosts [--quick] [--rounds 15] [--out FILE.json]
 
-Every side is the same random Qwen3 with the same adapters at every Linear of its blocks, and reads the same sites: the stream
-behind each block and one bottleneck. The bare side does so with ``register_forward_hook``, the others through their host:
+Every side is the same random Qwen3 with the same adapters at every Linear of its blocks, and reads the same sites: the stream after
+each block and one bottleneck. The bare side uses ``register_forward_hook``, the others their host:
 
     forward           hooks open, logits without gradients, hooks closed
     routed step       hooks open over the forward and backward of a step under a mask route, its flags and its gradients
     generated token   greedy generation with a cache, by the library's own ``generate``, hooks open; time over new tokens
 
-TransformerLens's bridge makes attention eager, so its own overhead is what it takes over bare hooks on eager attention; what that
-takes over bare hooks on fused attention is a row of its own. Importing nnsight makes every ``backward()`` in the process 20
+TransformerLens's bridge makes attention eager, so its own overhead is the ratio to bare hooks on eager attention; the ratio of
+those to bare hooks on fused attention is a row of its own. Importing nnsight makes every ``backward()`` in the process 20
 microseconds longer, on all sides alike.
 """
 
@@ -41,12 +41,12 @@ from studies.benchmarks.host_contenders import (
 from studies.benchmarks.paired import Measured, Ratio, machine, measure, ratio
 
 ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
-"""Which side is measured over which."""
+"""(side, the side that it is compared with)."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """``over`` relative to ``under``: time of a ``task``, with both medians in milliseconds a unit, and peak memory."""
+    """``over`` relative to ``under``: time of a ``task``, with both medians in milliseconds per unit, and peak memory."""
 
     setting: str
     task: str
@@ -59,12 +59,12 @@ class Result:
 
     @staticmethod
     def read(row: dict[str, Any]) -> "Result":
-        """A row of the JSON file."""
+        """Return a row of the JSON file."""
         return Result(**{**row, "time": Ratio(**row["time"])})
 
 
 def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
-    """All rows of a setting; what was measured of every side."""
+    """Return all rows of a setting, and the measurements of every side."""
     with TemporaryDirectory() as folder:
         bench = HostBench(setting, seed, Path(folder))
         sides = [bench.build(name) for name in tqdm(SIDES, desc=f"building {setting.name}", unit="side", leave=False)]
@@ -81,7 +81,7 @@ def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dic
 
 
 def table(results: list[Result]) -> str:
-    """Markdown. A cell is the ratio of medians, its 95% bootstrap interval, and what is added to a unit in milliseconds."""
+    """Return a Markdown table. A cell has the ratio of medians, its 95% bootstrap interval, and the added milliseconds per unit."""
     found = {(r.setting, r.over, r.under, r.task): r for r in results}
     lines = ["| model | what | against | " + " | ".join(TASKS) + " |", "|---" * (3 + len(TASKS)) + "|"]
     for setting in dict.fromkeys(r.setting for r in results):
@@ -98,14 +98,14 @@ def cell(r: Result) -> str:
 
 
 class Options(command.Benchmark):
-    """What each host costs over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
+    """Cost of each host over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
 
-    A cell reads "1.20 (1.15 - 1.26), +2.1 ms": the median time over the partner's, its 95% bootstrap interval over rounds, and the
-    difference of the medians. What a host adds is Python at a site, so it is a number of milliseconds more than a ratio: it matters
-    for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager attention, which
-    TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own. Sides take turns in a random order in
-    one process on one thread, and time is the processor's, so that other work on the machine is not counted. 15 rounds take
-    some six minutes, --quick some ten seconds.
+    A cell such as "1.20 (1.15 - 1.26), +2.1 ms" is the median time over the partner's, its 95% bootstrap interval over rounds, and
+    the difference of the medians. A host adds Python work at a site, so its cost is a number of milliseconds rather than a ratio:
+    it matters for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager
+    attention, which TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own cost. Sides take
+    turns in a random order in one process on one thread, and time is processor time, so that other work on the machine is not
+    counted. 15 rounds take about six minutes, --quick about ten seconds.
     """
 
     def run(self) -> None:
@@ -124,7 +124,7 @@ class Options(command.Benchmark):
 
 
 def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
-    """Everything, ready for JSON."""
+    """Return all measurements, ready for JSON."""
     return {
         "machine": machine(),
         "rounds": rounds,

@@ -1,15 +1,15 @@
-"""What the jail costs: grades a second by warm servers, beside a fresh process a grade, and beside servers that confine nothing.
+"""Cost of the jail: grades per second by warm servers, by a fresh process per grade, and by servers without confinement.
 
     python -m studies.benchmarks.jail [--quick] [--rounds 15] [--out FILE.json]
 
 Every side runs the same small grades, two at a time, and takes turns with the others:
 
     warm servers             `Jail` with all of its protections
-    warm, unconfined         the same with every protection left off: the price of a fork and of bringing data back
+    warm, unconfined         the same without any protection: the price of a fork and of returning data
     fresh process, confined  an interpreter started for each grade, which imports the same modules and confines itself
 
-What is compared is the processor's time of all processes that take part, so that other work on the machine is not counted. Grades
-a second are by the wall's clock, and lower on a busy machine. Folders lie in memory where there is /dev/shm: no disk is measured.
+Compared is the processor time of all processes that take part, so that other work on the machine is not counted. Grades per second
+are by wall-clock time, and lower on a busy machine. Folders are in memory if /dev/shm exists: no disk is measured.
 """
 
 import json
@@ -42,7 +42,7 @@ from studies.sandbox.wire import read_reply
 WARM, OPEN, FRESH = "warm servers", "warm, unconfined", "fresh process, confined"
 WORKERS = 2
 ROWS = ((WARM, FRESH), (WARM, OPEN))
-"""Which side is measured over which."""
+"""(side, the side that it is compared with)."""
 
 GRADE = {
     "code": """
@@ -76,7 +76,7 @@ child.live(how, task, child.Driver(execute, frozenset(private)))
 
 @dataclass(frozen=True)
 class Measured:
-    """Of every round: grades a second, and processor time a grade in seconds."""
+    """Grades per second, and processor seconds per grade, of every round."""
 
     rates: list[float]
     seconds: list[float]
@@ -87,7 +87,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Result:
-    """Processor time a grade of ``over`` relative to ``under``."""
+    """Processor time per grade of ``over`` relative to ``under``."""
 
     over: str
     under: str
@@ -95,7 +95,7 @@ class Result:
 
 
 class FreshProcess:
-    """A confined interpreter for every grade. Needs a child's own root: as root, or by a user namespace."""
+    """A confined interpreter for every grade. It needs a root of its own for the child: as root, or by a user namespace."""
 
     def __init__(self) -> None:
         self._identity = 65534 if os.geteuid() == 0 else None
@@ -105,7 +105,11 @@ class FreshProcess:
         self._command = [sys.executable, "-s", "-S", "-P", "-X", "utf8", "-c", PEER, json.dumps(config)]
 
     def run(self, payload: dict[str, str]) -> Any:
-        """The reply. Raises OSError where there is none."""
+        """Return the reply.
+
+        Raises:
+            OSError: If there is none.
+        """
         folder = tempfile.mkdtemp(prefix="fresh-")
         try:
             if self._identity is not None:
@@ -124,7 +128,7 @@ class FreshProcess:
 
 @contextmanager
 def folders_in_memory() -> Iterator[None]:
-    """Temporary folders go to /dev/shm, where that exists."""
+    """Context: temporary folders are in /dev/shm, if it exists."""
     before, shared = tempfile.tempdir, "/dev/shm"
     tempfile.tempdir = shared if os.access(shared, os.W_OK) else before
     try:
@@ -134,7 +138,7 @@ def folders_in_memory() -> Iterator[None]:
 
 
 def sides(stack: ExitStack) -> dict[str, Callable[[int], list[Any]]]:
-    """Name -> what runs a number of grades and returns their replies."""
+    """Return name -> a function that runs a number of grades and returns their replies."""
     warm = stack.enter_context(Jail(DRIVER, workers=WORKERS))
     unconfined = stack.enter_context(Jail(DRIVER, workers=WORKERS, unsafe=True, without=PROTECTIONS))
     threads = stack.enter_context(ThreadPoolExecutor(WORKERS))
@@ -147,7 +151,10 @@ def sides(stack: ExitStack) -> dict[str, Callable[[int], list[Any]]]:
 
 
 def processor_seconds() -> float:
-    """Of this process and of all below it, by the system's ticks; what has ended is in its parent's account."""
+    """Return the processor seconds of this process and all its descendants, by the system's ticks.
+
+    The time of a process that has ended is counted by its parent.
+    """
     used = sum(os.times()[:4])
     for pid in descendants(os.getpid()):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -156,7 +163,7 @@ def processor_seconds() -> float:
 
 
 def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
-    """Every side in every round, after a turn that warms up."""
+    """Measure every side in every round, after a warm-up turn."""
     measured = {name: Measured([], []) for name in grades}
     bar = tqdm(total=(rounds + 1) * len(grades), desc="taking turns", unit="turn", leave=False)
     with folders_in_memory(), ExitStack() as stack, bar:
@@ -175,7 +182,7 @@ def measure(grades: dict[str, int], rounds: int, rng: np.random.Generator) -> di
 
 
 def table(results: list[Result], measured: dict[str, Measured]) -> str:
-    """Markdown: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
+    """Return a Markdown table: medians of both sides, and the ratio of processor times with its 95% bootstrap interval."""
     lines = ["| what | grades/s | processor | against | grades/s | processor | ratio | 95% |", "|---|---|---|---|---|---|---|---|"]
     for r in results:
         spread = f"{r.time.lo:.3f} - {r.time.hi:.3f}"
@@ -184,10 +191,10 @@ def table(results: list[Result], measured: dict[str, Measured]) -> str:
 
 
 class Options(command.Benchmark):
-    """Grades a second of the jail, beside a fresh confined process a grade and beside forks that nothing confines.
+    """Grades per second of the jail, of a fresh confined process per grade, and of forks without confinement.
 
-    A ratio is that of the processor times of a grade, by medians over rounds, with a 95% bootstrap interval; below 1 is faster.
-    15 rounds take a minute, --quick some seconds.
+    A ratio is that of the processor times of a grade, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15
+    rounds take a minute, --quick a few seconds.
     """
 
     def run(self) -> None:

@@ -1,13 +1,13 @@
-"""Paired measurement: contenders take turns in one process, and what is quoted is the ratio of their medians.
+"""Paired measurement: contenders take turns in one process, and the result is the ratio of their medians.
 
-Time is the processor's, user and system (``time.process_time``): with one thread it is the wall's on a quiet machine, and on a
-busy one it does not count the waiting. The order of turns is shuffled every round. The interval is a bootstrap over rounds that
-keeps a round's turns together, so that what slows a whole round cancels.
+Time is processor time, user and system (``time.process_time``): with one thread it equals wall-clock time on a quiet machine, and
+on a busy one it does not include waiting. The order of turns is shuffled every round. The interval is a bootstrap over rounds that
+keeps a round's turns together, so that whatever slows a whole round cancels.
 
-Memory is the peak of what torch's allocator hands out during one step above what was there before (activations, gradients and
-scratch tensors; the weights are not in it), from the profiler's record of every allocation and release. It is the same number at
-every run. The resident set of a fresh process grows by the same amount to within 1% where every tensor has a mapping of its own
-(``MALLOC_MMAP_THRESHOLD_=32768``); with glibc's heap the holes between tensors hide the difference that is to be seen.
+Memory is the peak of torch's allocations during one step above what was allocated before (activations, gradients and scratch
+tensors, but not the weights), from the profiler's record of every allocation and release. It is the same number at every run. The
+resident set of a fresh process grows by the same amount to within 1% if every tensor has its own mapping
+(``MALLOC_MMAP_THRESHOLD_=32768``); with glibc's heap, holes between tensors hide the difference of interest.
 """
 
 import platform
@@ -23,7 +23,10 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Contender:
-    """``step`` is one forward and backward, ``flops`` its floor; ``reset`` drops the gradients, outside the clock."""
+    """A side of a benchmark.
+
+    ``step`` is one forward and backward, ``flops`` its floor; ``reset`` drops the gradients, outside of the timed region.
+    """
 
     name: str
     flops: int
@@ -49,7 +52,7 @@ class Ratio:
 
 
 def peak_bytes(step: Callable[[], object]) -> int:
-    """The most that ``step`` held at one time, in bytes, above what was allocated before it."""
+    """Return the maximum memory that ``step`` held at one time, in bytes, above what was allocated before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step()
     result = record.profiler and record.profiler.kineto_results
@@ -60,7 +63,7 @@ def peak_bytes(step: Callable[[], object]) -> int:
 
 
 def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True) -> dict[str, Measured]:
-    """``rounds`` turns each, after one turn that warms up and one under the memory record (0 without ``memory``)."""
+    """Measure ``rounds`` turns of each contender, after a warm-up turn and one under the memory record (0 without ``memory``)."""
     peaks: dict[str, int] = {}
     seconds: dict[str, list[float]] = {c.name: [] for c in contenders}
     with tqdm(total=len(contenders) * (rounds + 1), desc="taking turns", unit="step", leave=False) as bar:
@@ -82,9 +85,13 @@ def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generat
 
 
 def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generator, draws: int = 4000) -> Ratio:
-    """``median(over) / median(under)``; both sequences are aligned by round."""
+    """Return ``median(over) / median(under)``; both sequences are aligned by round.
+
+    Raises:
+        ValueError: If the sequences differ in length, or are empty.
+    """
     if len(over) != len(under) or not over:
-        raise ValueError(f"{len(over)} and {len(under)} rounds do not pair")
+        raise ValueError(f"{len(over)} and {len(under)} rounds do not pair: give equally many, at least one")
     sides = np.array([over, under])
     drawn = sides[:, rng.integers(len(over), size=(draws, len(over)))]
     top, bottom = np.median(drawn, axis=-1)
@@ -93,7 +100,7 @@ def ratio(over: Sequence[float], under: Sequence[float], rng: np.random.Generato
 
 
 def machine() -> dict[str, str | int]:
-    """What the numbers depend on, beside the code."""
+    """Return the properties of the machine on which the numbers depend."""
     return {
         "torch": torch.__version__,
         "architecture": platform.machine(),

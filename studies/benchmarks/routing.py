@@ -1,4 +1,4 @@
-"""What routing costs: paired ratios of time and peak memory, with the floor in FLOPs beside each.
+"""Cost of routing: paired ratios of time and peak memory, each with the floor in FLOPs.
 
     python -m studies.benchmarks.routing [--quick] [--rounds 15] [--out FILE.json]
 
@@ -32,7 +32,7 @@ VMAP, OPACUS = "torch.func vmap(grad)", "Opacus GradSampleModule"
 
 @dataclass(frozen=True)
 class Row:
-    """``over`` relative to ``under``; the limits are what the project promises, ``None`` where the row informs."""
+    """``over`` relative to ``under``; the limits are the project's targets, ``None`` for rows without a target."""
 
     over: str
     under: str
@@ -58,7 +58,7 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Result:
-    """A row as measured. ``floor`` is the ratio of FLOPs; ``missing`` says why there are no numbers."""
+    """A measured row. ``floor`` is the ratio of FLOPs; ``missing`` is the reason if there are no numbers."""
 
     row: Row
     floor: float | None = None
@@ -81,7 +81,7 @@ class Result:
 
 
 def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
-    """How each side is built, by name."""
+    """Return the builder of each side, by name."""
     size, base = bench.size, flops.frozen(bench.size)
     r, k = size.kept_rank, size.quarantine_rank
     svd = AdapterSpec(rank=r, quarantine_rank=k)
@@ -116,14 +116,14 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
 
 
 def build(bench: Bench) -> tuple[list[Contender], dict[str, str]]:
-    """The sides that run here, each run once, and for a foreign library that does not: why."""
+    """Return the sides that work here, each run once, and the reason for each foreign library that does not."""
     ready, missing = [], {}
     for name, side in tqdm(builders(bench).items(), desc="building", unit="side", leave=False):
         try:
             contender = side()
             contender.step()
             contender.reset()
-        except Exception as error:  # a foreign library may fail in any way, and that is then its row
+        except Exception as error:  # a foreign library may fail in any way; its row then shows the error
             if not any(foreign in name for foreign in (PEFT, VMAP)):
                 raise
             missing[name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
@@ -133,7 +133,7 @@ def build(bench: Bench) -> tuple[list[Contender], dict[str, str]]:
 
 
 def compare(size: Size, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured], dict[str, int]]:
-    """All rows; what was measured, and the floor in FLOPs, of every side."""
+    """Return all rows, and of every side the measurements and the floor in FLOPs."""
     with TemporaryDirectory() as folder:
         ready, missing = build(Bench(size, seed, Path(folder)))
     measured = measure(ready, rounds, np.random.default_rng(seed))
@@ -157,7 +157,7 @@ def compare(size: Size, rounds: int, seed: int) -> tuple[list[Result], dict[str,
 
 
 def table(results: list[Result], judge: bool = True) -> str:
-    """Markdown; times are ratios of medians with a 95% bootstrap interval. ``judge``: say which targets are met."""
+    """Return a Markdown table; times are ratios of medians with a 95% bootstrap interval. ``judge``: show which targets are met."""
     lines = [
         "| what | against | time | 95% | floor | FLOPs / frozen | peak memory | target | |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -199,7 +199,7 @@ class Options(command.Benchmark):
 def document(
     size: Size, rounds: int, results: list[Result], measured: Mapping[str, Measured], work: Mapping[str, int]
 ) -> dict[str, object]:
-    """Everything, ready for JSON."""
+    """Return all measurements, ready for JSON."""
     return {
         "machine": machine(),
         "size": asdict(size),

@@ -1,10 +1,10 @@
-"""What steering costs at a decode step, in microseconds on top of the forward: preparing it, acting at each site, reading monitors.
+"""Cost of steering at a decode step, in microseconds beside the forward: preparation, actions at each site, monitors.
 
     python -m studies.benchmarks.steering [--quick] [--rounds 15] [--out FILE.json]
 
 A batch of requests decodes one token each, in float32 on one thread. Every side is ``begin``, ``at`` for each of its sites, and
-``end``, on activations that are there; the first is the one addition that no steering can do without. The batch stays the same from
-step to step, but for the last side: there an action changes a request's scale before every step, so that each is laid out anew.
+``end``, on existing activations; the first side is the single addition that any steering requires. The batch is the same at every
+step except for the last side, in which an action changes a request's scale before every step, so that each step is laid out again.
 """
 
 import sys
@@ -29,7 +29,7 @@ ADDITION = "the addition alone"
 
 
 class Bench:
-    """Sides over a batch of ``requests`` activations of ``width`` numbers."""
+    """Builder of the sides over a batch of ``requests`` activations of ``width`` numbers."""
 
     def __init__(self, width: int, requests: int, seed: int):
         self.width, self.requests = width, requests
@@ -41,14 +41,14 @@ class Bench:
         return torch.randn(self.width, generator=self.generator)
 
     def state(self, spec: Callable[[int], Steering | None]) -> SteeringState:
-        """All requests admitted, each with its own."""
+        """Return a state with all requests admitted, each with its own steering."""
         state = SteeringState(lambda _: (self.width,), rows=self.requests)
         for request in range(self.requests):
             state.admit(request, spec(request))
         return state
 
     def step(self, state: SteeringState) -> None:
-        """One forward, as far as steering goes."""
+        """Run the steering of one forward."""
         h = self.h
         if state.begin(self.layout):
             for site in sorted(state.sites()):
@@ -56,7 +56,7 @@ class Bench:
         state.end()
 
     def sides(self) -> dict[str, Callable[[], object]]:
-        """What is measured, by name."""
+        """Return the sides by name."""
         added = torch.randn(self.requests, 1, self.width, generator=self.generator)
         steered = self.state(lambda _: self._steered())
         changing = self.state(lambda _: self._steered())
@@ -87,7 +87,7 @@ class Bench:
 
 
 def microseconds(width: int, requests: int, calls: int, rounds: int, seed: int) -> dict[str, tuple[float, ...]]:
-    """Of every side, the time of a step in each round, averaged over ``calls`` in a row."""
+    """Return the time of a step of every side in each round, averaged over ``calls`` consecutive steps."""
 
     def many(step: Callable[[], object]) -> Callable[[], object]:
         def run() -> None:
@@ -103,7 +103,7 @@ def microseconds(width: int, requests: int, calls: int, rounds: int, seed: int) 
 
 
 def table(found: dict[int, dict[str, tuple[float, ...]]]) -> Iterable[str]:
-    """Medians in Markdown, a column a width."""
+    """Yield the lines of a Markdown table of medians, one column per width."""
     yield f"| | {' | '.join(f'd = {width}' for width in found)} |"
     yield f"|---|{'---|' * len(found)}"
     for name in next(iter(found.values())):
@@ -112,7 +112,7 @@ def table(found: dict[int, dict[str, tuple[float, ...]]]) -> Iterable[str]:
 
 @dataclass(frozen=True)
 class SteeringBenchmark(command.Benchmark):
-    """What steering costs at a decode step of 64 requests, in microseconds of processor time on one thread (medians)."""
+    """Cost of steering at a decode step of 64 requests, in microseconds of processor time on one thread (medians)."""
 
     def run(self) -> None:
         widths, requests, calls = ((8,), 4, 2) if self.quick else (WIDTHS, REQUESTS, CALLS)

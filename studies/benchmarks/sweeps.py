@@ -1,16 +1,16 @@
-"""What a patch sweep costs beside TransformerLens's own: cells a second over the whole grid of ``resid_pre``, every cell compared.
+"""Cost of a patch sweep relative to TransformerLens's: time per cell over the whole grid of ``resid_pre``; all cells compared.
 
     python -m studies.benchmarks.sweeps [--quick] [--rounds 15] [--out FILE.json]
 
 The models are random Qwen3s and SmolLM2-135M. Clean and corrupt prompts differ in every token, so that each cell needs a run.
-TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around it: a whole forward a cell. A sweep
-runs
+TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model: a whole forward per cell. A
+sweep runs
 
-    resumed       cells over the corrupt run's keys and values, entering at their own block, many in a forward
+    resumed       cells over the corrupt run's keys and values, starting at their own block, many in a forward
     on a bridge   the same, on the bridge itself (whose attention is eager)
     whole         whole forwards of many cells in a batch, through the host's hooks
 
-All sides run both prompts first, within the clock, and nothing keeps gradients.
+All sides run both prompts first, within the timed region, and nothing keeps gradients.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "wh
 SIDES = (RESUMED, BRIDGED, WHOLE)
 ANSWER, FOIL = 5, 6
 SPREAD = 0.05
-"""Standard deviation of the random weights: large enough that a patch moves the logits by more than their rounding."""
+"""Standard deviation of the random weights: large enough that a patch moves the logits by more than their rounding error."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A decoder and the length of its prompts; SmolLM2 if ``pretrained``. ``most`` is a limit of rounds for slow settings."""
+    """A decoder and the length of its prompts; SmolLM2 if ``pretrained``. ``most`` is the maximum number of rounds."""
 
     name: str
     layers: int
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def cells(self) -> int:
-        """Of the grid."""
+        """Number of cells of the grid."""
         return self.layers * self.tokens
 
 
@@ -69,10 +69,11 @@ QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
 
 @dataclass(frozen=True)
 class Result:
-    """How many times as fast a side is as TransformerLens, with both medians in milliseconds a cell.
+    """Speed of a side relative to TransformerLens, with both medians in milliseconds per cell.
 
-    ``bound`` is that ratio as FLOPs have it: of a whole forward a cell, over what no cell can share; ``run`` over what was run (0
-    for whole forwards). ``difference`` is the largest between the two grids, whose largest effect of a patch is ``effect``.
+    ``bound`` is that ratio in FLOPs: a whole forward per cell, over the work that no cell can share; ``run`` is the same over the
+    work that was run (0 for whole forwards). ``difference`` is the largest difference between the two grids, and ``effect`` the
+    largest effect of a patch.
     """
 
     setting: str
@@ -88,12 +89,12 @@ class Result:
 
     @staticmethod
     def read(row: dict[str, Any]) -> "Result":
-        """A row of the JSON file."""
+        """Return a row of the JSON file."""
         return Result(**{**row, "times": Ratio(**row["times"])})
 
 
 def decoder(setting: Setting, seed: int) -> nn.Module:
-    """A random Qwen3; the same for the same seed."""
+    """Return a random Qwen3; the same for the same seed."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -115,31 +116,31 @@ def decoder(setting: Setting, seed: int) -> nn.Module:
 
 
 class SweepBench:
-    """One setting: its prompts, TransformerLens's side, and the sweep's. The weights are drawn alike for each."""
+    """The prompts of one setting, TransformerLens's side, and the sweep's. Both have the same weights."""
 
     def __init__(self, setting: Setting, seed: int):
         generator = torch.Generator().manual_seed(seed)
         self.clean = torch.randint(3, setting.vocab, (setting.tokens,), generator=generator)
-        # Another token at every position: this much on, around the vocabulary.
+        # Another token at every position: shifted by this much, modulo the vocabulary.
         shift = torch.randint(1, setting.vocab - 3, (setting.tokens,), generator=generator)
         self.corrupt = 3 + (self.clean - 3 + shift) % (setting.vocab - 3)
         self.host, self.bridged = (_open(name, setting, seed) for name in ("torch", "transformer_lens"))
 
     def lens(self) -> Float[np.ndarray, "layers positions"]:
-        """TransformerLens's own grid."""
+        """Return TransformerLens's own grid."""
         from transformer_lens.patching import get_act_patch_resid_pre
 
         def difference(logits: torch.Tensor) -> torch.Tensor:
             return logits[0, -1, ANSWER] - logits[0, -1, FOIL]
 
         bridge = self.bridged.bridge
-        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # it draws a bar, on a terminal or not
+        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):  # it draws a progress bar even without a terminal
             _, cache = bridge.run_with_cache(self.clean[None])
             found: Any = get_act_patch_resid_pre(bridge, self.corrupt[None], cache, difference)
         return found.double().numpy()
 
     def own(self, side: str) -> Grid:
-        """The sweep's grid."""
+        """Return the sweep's grid."""
         return sweep(
             self.bridged if side == BRIDGED else self.host,
             clean=self.clean,
@@ -157,7 +158,7 @@ def _open(host: str, setting: Setting, seed: int) -> Any:
 
 
 def compare(setting: Setting, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured]]:
-    """A row for every side; what was measured of each."""
+    """Return one row per side, and the measurements of each."""
     rounds = rounds if setting.most is None else min(rounds, setting.most)
     bench = SweepBench(setting, seed)
     expected, grids = bench.lens(), {side: bench.own(side) for side in SIDES}
@@ -189,7 +190,7 @@ def _turn(bench: SweepBench, side: str) -> Callable[[], object]:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown, a line a side."""
+    """Return a Markdown table, one line per side."""
     head = ("model", "sweep", "cells", "TransformerLens", "sweep's", "times as fast", "FLOPs: bound, run", "largest difference")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for r in results:
@@ -201,13 +202,13 @@ def table(results: list[Result]) -> str:
 
 
 class Options(command.Benchmark):
-    """Patch sweeps over resid_pre beside TransformerLens's get_act_patch_resid_pre: time a cell, both grids compared.
+    """Patch sweeps over resid_pre and TransformerLens's get_act_patch_resid_pre: time per cell, with both grids compared.
 
-    "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how much fewer a
-    cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many cells, or
-    eager attention. Sides take turns in a random order in one process on one thread, and time is the processor's, so that other
-    work on the machine is not counted. Long prompts and SmolLM2 have fewer rounds. All settings take three
-    quarters of an hour, --quick a few seconds.
+    "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how many times fewer
+    FLOPs a cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many
+    cells, or eager attention. Sides take turns in a random order in one process on one thread, and time is processor time, so that
+    other work on the machine is not counted. Long prompts and SmolLM2 have fewer rounds. All settings take three quarters of an
+    hour, --quick a few seconds.
     """
 
     def run(self) -> None:
@@ -223,7 +224,7 @@ class Options(command.Benchmark):
 
 
 def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
-    """Everything, ready for JSON."""
+    """Return all measurements, ready for JSON."""
     return {
         "machine": machine(),
         "rounds": rounds,

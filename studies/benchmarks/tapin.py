@@ -1,13 +1,14 @@
-"""Tap-In's matcher beside the linked lists that it replaces: tokens a second, and how that changes as the text grows.
+"""Speed of Tap-In's matcher and of the linked lists that it replaces, in tokens per second, and its change with text length.
 
     python -m studies.benchmarks.tapin [--quick] [--rounds 15] [--out FILE.json]
 
-The lists are those of the record: of every token its places in ascending order, by a head, a tail and a pointer to the next, one
-set for the window and one for the lost text, each place appended once it may be a candidate. They run as plain Python and, the same
-function, compiled by numba. All sides give the same hints, which is checked at every size that two of them run.
+The lists are those of the record: for every token, its positions in ascending order, by a head, a tail and a pointer to the next,
+one set for the window and one for the text that has left it; each position is appended once it may be a candidate. They run as
+plain Python and, the same function, compiled by numba. All sides give the same hints, which is checked at every size that two of
+them run.
 
 Growth is measured on the standard library's sources, on the same bytes as one document, on one byte repeated, and on random bytes.
-What would take the lists more than 5 seconds a round is left out. Compiling is not in the clock.
+Points at which the lists would take more than 5 seconds per round are left out. Compilation is not timed.
 """
 
 import sys
@@ -37,14 +38,14 @@ GROWTH_ROUNDS = 3
 PATIENCE = 5.0
 
 Sides = dict[str, Callable[[Int64[Tensor, " s"]], Hints]]
-"""Name -> what finds the hints of a stream."""
+"""Name -> a function that finds the hints of a stream."""
 
 
 def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: Any, counts: Any, found: Any) -> None:
-    """Fills ``found`` (4 x n) with token, length, votes and cross at every position, by walking all earlier places of its token.
+    """Fill ``found`` (4 x n) with token, length, votes and cross at every position, by walking all earlier positions of its token.
 
-    ``heads`` and ``tails`` (2 x vocabulary) and ``after`` (2 x n) hold the lists of the window and of the lost text: all -1.
-    ``counts`` (of each token) are zeros. All of them are lists, or arrays for the compiled function.
+    ``heads`` and ``tails`` (2 x vocabulary) and ``after`` (2 x n) are the lists of the window and of the text that has left it: all
+    -1. ``counts`` (by token) are zeros. All of them are lists, or arrays for the compiled function.
     """
     document = 0
     for t in range(len(ids)):
@@ -53,7 +54,7 @@ def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: An
             document = t
             for v in range(len(counts)):
                 heads[1][v] = -1
-        for kind, place, floor in ((0, t - 2, 0), (1, t - window - 1, document)):  # what has become a candidate
+        for kind, place, floor in ((0, t - 2, 0), (1, t - window - 1, document)):  # positions that have become candidates
             if place >= floor:
                 v = ids[place]
                 if heads[kind][v] < 0:
@@ -62,7 +63,7 @@ def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: An
                     after[kind][tails[kind][v]] = place
                 tails[kind][v] = place
                 after[kind][place] = -1
-        while 0 <= heads[0][token] < start:  # what has left the window
+        while 0 <= heads[0][token] < start:  # positions that have left the window
             heads[0][token] = after[0][heads[0][token]]
         best, winner, is_cross = 0, -1, 0
         for kind, floor in ((0, start), (1, document)):
@@ -84,7 +85,7 @@ def chains(ids: Any, starts: Any, window: int, heads: Any, tails: Any, after: An
 
 
 def linked(tokens: Int64[Tensor, " s"], walk: Callable[..., None], convert: Callable[[np.ndarray], Any]) -> Hints:
-    """``find_hints`` by ``chains``; ``convert`` makes what ``walk`` works on of arrays."""
+    """Return the hints of ``find_hints``, found by ``chains``; ``convert`` converts arrays to the type on which ``walk`` works."""
     n = len(tokens)
     heads, tails = (np.full((2, VOCABULARY), -1) for _ in range(2))
     work = [heads, tails, np.full((2, n), -1), np.zeros(VOCABULARY, dtype=np.int64)]
@@ -96,13 +97,13 @@ def linked(tokens: Int64[Tensor, " s"], walk: Callable[..., None], convert: Call
 
 
 def same(one: Hints, other: Hints) -> bool:
-    """Whether all hints are equal."""
+    """Return True if all hints are equal."""
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("token", "length", "votes", "cross"))
 
 
 def sides() -> Sides:
-    """All of them; the lists are compiled at their first stream."""
-    compiled = njit(getattr(chains, "__wrapped__", chains))  # what checks types in tests wraps functions
+    """Return all sides; the lists are compiled at their first stream."""
+    compiled = njit(getattr(chains, "__wrapped__", chains))  # the type checker of tests wraps functions
     return {
         OWN: lambda tokens: find_hints(tokens, WINDOW, stride=STRIDE),
         COMPILED: lambda tokens: linked(tokens, compiled, lambda array: array),
@@ -111,7 +112,7 @@ def sides() -> Sides:
 
 
 def texts(n: int, seed: int) -> dict[str, Int64[Tensor, " s"]]:
-    """Name -> a stream of ``n`` tokens."""
+    """Return name -> a stream of ``n`` tokens."""
     tokens = standard_library().stream("train", n)[:n]
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -124,7 +125,7 @@ def texts(n: int, seed: int) -> dict[str, Int64[Tensor, " s"]]:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second: the median over rounds with its 95% bootstrap interval."""
+    """Tokens per second: the median over rounds with its 95% bootstrap interval."""
 
     value: float
     lo: float
@@ -132,7 +133,7 @@ class Speed:
 
     @staticmethod
     def of(tokens: int, seconds: Sequence[float], rng: np.random.Generator) -> "Speed":
-        """From the seconds of every round."""
+        """Return the speed from the seconds of every round."""
         taken = ratio(seconds, [1.0] * len(seconds), rng)
         return Speed(tokens / taken.value, tokens / taken.hi, tokens / taken.lo)
 
@@ -142,7 +143,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Point:
-    """A size of a text: tokens a second of a side; ``None`` where it would take too long."""
+    """A side on a text of one size: its tokens per second; ``None`` if it would take too long."""
 
     text: str
     side: str
@@ -151,7 +152,7 @@ class Point:
 
 
 def timed(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.Generator) -> dict[str, Measured]:
-    """Seconds of every round of some sides, in turns."""
+    """Return the measurements of some sides, which take turns."""
     found = [find(tokens) for find in run.values()]
     assert all(same(found[0], other) for other in found), "the sides differ"
     contenders = [Contender(name, 0, lambda find=find: find(tokens), lambda: None) for name, find in run.items()]
@@ -159,7 +160,7 @@ def timed(run: Sides, tokens: Int64[Tensor, " s"], rounds: int, rng: np.random.G
 
 
 def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: int) -> list[Point]:
-    """Every text at every length, by the matcher and, while they are not too slow, by the compiled lists."""
+    """Return every text at every length, by the matcher and, while they are fast enough, by the compiled lists."""
     points: list[Point] = []
     for text, tokens in texts(lengths[-1], seed).items():
         expected = 0.0  # seconds of the lists, which grow with the square of the length
@@ -175,7 +176,7 @@ def growth(run: Sides, lengths: Sequence[int], rng: np.random.Generator, seed: i
 
 
 def table(points: Sequence[Point]) -> str:
-    """Markdown: thousands of tokens a second, medians, a column a length."""
+    """Return a Markdown table: thousands of tokens per second, medians, one column per length."""
     lengths = sorted({point.tokens for point in points})
     lines = [f"| text | side | {' | '.join(f'{n:,}' for n in lengths)} |", f"|---|---|{'---|' * len(lengths)}"]
     for text, side in dict.fromkeys((point.text, point.side) for point in points):
@@ -187,7 +188,7 @@ def table(points: Sequence[Point]) -> str:
 
 @dataclass(frozen=True)
 class Options(command.Benchmark):
-    """Tokens a second of Tap-In's matcher, beside linked lists in plain Python and compiled, and as the text grows.
+    """Tokens per second of Tap-In's matcher, and of linked lists in plain Python and compiled, and their change with text length.
 
     Processor time on one thread, medians over rounds with 95% bootstrap intervals; a ratio above 1 is faster than the plain lists.
     """

@@ -1,4 +1,4 @@
-"""vLLM's engine as one side of the engine's benchmark, where its CPU build is installed: in this process, one thread, float32."""
+"""vLLM's engine as one side of the engine's benchmark, if its CPU build is installed: in this process, one thread, float32."""
 
 import os
 import tempfile
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 
 def vllm_side(model: nn.Module, prompts: Tensor, new: int) -> Callable[[], None]:
-    """A call that generates ``new`` tokens for each of ``prompts [b s]``. The model is handed over in a folder, which stays."""
+    """Return a call that generates ``new`` tokens for each of ``prompts [b s]``.
+
+    The model is passed in a temporary folder, which is not deleted.
+    """
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 

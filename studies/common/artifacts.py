@@ -1,4 +1,4 @@
-"""Artifacts of a study: JSON with tensors beside it, written whole, checked when read, and refused if they are another run's."""
+"""Artifacts of a study: JSON with tensors beside it, written atomically, checked on reading, and refused if from another run."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ Part = tuple[dict[str, Any], dict[str, Tensor]]
 
 
 def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write an artifact: its tensors, then the JSON file ``path`` that vouches for both. If the JSON is there, both are.
+    """Write an artifact: its tensors, then the JSON file ``path`` with the checksum of both. If the JSON exists, both are complete.
 
     Args:
-        path: The JSON file; tensors go beside it, with the suffix ``.safetensors``.
-        identity: A hash of all that the artifact depends on, beside the code.
+        path: The JSON file; tensors are written beside it, with the suffix ``.safetensors``.
+        identity: A hash of everything except the code that the artifact depends on.
         content: Plain data.
-        tensors: By name; no file if there are none.
+        tensors: Tensors by name; no file is written if there are none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain, own = json.loads(json.dumps(content, allow_nan=False)), {n: t.contiguous() for n, t in (tensors or {}).items()}
@@ -35,7 +35,7 @@ def read_part(path: Path, identity: str | None = None) -> Part | None:
     """Return an artifact's content and tensors; ``None`` if it was not made yet.
 
     Raises:
-        ValueError: A file of it is damaged, missing, or of another identity than ``identity`` (``None`` takes any).
+        ValueError: A file of it is damaged or missing, or its identity is not ``identity`` (``None`` accepts any).
     """
     if not path.exists():
         return None

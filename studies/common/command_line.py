@@ -64,7 +64,7 @@ def read_seeds(text: str) -> list[int]:
 
 
 def seeds_text(seeds: Sequence[int]) -> str:
-    """``seed 3``, ``seeds 0-7`` or ``seeds 0, 2, 5``."""
+    """Return ``seed 3``, ``seeds 0-7`` or ``seeds 0, 2, 5``."""
     if len(seeds) == 1:
         return f"seed {seeds[0]}"
     whole = list(seeds) == list(range(seeds[0], seeds[-1] + 1))
@@ -72,7 +72,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 
 def seeds_argument(seeds: Sequence[int]) -> str:
-    """Seeds as ``--seeds`` takes them: ``0-7``, ``3-3`` or ``0,2,5``."""
+    """Return the seeds as an argument of ``--seeds``: ``0-7``, ``3-3`` or ``0,2,5``."""
     text = seeds_text(seeds).partition(" ")[2].replace(" ", "")
     return f"{text}-{text}" if text.isdigit() else text
 

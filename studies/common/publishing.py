@@ -53,19 +53,19 @@ _BLOCK = re.compile(r"(<!-- shown: (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTA
 
 
 def filled(page: Path) -> str:
-    """Return the text of a page whose blocks show other files, with those files as they are now.
+    """Return the text of a page in which the blocks that show other files are filled with the current content of these files.
 
-    A block starts with ``<!-- shown: PATH -->`` and ends with ``<!-- end of PATH -->``; the path is relative to the page. Pages so
-    contain all that they show, and can be read without a site generator. A file of Python is shown as code.
+    A block starts with ``<!-- shown: PATH -->`` and ends with ``<!-- end of PATH -->``; the path is relative to the page. Pages
+    thus contain everything that they show, and can be read without a site generator. A Python file is shown as code.
 
     Raises:
-        ValueError: A block names a file that is not there.
+        ValueError: A block names a file that does not exist.
     """
 
     def block(found: re.Match[str]) -> str:
         path = page.parent / found[2]
         if not path.is_file():
-            raise ValueError(f"{page} shows {found[2]}, which is not there: publish it first, or remove the block")
+            raise ValueError(f"{page} shows {found[2]}, which does not exist: publish it first, or remove the block")
         text = path.read_text(encoding="utf-8").strip()
         shown = f"```python\n{text}\n```" if path.suffix == ".py" else text
         return f"{found[1]}\n{shown}\n\n{found[3]}"
@@ -74,7 +74,7 @@ def filled(page: Path) -> str:
 
 
 def update_pages(pages: Iterable[Path]) -> list[Path]:
-    """Write the pages whose blocks are not up to date (see `filled`); return these."""
+    """Write the pages whose blocks are not up to date (see `filled`), and return their paths."""
     texts = {page: filled(page) for page in pages}
     return [write_whole(page, text.encode()) for page, text in texts.items() if text != page.read_text(encoding="utf-8")]
 
@@ -88,10 +88,9 @@ def write_texts(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 def published(place: Path, provenance: Mapping[str, Any]) -> Iterator[Path]:
     """Context: an empty folder, which replaces ``place`` on a clean exit and is deleted otherwise.
 
-    Pages of the docs, two folders above ``place``, that show its files are updated (`update_pages`).
-
-    Figures in it are repacked. ``provenance`` (the settings and the command of the run) is written to provenance.json, with the
-    SHA-256 of every other file.
+    Figures in the folder are repacked. ``provenance`` (the settings and the command of the run) is written to provenance.json, with
+    the SHA-256 of every other file. Pages of the docs, two folders above ``place``, that show its files are updated
+    (`update_pages`).
 
     Raises:
         OSError: The folder cannot be written; an existing folder is then unchanged.

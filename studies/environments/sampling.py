@@ -1,8 +1,8 @@
-"""Token by token: the loop by which every world samples, whatever its model keeps as a cache.
+"""Sampling token by token: the loop that all worlds share, for any kind of cache.
 
     token = the first v with F(v) > u,      F the cumulative distribution of softmax(logits / temperature), u uniform on [0, 1)
 
-The uniforms are drawn before the first token. So a row's tokens depend on its own uniforms alone, and rows that have ended leave
+The uniforms are drawn before the first token, so a row's tokens depend on its own uniforms alone, and rows that have ended leave
 the batch.
 """
 
@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 GoOn = Callable[[Int[Tensor, " r"], Bool[Tensor, " b"]], Float[Tensor, "r v"]]
-"""(drawn tokens of the rows that go on, which of the rows so far these are) -> logits of their next token."""
+"""(drawn tokens of the rows that continue, mask of these rows among the previous ones) -> logits of their next token."""
 
 
 def draw_uniforms(rows: int, max_new: int, generator: torch.Generator) -> Float[Tensor, "b n"]:
@@ -31,18 +31,18 @@ def complete(
     ends: Sequence[int],
     fill: int,
 ) -> Int[Tensor, "b n"]:
-    """Sample up to n tokens per row; after the first token of ``ends`` a row holds ``fill``.
+    """Sample up to n tokens per row; after the first token of ``ends`` a row is padded with ``fill``.
 
     Args:
-        first: Feeds the model its prompts and returns the logits of the first token.
-        go_on: Feeds the model and returns the next logits.
-        uniforms: One for every row and step.
-        temperature: Above 0.
+        first: Function that feeds the model its prompts and returns the logits of the first token.
+        go_on: Function that feeds the model the drawn tokens and returns the next logits.
+        uniforms: One uniform per row and step.
+        temperature: Temperature, above 0.
         ends: Tokens that end a row.
-        fill: What stands behind the end.
+        fill: Token after the end of a row.
 
     Raises:
-        ValueError: The temperature is not positive.
+        ValueError: The temperature is not positive, or the logits are NaN or infinite.
     """
     if not temperature > 0:
         raise ValueError(f"temperature = {temperature} is not positive: choose one above 0")
@@ -63,8 +63,9 @@ def complete(
 def draw(logits: Float[Tensor, "b v"], uniforms: Float[Tensor, " b"], temperature: float = 1.0) -> Int[Tensor, " b"]:
     """Return the token at which the cumulative distribution of softmax(logits / temperature) passes each uniform in [0, 1).
 
-    Raises ValueError for logits without a softmax: a search in NaN ends at the last token, and a policy that diverged would seem
-    to be one that neither solves nor hacks.
+    Raises:
+        ValueError: The logits have no softmax. A search in NaN would end at the last token, and a policy that diverged would look
+            like one that neither solves nor hacks.
     """
     cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
     if not bool(cumulative[:, -1].isfinite().all()):

@@ -1,1 +1,1 @@
-"""Two residual lanes, depth recurrence, Tap-In, score-first training, Muon and GPTQ: a public record's claims, tested by hooks."""
+"""Two residual lanes, depth recurrence, Tap-In, score-first training, Muon and GPTQ: tests of a public record's claims."""

@@ -1,4 +1,4 @@
-"""``python -m studies.lanes``: see ``cli``. Its imports take seconds, and a Ctrl-C in them deserves no traceback."""
+"""``python -m studies.lanes``: see ``cli``. Its imports take seconds, so Ctrl-C during them is handled without a traceback."""
 
 import sys
 

@@ -1,18 +1,18 @@
-"""What is trained: every arm is one field away from another.
+"""The arms of the study: each differs from another in one field.
 
     gptj (the record's baseline) -> sequential                     the control: the MLP reads what attention wrote
                                  -> short                          a quarter of the steps
-         -> shipped (two lanes, learned) -> frozen                 the same, routing scalars stay as they start
-                                         -> asymmetric -> frozen
-                                         -> short
-                                         -> simultaneous, gauge, z2          other wirings of the lanes
-                                         -> wide (a loop) -> embeddings, head bias, early, wider;  narrow -> embeddings
-                                         -> early fork                       two lanes from the middle on
-                                         -> low decay, momentum .98, .99     other optimizers
+      -> shipped (two lanes, learned) -> frozen                    the same, but the routing scalars are not trained
+                                      -> asymmetric -> frozen
+                                      -> short
+                                      -> simultaneous, gauge, z2   other wirings of the lanes
+                                      -> wide (a loop) -> embeddings, head bias, early, wider;  narrow -> embeddings
+                                      -> early fork                two lanes from the middle on
+                                      -> low decay, momentum .98, .99     other optimizer settings
 
-A study trains what most of the claims need; a full one also what the record tried and dropped, and questions of ours (`full`).
-Arms of one seed share the order of the data, and the weights that they start from wherever shapes agree: matrices are drawn in one
-order from one generator, and no arm has a matrix that another lacks.
+The default study trains the arms that most of the claims need. A full study also trains what the record tried and dropped, and arms
+for questions of our own (`full`). Arms of one seed share the order of the data, and the initial weights wherever shapes agree:
+matrices are drawn in a fixed order from one generator, and no arm has a matrix that another lacks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,20 +25,28 @@ from studies.lanes.config import LanesConfig, Loop, sized
 from studies.lanes.optim import OptimSettings
 
 Looped = Literal["none", "wide", "narrow", "wider"]
-USUAL, EARLY = 0.5, 0.35  # the shares of the steps from which on the record's loop runs, and ran in an experiment that it dropped
+USUAL, EARLY = 0.5, 0.35  # fractions of the steps after which the record's loop runs, and ran in an experiment that it dropped
 
 
 @validated
 class Arm:
     """One arm.
 
-    name, about: its name and what it differs in, in words.
-    wiring, start, learned: see `LanesConfig`.
-    looped: which of the loops of `Size` runs. embeddings, head_bias: what a pass of it adds.
-    enable_at: the share of the steps before which the loop does not run yet.
-    steps: the share of the study's steps that it is trained for. early_fork: whether lanes fork where the decoder begins.
-    decay, momentum: the optimizer's, where they are not the study's.
-    full: whether only a full study trains it.
+    Attributes:
+        name: Name of the arm.
+        about: How the arm differs from the others, in words.
+        wiring: See `LanesConfig`.
+        start: See `LanesConfig`.
+        learned: See `LanesConfig`.
+        looped: Which loop of `Size` runs.
+        embeddings: True to add an embedding of each pass.
+        head_bias: True to add a bias of each pass to the keys of one head.
+        enable_at: Fraction of the steps before which the loop does not run.
+        steps: Number of training steps as a fraction of the study's.
+        early_fork: True if the lanes fork at the start of the decoder.
+        decay: Weight decay, if it differs from the study's.
+        momentum: Momentum, if it differs from the study's.
+        full: True if only a full study trains the arm.
     """
 
     name: Name
@@ -57,23 +65,28 @@ class Arm:
     full: bool = False
 
     def config(self, size: "Size") -> LanesConfig:
-        """The model of this arm at a size."""
+        """Return the model configuration of this arm at a size."""
         loop = {"none": None, "wide": size.wide, "narrow": size.narrow, "wider": size.wider}[self.looped]
         given = {"lane_start": size.layers // 2} if self.early_fork else {}
         given |= {"wiring": self.wiring, "start": self.start, "learned": self.learned}
         return sized(size, loop=loop, loop_embeddings=self.embeddings, head_bias=self.head_bias, **given)
 
     def optim(self, usual: OptimSettings) -> OptimSettings:
-        """The optimizer of this arm."""
+        """Return the optimizer settings of this arm."""
         own = {name: value for name in ("decay", "momentum") if (value := getattr(self, name)) is not None}
         return replace(usual, **own)
 
 
 @validated
 class Size:
-    """Sizes that all arms share. wide, narrow: two loops of as many virtual steps, the one over more blocks and with fewer passes.
+    """Model sizes that all arms share.
 
-    Raises ValueError where the two differ in depth, or where the lanes would fork before a loop ends.
+    Attributes:
+        wide: The loop over more blocks with fewer passes.
+        narrow: The loop over fewer blocks with more passes; both have the same number of virtual steps.
+
+    Raises:
+        ValueError: If the two loops differ in depth, or if the lanes would fork before a loop ends.
     """
 
     layers: AtLeastOne = 6
@@ -88,12 +101,12 @@ class Size:
         depths = [len(sized(self, loop=loop).steps) for loop in (None, self.wide, self.narrow)]
         if depths[1] != depths[2]:
             raise ValueError(
-                f"a wide and a narrow loop are compared at one depth, and these have {depths[1]} and {depths[2]} steps"
+                f"the wide and the narrow loop must have the same depth, but they have {depths[1]} and {depths[2]} steps"
             )
 
     @property
     def wider(self) -> Loop:
-        """The wide loop over one more block, in front of it: behind it there may be the fork."""
+        """The wide loop with one more block in front of it (the lanes may fork right behind it)."""
         return replace(self.wide, start=self.wide.start - 1)
 
 
@@ -136,12 +149,16 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 
 
 def arms_of(full: bool) -> tuple[str, ...]:
-    """The arms of a study."""
+    """Return the names of the arms of a study."""
     return tuple(name for name, arm in ARMS.items() if full or not arm.full)
 
 
 def get_arms(names: Sequence[str]) -> list[Arm]:
-    """The arms of these names, in the order of the table. Raises KeyError with the names that there are."""
+    """Return the arms with these names, in the order of the table.
+
+    Raises:
+        KeyError: If there is no arm of that name; the message lists the valid names.
+    """
     if unknown := [name for name in names if name not in ARMS]:
-        raise KeyError(f"no arm is named {unknown[0]!r}; there are {', '.join(ARMS)}")
+        raise KeyError(f"unknown arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
     return [arm for arm in ARMS.values() if arm.name in names]

@@ -1,14 +1,15 @@
-"""Bits per byte of a stream, by windows that slide over it.
+"""Bits per byte of a stream, from sliding-window evaluation.
 
     BPB = (sum of nll / ln 2) / bytes             over targets that are bytes: BOS counts neither bits nor a byte
 
 A stream of s tokens has n = s - 1 predictions: prediction p reads tokens up to p and is scored on token p + 1. Windows of W inputs
-end every `stride` predictions; the first scores all of its predictions, each other those that no window before it scored, and the
-last is shifted left to end with the stream. So each prediction is scored once, all windows of a stream have one length, and each
-prediction but those of the first window reads at least W - stride + 1 tokens. The plan depends on n alone.
+end every `stride` predictions. The first window scores all of its predictions, each later window those that no earlier window
+scored, and the last window is shifted left to end with the stream. Thus each prediction is scored once, all windows of a stream
+have the same length, and each prediction outside of the first window reads at least W - stride + 1 tokens. The plan depends on n
+alone.
 
-Windows slide over the stream as it is, across the ends of documents: a model reads BOS there, as it did in training.
-Source: the sliding evaluation of parameter-golf, pull request 1518, which scores 64 predictions at its tail twice; here none is.
+Windows slide across the ends of documents: a model reads BOS there, as in training. Source: the sliding evaluation of
+parameter-golf, pull request 1518, which scores 64 predictions at its tail twice; here no prediction is scored twice.
 """
 
 import math
@@ -24,14 +25,17 @@ from tqdm import tqdm
 from studies.lanes.config import BOS
 
 PRIOR = 64.0
-"""Bytes that the single-byte table counts for in the table of pairs; between 16 and 256 the result hardly depends on it."""
+"""Pseudocount of the single-byte table in the table of pairs; between 16 and 256 the result hardly depends on it."""
 Mix = Callable[[Float[Tensor, "p v"], Int[Tensor, " p"]], Float[Tensor, "p v"]]
-"""(log-probabilities in float64, the last position that each may read) -> log-probabilities. It may read tokens up to that position
-only: row i is the distribution of token `positions[i] + 1`. Positions come in rising order, each once."""
+"""(log-probabilities in float64, the last position that each row may read) -> log-probabilities.
+
+A mix may read tokens up to that position only: row i is the distribution of token `positions[i] + 1`. Positions are ascending and
+distinct.
+"""
 
 
 class Window(NamedTuple):
-    """Inputs are tokens `start .. end - 1`; predictions `score_from .. end - 1` are scored."""
+    """A window with inputs `start .. end - 1` of which predictions `score_from .. end - 1` are scored."""
 
     start: int
     end: int
@@ -39,12 +43,13 @@ class Window(NamedTuple):
 
 
 def plan_windows(n: int, window: int, stride: int) -> tuple[Window, ...]:
-    """The windows that score each of `n` predictions once, in order; all of them `min(window, n)` long.
+    """Return the windows that score each of `n` predictions once, in order; each is `min(window, n)` long.
 
-    Raises ValueError for a negative `n` and unless 1 <= stride <= window (a longer stride would leave predictions out).
+    Raises:
+        ValueError: If `n` is negative, or unless 1 <= stride <= window (a longer stride would leave predictions out).
     """
     if n < 0:
-        raise ValueError(f"n = {n} predictions cannot be: give 0 or more")
+        raise ValueError(f"n = {n} is not a number of predictions: give 0 or more")
     if not 1 <= stride <= window:
         raise ValueError(f"stride = {stride} with windows of {window} is out of range: choose 1 to {window}")
     size = min(window, n)
@@ -58,18 +63,18 @@ def plan_windows(n: int, window: int, stride: int) -> tuple[Window, ...]:
 def score(
     model: nn.Module, tokens: Int[Tensor, " s"], *, window: int = 128, stride: int = 64, batch: int = 32, mix: Mix | None = None
 ) -> Float[Tensor, " s"]:
-    """The negative log-likelihood of every token, in nats and float64; 0 at position 0, which nothing predicts.
+    """Return the negative log-likelihood of every token, in nats and float64; 0 at position 0, which nothing predicts.
 
     Args:
-        model: `model(tokens [b s]) -> logits [b s v]`; it runs in eval mode without gradients and keeps the modes that it had.
-        tokens: the stream.
-        window: inputs of a window.
-        stride: predictions from the end of one window to the end of the next.
-        batch: windows of one forward; results do not depend on it but for the order of floating-point sums.
-        mix: changes the distributions before they are scored (see `Mix`); None scores the model's own.
+        model: `model(tokens [b s]) -> logits [b s v]`; runs in eval mode without gradients. Its modes are restored afterwards.
+        tokens: The stream.
+        window: Inputs per window.
+        stride: Predictions from the end of one window to the end of the next.
+        batch: Windows per forward; results do not depend on it except for the order of floating-point sums.
+        mix: Function that changes the distributions before they are scored (see `Mix`); None scores the model's own.
 
     Raises:
-        ValueError: an empty stream, a stride that does not fit, or a `mix` that gives another shape than it was given.
+        ValueError: If the stream is empty, the stride is out of range, or `mix` changes the shape.
     """
     nll = unscored(tokens)
     with in_eval(model):
@@ -78,7 +83,11 @@ def score(
 
 
 def unscored(tokens: Int[Tensor, " s"]) -> Float[Tensor, " s"]:
-    """Zeros for `score_windows` to fill in. Raises ValueError for an empty stream."""
+    """Return zeros for `score_windows` to fill in.
+
+    Raises:
+        ValueError: If the stream is empty.
+    """
     if not len(tokens):
         raise ValueError("the stream is empty: give at least one token")
     return torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
@@ -94,9 +103,13 @@ def score_windows(
     batch: int = 32,
     mix: Mix | None = None,
 ) -> None:
-    """Write into `nll` what `windows`, all of one length, score; the model is taken in the mode that it has."""
+    """Write the scores of `windows`, all of one length, into `nll`; the model runs in its current mode.
+
+    Raises:
+        ValueError: If `batch` is less than 1, or if `mix` changes the shape.
+    """
     if batch < 1:
-        raise ValueError(f"batch = {batch} windows cannot be: choose 1 or more")
+        raise ValueError(f"batch = {batch} must be at least 1")
     for first in tqdm(range(0, len(windows), batch), "scoring", disable=None, leave=False):
         group = windows[first : first + batch]
         logits = model(torch.stack([tokens[one.start : one.end] for one in group]))
@@ -106,35 +119,41 @@ def score_windows(
         if mix is not None:
             mixed = mix(log_probs, positions)
             if mixed.shape != log_probs.shape:
-                raise ValueError(f"mix gave {tuple(mixed.shape)} for log-probabilities of {tuple(log_probs.shape)}: keep the shape")
+                raise ValueError(
+                    f"mix returned {tuple(mixed.shape)} for log-probabilities of {tuple(log_probs.shape)}: keep the shape"
+                )
             log_probs = mixed
         nll[positions + 1] = -log_probs.gather(-1, tokens[positions + 1, None])[:, 0].double()
 
 
 def byte_targets(tokens: Int[Tensor, " s"]) -> Bool[Tensor, " s"]:
-    """Which tokens count in bits per byte: all that are bytes but the first of the stream, which nothing predicts."""
+    """Return the mask of the tokens that count in bits per byte: all bytes except the first token, which nothing predicts."""
     return (tokens != BOS) & (torch.arange(len(tokens), device=tokens.device) > 0)
 
 
 def bits(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
-    """Bits that the bytes of the stream cost, in all."""
+    """Return the total number of bits that the bytes of the stream cost."""
     return float(nll[byte_targets(tokens)].double().sum() / math.log(2))
 
 
 def bpb(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
-    """Bits per byte. Raises ValueError for a stream in which nothing counts."""
+    """Return the bits per byte.
+
+    Raises:
+        ValueError: If no token of the stream counts.
+    """
     counted = int(byte_targets(tokens).sum())
     if not counted:
-        raise ValueError("no byte of the stream is predicted: give at least two tokens, of which one behind the first is a byte")
+        raise ValueError("no byte of the stream is predicted: give at least two tokens, of which one after the first is a byte")
     return bits(nll, tokens) / counted
 
 
 def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, float]:
-    """Bits per byte of counts of `train`, on the bytes of `tokens`: of single bytes, and of a byte given the one before it.
+    """Return the bits per byte of count tables of `train` on the bytes of `tokens`: of single bytes, and of pairs of bytes.
 
         p(b) = (n(b) + 1) / (n + 256)               p(b | a) = (n(a, b) + PRIOR p(b)) / (n(a) + PRIOR)
 
-    Starts of documents are read and not predicted, as everywhere.
+    Starts of documents are read but not predicted, as everywhere in the study.
     """
     size = BOS + 1
     pairs = torch.bincount(train[:-1] * size + train[1:], minlength=size * size).reshape(size, size).double()[:, :BOS]
@@ -147,7 +166,7 @@ def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, 
 
 @contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Eval mode inside the block; each module's own mode comes back afterwards."""
+    """Context: the model in eval mode; each module's mode is restored afterwards."""
     found = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The record's claims as data, each with what we measure and the rule that turns the measurement into a verdict."""
+"""The record's claims as data: each has a measurement and the rule that turns the measurement into a verdict."""
 
 import math
 from collections.abc import Sequence
@@ -49,12 +49,18 @@ POWER, LEVEL = 0.8, 0.95
 
 @dataclass(frozen=True)
 class Claim:
-    """One row.
+    """One claim of the table.
 
-    group: what it is about. words: the claim. record: the record's own number or words for it, empty for rows that are ours.
-    rule: `identity`, or the side of `reference` on which the claim puts the measured value.
-    size: the effect that was claimed, as a distance from the reference in the unit that is measured; None without a number.
-    full: whether it needs an arm that only a full study trains.
+    Attributes:
+        id: Short identifier.
+        group: Topic of the claim.
+        words: The claim in words.
+        record: The record's own number or words for it; empty for claims of our own.
+        rule: `identity`, or the side of `reference` on which the claim puts the measured value.
+        measure: The measurement.
+        reference: The value that the measured one is compared with.
+        size: The claimed effect, as a distance from the reference in the measured unit; None without a number.
+        full: True if the claim needs an arm that only a full study trains.
     """
 
     id: str
@@ -70,7 +76,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Row:
-    """A claim and what became of it. floor, needed: see the module; None where nothing was spread, or no size was claimed."""
+    """A claim with its estimate and verdict.
+
+    Attributes:
+        claim: The claim.
+        estimate: What was measured.
+        verdict: The verdict of the claim's rule.
+        floor: Smallest detectable effect (see `floor`); None if there are fewer than two values.
+        needed: Number of values needed to detect the claimed size (see `needed`); None without a spread or a claimed size.
+    """
 
     claim: Claim
     estimate: Estimate
@@ -89,10 +103,14 @@ class Row:
 
 
 def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float | None = None) -> Verdict:
-    """What the estimate says of a claim under its rule; see the module."""
+    """Return the verdict of an estimate on a claim, under the claim's rule.
+
+    Raises:
+        ValueError: If the rule is `identity` and the estimate does not say whether the identity holds.
+    """
     if rule == "identity":
         if estimate.holds is None:
-            raise ValueError("an identity holds or does not: the estimate says neither")
+            raise ValueError("the rule 'identity' needs an estimate with `holds` set to True or False")
         return "exact" if estimate.holds else "contradicted"
     if estimate.low is None or estimate.high is None:
         return "not testable here" if size else "null"
@@ -100,7 +118,7 @@ def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float 
         (estimate.low - reference, estimate.high - reference)
         if rule == "higher"
         else (reference - estimate.high, reference - estimate.low)
-    )  # how far on the claimed side
+    )  # distance on the claimed side
     if most < 0:
         return "contradicted"
     if size is not None and most < size:
@@ -112,7 +130,7 @@ def verdict(rule: Rule, estimate: Estimate, reference: float = 0.0, size: float 
 
 
 def deviation(estimate: Estimate) -> float | None:
-    """The standard deviation of the values; None for fewer than two."""
+    """Return the standard deviation of the values; None for fewer than two."""
     values = [value for value in estimate.each if value is not None]
     if len(values) < 2:
         return None
@@ -121,12 +139,15 @@ def deviation(estimate: Estimate) -> float | None:
 
 
 def power(n: int, shift: float) -> float:
-    """How often a two-sided t-test of n values finds an effect `shift` standard errors from 0, and on its own side."""
-    return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, min(shift, 100.0)))  # far beyond that scipy gives NaN
+    """Return the probability that a two-sided t-test of n values detects an effect of `shift` standard errors, with its sign."""
+    return float(nct.sf(t.ppf((1 + LEVEL) / 2, n - 1), n - 1, min(shift, 100.0)))  # far beyond that, scipy returns NaN
 
 
 def floor(estimate: Estimate) -> float | None:
-    """The smallest effect that is found with probability `POWER`, at this spread and number of values; None for fewer than two."""
+    """Return the smallest effect that is detected with probability `POWER`, given this spread and number of values.
+
+    None for fewer than two values.
+    """
     spread = deviation(estimate)
     if spread is None:
         return None
@@ -135,22 +156,25 @@ def floor(estimate: Estimate) -> float | None:
 
 
 def needed(estimate: Estimate, size: float | None) -> int | None:
-    """The fewest values that find an effect of `size` with probability `POWER`, at this spread.
+    """Return the smallest number of values that detects an effect of `size` with probability `POWER`, given this spread.
 
-    None without a size, and where fewer than two values show no spread.
+    None without a size, or if fewer than two values show no spread.
     """
     spread = deviation(estimate)
     if not size or spread is None:
         return None
     z = float(norm.ppf((1 + LEVEL) / 2) + norm.ppf(POWER))
-    n = max(2, math.ceil((z * spread / size) ** 2))  # what known spreads would need: a t-test needs no fewer, and a few more
+    n = max(2, math.ceil((z * spread / size) ** 2))  # the number for a known spread: a t-test needs at least as many
     while spread and power(n, math.sqrt(n) * size / spread) < POWER:
         n += 1
     return n
 
 
 def judge(found: Found, claims: Sequence[Claim]) -> list[Row]:
-    """Every claim with its estimate and verdict, in the order of the table; without those that only a full study has arms for."""
+    """Return every claim with its estimate and verdict, in the order of the table.
+
+    Claims that need an arm of a full study are left out of other studies.
+    """
     rows = []
     for claim in claims:
         if claim.full and not found.settings.full:
@@ -291,4 +315,4 @@ CLAIMS: tuple[Claim, ...] = (
           "+.00416 BPB", "higher", as_submitted("early-fork", "shipped"), size=0.00416, full=True),
 )
 # fmt: on
-"""In the order of the table: id, group, words, the record's own number, rule, measure."""
+"""The claims in the order of the table: id, group, words, the record's own number, rule, measure."""

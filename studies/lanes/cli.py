@@ -1,9 +1,9 @@
-"""``python -m studies.lanes COMMAND``: rebuild the mechanisms of a language-model record and test its claims about them.
+"""``python -m studies.lanes COMMAND``: rebuild the mechanisms of a language-model record and test its claims.
 
-``run`` makes everything from nothing: those arms of a small byte-level model that the record's claims need, float64 instruments,
-tables and figures. ``run --full`` trains the other arms too, and all of them for longer. Start with ``run --quick``, which shows in
-about a minute that all parts work and resolves nothing. The same command started again goes on where it stopped, and leaves the
-same bytes.
+``run`` makes everything from scratch: the arms of a small byte-level model that the record's claims need, float64 instruments,
+tables and figures. ``run --full`` also trains the other arms, and trains all arms for longer. Start with ``run --quick``, which
+takes about a minute and shows that all parts work, but resolves no claim. If a run was interrupted, the same command resumes it and
+produces the same bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ from studies.lanes.train import Precision, check_device
 
 SEEDS = "10-12"
 PROFILES: Mapping[str, tuple[Callable[[str], Settings], str]] = MappingProxyType({"quick": (quick, "2"), "full": (full, "10-15")})
-"""Profile -> its settings, and the seeds that it runs. Rates and sizes were tuned on seeds from 100 on."""
+"""Profile -> its settings and its seeds. Rates and sizes were tuned on seeds from 100 on."""
 
 
 @dataclass(frozen=True)
 class Dev:
-    """Sizes of the training, for trials: a study of other sizes is another study, in a folder of its own."""
+    """Training options for trials. Other options make another study, with its own folder."""
 
     steps: int | None = None
     batch: int | None = None
@@ -44,17 +44,17 @@ class Dev:
 
 @dataclass(frozen=True)
 class Run:
-    """Train what is missing, measure it, write the table of claims and the figures. Safe to interrupt and start again."""
+    """Train what is missing, measure it, and write the table of claims and the figures. Safe to interrupt and start again."""
 
-    quick: Annotated[bool, tyro.conf.arg(help="everything once over, small: two seeds in about a minute")] = False
-    full: Annotated[bool, tyro.conf.arg(help="all arms, five times the training, six seeds: hours")] = False
+    quick: Annotated[bool, tyro.conf.arg(help="run every part once at a small size: two seeds, about a minute")] = False
+    full: Annotated[bool, tyro.conf.arg(help="train all arms for five times as long, with six seeds; takes hours")] = False
     seeds: Annotated[
         str | None,
-        tyro.conf.arg(help="how many (3 means 0, 1, 2), a range or a list (4,9); 10-12, or 2 if quick, 10-15 if full"),
+        tyro.conf.arg(help="a number (3 means 0, 1, 2), a range or a list (4,9); default 10-12; 2 if quick, 10-15 if full"),
     ] = None
-    out: Annotated[Path, tyro.conf.arg(help="where study folders are kept")] = Path("runs")
-    text: Annotated[Path | None, tyro.conf.arg(help="a folder of UTF-8 text; without it, the running Python's own library")] = None
-    workers: Annotated[int | None, tyro.conf.arg(help="processes; 2 of one thread each, or 1 with an accelerator")] = None
+    out: Annotated[Path, tyro.conf.arg(help="folder for study folders")] = Path("runs")
+    text: Annotated[Path | None, tyro.conf.arg(help="folder of UTF-8 text; default: this Python's standard library")] = None
+    workers: Annotated[int | None, tyro.conf.arg(help="processes; default: 2 of one thread each, or 1 with an accelerator")] = None
     dev: Dev = Dev()
 
     def __call__(self) -> None:
@@ -63,12 +63,12 @@ class Run:
 
         chosen = [name for name in PROFILES if getattr(self, name)]
         if len(chosen) > 1:
-            raise ValueError("a study is quick or full: give one of --quick and --full")
+            raise ValueError("--quick and --full exclude each other: give only one of them")
         make, usual = PROFILES[chosen[0]] if chosen else (Settings, SEEDS)
         seeds = read_seeds(self.seeds or usual)
         settings = self.dev.apply(make(open_text(self.text).sha256))
         device = settings.training.device
-        check_device(device)  # or it says that there is none, before anything is written
+        check_device(device)  # before anything is written: raises if the device is not available
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
         folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
         show_paths(write_report(folder))
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Write the tables and figures of a study folder again, from its artifacts alone, and print the table of claims."""
+    """Rewrite the tables and figures of a study folder from its artifacts alone, and print the table of claims."""
 
     root: tyro.conf.Positional[Path]
 
@@ -90,7 +90,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Publish:
-    """Copy the tables and figures of a study folder into the write-up."""
+    """Copy the tables and figures of a study folder to the write-up."""
 
     root: tyro.conf.Positional[Path]
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
@@ -103,7 +103,7 @@ class Publish:
 
 @dataclass(frozen=True)
 class Arms:
-    """List the arms, and what each differs in."""
+    """List the arms with their differences."""
 
     def __call__(self) -> None:
         width = max(map(len, ARMS))

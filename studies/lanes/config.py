@@ -1,4 +1,4 @@
-"""What a model of the study is: the order in which blocks run, how lanes are read and written, and the one record of both."""
+"""Configuration of the study's models: the order of the blocks, the wiring of the lanes, and the routing start."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 
 @validated
 class Loop:
-    """Blocks `start .. end`, both included, run `loops` more times."""
+    """A loop in which blocks `start .. end`, both inclusive, run `loops` additional times."""
 
     start: Natural
     end: Natural
@@ -23,9 +23,13 @@ class Loop:
 class Step:
     """One virtual step.
 
-    block: the block that runs. entry: the number of the pass that begins here, None elsewhere. loop_pass: the pass that the step
-    lies in, None outside of the loop. skip: the number of the skip that is mixed into its input, None without one. source: the
-    virtual step whose output that skip is. parallel: whether it stands at or behind the fork of the lanes.
+    Attributes:
+        block: The block that runs.
+        entry: Number of the pass that begins here; None elsewhere.
+        loop_pass: The pass that contains the step; None outside of the loop.
+        skip: Number of the skip connection that is mixed into the step's input; None without one.
+        source: The virtual step whose output that skip is.
+        parallel: True if the step is at or behind the fork of the lanes.
     """
 
     block: int
@@ -37,12 +41,16 @@ class Step:
 
 
 def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
-    """The block of every virtual step. Raises ValueError where the loop does not lie within the blocks."""
+    """Return the block of every virtual step.
+
+    Raises:
+        ValueError: If the loop does not lie within the blocks.
+    """
     if loop is None:
         return tuple(range(layers))
     if not 0 <= loop.start <= loop.end < layers or loop.loops < 0:
         raise ValueError(
-            f"a loop of {layers} blocks runs from 0 <= start <= end <= {layers - 1} with loops >= 0, "
+            f"a loop over {layers} blocks needs 0 <= start <= end <= {layers - 1} and loops >= 0, "
             f"not start {loop.start}, end {loop.end}, loops {loop.loops}"
         )
     body = tuple(range(loop.start, loop.end + 1))
@@ -50,12 +58,16 @@ def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
 
 
 def split(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Encoder and decoder."""
+    """Return the encoder and the decoder part of the order."""
     return order[: len(order) // 2], order[len(order) // 2 :]
 
 
 def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True, skips_in_fork: bool = True) -> tuple[Step, ...]:
-    """Every virtual step. Raises ValueError where the lanes would fork before the decoder, or inside the loop."""
+    """Return every virtual step.
+
+    Raises:
+        ValueError: If the lanes would fork before the decoder, or inside the loop.
+    """
     order = order_of(layers, loop)
     encoder, _ = split(order)
     if (
@@ -64,7 +76,7 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
         or (loop is not None and lane_start <= loop.end)
     ):
         first = max(max(encoder, default=-1), -1 if loop is None else loop.end) + 1
-        raise ValueError(f"lanes fork behind the encoder and the loop: lane_start is {first} to {layers}, not {lane_start}")
+        raise ValueError(f"lanes must fork behind encoder and loop: choose lane_start from {first} to {layers}, not {lane_start}")
     sources = _sources(len(order), len(encoder), skips)
     steps: list[Step] = []
     passes = -1
@@ -80,7 +92,7 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
 
 
 def _sources(steps: int, encoder: int, skips: bool) -> dict[int, int]:
-    """The encoder step whose output each decoder step takes: the newest first."""
+    """Return the encoder step whose output each decoder step takes, the latest encoder step first."""
     return dict(zip(range(encoder, steps), reversed(range(encoder)), strict=False)) if skips else {}
 
 
@@ -89,14 +101,18 @@ Weights = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Wiring:
-    """One wiring. Weights are by lane; those of a read or of the read-out add up to 1.
+    """One wiring of lanes and sublayers. Weights are indexed by lane; those of a read or of the read-out sum to 1.
 
-    attn, mlp: the lanes that each sublayer reads, weighted.
-    out: the lanes that the final norm reads, weighted.
-    norm: whether the weighted sum is taken before the rms norm, or over each lane's norm.
-    mlp_reads: `after` the attention has written (a sequential block), or `before` (both reads come before both writes).
-    writes: `in turn` (`l <- ar l + A`, then `l <- mr l + M`) or `at once` (lane 0 keeps `ar l`, lane 1 `mr l`, both add A and M).
-    skips: the lanes into which a skip of the U-Net is mixed.
+    Attributes:
+        name: Name of the wiring.
+        attn: Weights of the lanes that attention reads.
+        mlp: Weights of the lanes that the MLP reads.
+        out: Weights of the lanes that the final norm reads.
+        norm: Whether the RMS norm is of the weighted sum, or of each lane before it is summed.
+        mlp_reads: `after` attention has written (a sequential block), or `before` (both sublayers read before either writes).
+        writes: `in turn` (`l <- ar l + A`, then `l <- mr l + M`) or `at once` (lane 0 keeps `ar l`, lane 1 `mr l`, both add A and
+            M).
+        skips: The lanes into which a U-Net skip connection is mixed.
     """
 
     name: str
@@ -128,15 +144,26 @@ WIRINGS: dict[str, Wiring] = {
 
 
 def get_wiring(name: str) -> Wiring:
-    """The wiring of that name. Raises KeyError with the names that there are."""
+    """Return the wiring with that name.
+
+    Raises:
+        KeyError: If there is none; the message lists the valid names.
+    """
     if name not in WIRINGS:
-        raise KeyError(f"no wiring is named {name!r}; there are {', '.join(WIRINGS)}")
+        raise KeyError(f"unknown wiring {name!r}: choose from {', '.join(WIRINGS)}")
     return WIRINGS[name]
 
 
 @dataclass(frozen=True)
 class RoutingStart:
-    """Start values of the routing scalars: by lane, what attention and MLP write into it; and what a lane keeps of itself."""
+    """Initial values of the routing scalars.
+
+    Attributes:
+        name: Name of the start.
+        attn: Weight of attention's output in each lane.
+        mlp: Weight of the MLP's output in each lane.
+        keep: Factor with which a lane keeps its own value.
+    """
 
     name: str
     attn: tuple[float, float]
@@ -151,27 +178,41 @@ STARTS: dict[str, RoutingStart] = {
 
 
 def get_start(name: str) -> RoutingStart:
-    """The start values of that name. Raises KeyError with the names that there are."""
+    """Return the initial values with that name.
+
+    Raises:
+        KeyError: If there are none; the message lists the valid names.
+    """
     if name not in STARTS:
-        raise KeyError(f"no start of the routing is named {name!r}; there are {', '.join(STARTS)}")
+        raise KeyError(f"unknown routing start {name!r}: choose from {', '.join(STARTS)}")
     return STARTS[name]
 
 
-BOS = 256  # starts every document; the other tokens are the 256 bytes
+BOS = 256  # first token of every document; the other tokens are the 256 bytes
 VOCABULARY = 257
 
 
 @validated
 class LanesConfig:
-    """A byte-level language model.
+    """Configuration of a byte-level language model.
 
-    layers, d_model, heads, mlp: blocks, features, attention heads, and hidden features of the MLP as a multiple of d_model.
-    wiring: one of `wirings.WIRINGS`. lane_start: the first block behind the fork; of no effect on the wiring `sequential`.
-    start: one of `wirings.STARTS`. learned: whether the routing scalars are trained, or stay as they start.
-    loop: blocks that run more than once, None for none. loop_embeddings: an embedding of each pass, added where it begins.
-    head_bias: a bias of each pass on the keys of one head, in the block where a pass begins.
-    skips: those of the U-Net. skips_in_fork: whether they are mixed in behind the fork too.
-    zero_init: whether the output projections start at 0, as the record's do.
+    Attributes:
+        layers: Number of blocks.
+        d_model: Number of features.
+        heads: Number of attention heads.
+        mlp: Hidden features of the MLP as a multiple of d_model.
+        wiring: One of `WIRINGS`.
+        lane_start: The first block behind the fork; has no effect on the wiring `sequential`.
+        start: One of `STARTS`.
+        learned: True if the routing scalars are trained; otherwise they keep their initial values.
+        loop: Blocks that run more than once; None for no loop.
+        loop_embeddings: True to add an embedding of each pass where the pass begins.
+        head_bias: True to add a bias of each pass to the keys of one head, in the block where the pass begins.
+        skips: True for U-Net skip connections.
+        skips_in_fork: True to mix them in behind the fork too.
+        zero_init: True if the output projections start at 0, as the record's do.
+        q_gain: Initial gain of the queries of each head.
+        softcap: Bound of the logits, by tanh.
     """
 
     layers: AtLeastOne = 6
@@ -195,9 +236,9 @@ class LanesConfig:
         if self.d_model % (2 * self.heads):
             raise ValueError(f"d_model {self.d_model} must be a multiple of twice the {self.heads} heads")
         if self.loop is None and (self.loop_embeddings or self.head_bias):
-            raise ValueError("embeddings and biases of passes need a loop: set loop=Loop(start, end, loops)")
+            raise ValueError("loop_embeddings and head_bias need a loop: set loop=Loop(start, end, loops)")
         for look_up in (lambda: self.lanes, lambda: self.routing, lambda: self.steps):
-            look_up()  # each refuses what there is not
+            look_up()  # each raises for invalid names or sizes
 
     @property
     def d_head(self) -> int:
@@ -213,11 +254,11 @@ class LanesConfig:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every virtual step, in order."""
+        """All virtual steps, in order."""
         start = self.lane_start if self.wiring != "sequential" else self.layers
         return plan(self.layers, start, self.loop, skips=self.skips, skips_in_fork=self.skips_in_fork)
 
 
 def sized(sizes: object, **other: Any) -> LanesConfig:
-    """The model of a record that has the fields layers, d_model, heads, mlp and lane_start; ``other`` fields beside them."""
+    """Return the configuration with the layers, d_model, heads, mlp and lane_start of ``sizes``, and ``other`` fields."""
     return LanesConfig(**{name: getattr(sizes, name) for name in ("layers", "d_model", "heads", "mlp", "lane_start")} | other)

@@ -1,7 +1,7 @@
-"""From the artifacts of a study to an estimate: what the claims measure, each a function of `Found`.
+"""The measurements of the claims: functions of `Found` (a study's artifacts) that return an estimate.
 
-Differences of arms are paired by seed: arms of a seed share data, start and test text. A quantity that has a sign is given so that
-less is better, as bits per byte are.
+Differences of arms are paired by seed: arms of a seed share data, initial weights and test text. The sign of a quantity is chosen
+such that less is better, as for bits per byte.
 """
 
 import math
@@ -14,10 +14,10 @@ from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
-"""How far from an identity float64 may be."""
+"""Tolerance of identities in float64."""
 HINTS = ("offered", "right")
 BEFORE = 12.85
-"""The clip that the record's was raised from."""
+"""The clip before the record raised it."""
 Measure = Callable[[Found], Estimate]
 
 
@@ -26,22 +26,22 @@ def _bpb(content: Any) -> float:
 
 
 def gains(found: Found, arm: str, run: str) -> dict[int, Value]:
-    """What a run gains on the test text, by seed: of `all`, `controls` or `shared`; None where it diverged."""
+    """Return the gain of a run on the test text by seed, of `all`, `controls` or `shared`; None if the run diverged."""
     return found.by_seed(arm, "ttt", lambda c: None if c["bpb"][run] is None else c["bpb"]["plain"] - c["bpb"][run])
 
 
 def bpb(arm: str, reference: str, note: str = "") -> Measure:
-    """Difference in bits per byte of two arms as they were trained."""
+    """Difference in bits per byte of two arms as trained."""
     return lambda found: found.difference(arm, reference, "bpb", _bpb, "BPB", note)
 
 
 def bpb_quantised(arm: str, reference: str) -> Measure:
-    """The same after quantisation."""
+    """Difference in bits per byte of two arms after quantization."""
     return lambda found: found.difference(arm, reference, "quantised", _bpb, "BPB", "quantised")
 
 
 def gap(arm: str, reference: str) -> Measure:
-    """Difference in what quantisation costs."""
+    """Difference of two arms in the cost of quantization."""
 
     def measure(found: Found) -> Estimate:
         own, other = _gaps(found, arm), _gaps(found, reference)
@@ -59,7 +59,7 @@ def _gaps(found: Found, arm: str) -> dict[int, float]:
 
 
 def extraction(arm: str, reference: str) -> Measure:
-    """Difference in what test-time training of all parameters gains, each arm at its own tuned rates."""
+    """Difference of two arms in the gain from test-time training of all parameters, each arm at its own tuned rates."""
 
     def measure(found: Found) -> Estimate:
         own, other = gains(found, arm, "all"), gains(found, reference, "all")
@@ -71,17 +71,17 @@ def extraction(arm: str, reference: str) -> Measure:
 
 
 def as_submitted(arm: str, reference: str) -> Measure:
-    """Difference in bits per byte of two arms as the record ends: quantised, trained at test time, with hints."""
+    """Difference in bits per byte of two arms in the record's final form: quantized, trained at test time, with hints."""
     return lambda found: found.difference(arm, reference, "ttt", lambda c: c["hinted"]["all"], "BPB", "with hints and training")
 
 
 def raw(arm: str, reference: str) -> Measure:
-    """The same difference before hints and training, on the same text."""
+    """Difference in bits per byte of two arms before hints and test-time training, on the same text."""
     return lambda found: found.difference(arm, reference, "ttt", lambda c: c["bpb"]["plain"], "BPB", "quantised")
 
 
 def combined(found: Found) -> Estimate:
-    """Bits per byte of `shipped` with hints and test-time training, minus those with neither."""
+    """Return the bits per byte of `shipped` with hints and test-time training, minus those with neither."""
     less = lambda c: None if c["hinted"]["all"] is None else c["hinted"]["all"] - c["bpb"]["plain"]  # noqa: E731
     alone = mean(list(found.by_seed("shipped", "ttt", lambda c: c["hinted"]["plain"] - c["bpb"]["plain"]).values()))
     values = list(found.by_seed("shipped", "ttt", less).values())
@@ -93,9 +93,9 @@ def _text(gain: float | None) -> str:
 
 
 def controls(run: str) -> Measure:
-    """What controls alone gain, minus half of what all parameters gain, in the mean over the arms that were trained at test time.
+    """Gain of a run on controls alone, minus half of the gain of all parameters, averaged over the arms trained at test time.
 
-    No ratio: where all parameters lose, a share of it means nothing.
+    This is no ratio: if training all parameters loses, a share of its gain is meaningless.
     """
 
     def measure(found: Found) -> Estimate:
@@ -111,20 +111,20 @@ def controls(run: str) -> Measure:
 
 
 def edges(found: Found) -> str:
-    """How many of the tuned rates were the smallest or the largest that was tried."""
+    """Return a note on how many of the tuned rates were the smallest or the largest of the sweep."""
     tuned = [found.contents[arm, seed, "ttt"]["edges"] for arm in found.measured("ttt") for seed in found.seeds]
     at = [edge for edges in tuned for edge in edges.values()]
     return f"{sum(at)} of {len(at)} tuned rates at an edge of the sweep"
 
 
 def _mean(values: Sequence[float | int | None]) -> float | None:
-    """None where one of them is."""
+    """Return the mean; None if any value is None."""
     defined = [value for value in values if value is not None]
     return math.fsum(defined) / len(defined) if len(defined) == len(values) else None
 
 
 def before_quantisation(found: Found) -> Estimate:
-    """What of the two lanes' gain is there before quantisation, above half of the gain after it."""
+    """Return the two lanes' gain before quantization, minus half of their gain after it."""
     trained, after = (
         [found.by_seed(arm, part, read) for arm in ("gptj", "shipped")] for part, read in (("bpb", _bpb), ("quantised", _bpb))
     )
@@ -136,31 +136,31 @@ def before_quantisation(found: Found) -> Estimate:
 
 
 def calibration(a: str, b: str) -> Measure:
-    """Difference of two quantisations of the arm `shipped`."""
+    """Difference of two quantizations of the arm `shipped`."""
     return lambda found: found.mean("shipped", "calibrations", lambda c: c[a] - c[b], "BPB")
 
 
 def gptq_against_nearest(found: Found) -> Estimate:
-    """Bits per byte of GPTQ, minus those of rounding to nearest at the same scales."""
+    """Return the bits per byte of GPTQ, minus those of rounding to nearest at the same scales."""
     return found.mean("shipped", "calibrations", lambda c: c["few"] - c["nearest"], "BPB")
 
 
 def bytes_by_clip(found: Found) -> Estimate:
-    """Bytes at the record's clip, minus those at the clip before it."""
+    """Return the bytes at the record's clip, minus the bytes at the clip before it."""
     usual = found.settings.evaluation.gptq.k
     at = lambda c, k: next(point["bytes"] for point in c["points"] if point["k"] == k)  # noqa: E731
     return found.mean("shipped", "calibrations", lambda c: at(c, usual) - at(c, BEFORE), "bytes")
 
 
 def bytes_predicted(found: Found) -> Estimate:
-    """Actual bytes over predicted ones, minus 1, at the record's clip."""
+    """Return |actual bytes / predicted bytes - 1| at the record's clip."""
     usual = found.settings.evaluation.gptq.k
     point = lambda c: next(point for point in c["points"] if point["k"] == usual)  # noqa: E731
     return found.mean("shipped", "calibrations", lambda c: abs(point(c)["bytes"] / point(c)["by_gaussian"] - 1), "share")
 
 
 def hints(a: str, b: str) -> Measure:
-    """Difference of two mixtures of Tap-In, of one model."""
+    """Difference in bits per byte of two Tap-In mixtures of the same model."""
 
     def measure(found: Found) -> Estimate:
         values = found.by_seed("shipped", "tapin", lambda c: c["bpb"][a] - c["bpb"][b])
@@ -171,7 +171,7 @@ def hints(a: str, b: str) -> Measure:
 
 
 def worst(wiring: str, key: str, unit: str, *, tolerance: float = ZERO) -> Measure:
-    """An identity of a wiring, at its worst over all draws."""
+    """An identity of a wiring: its largest deviation over all draws."""
 
     def measure(found: Found) -> Estimate:
         values = found.wiring(wiring, lambda row: row[key])
@@ -181,7 +181,7 @@ def worst(wiring: str, key: str, unit: str, *, tolerance: float = ZERO) -> Measu
 
 
 def stays(wiring: str, start: str) -> Measure:
-    """Whether lanes that start equal stay equal over training: the largest distance of their weights."""
+    """Largest distance of two lanes' weights over training, for lanes with equal initial weights."""
 
     def measure(found: Found) -> Estimate:
         own = [t for c in found.drawn("traces") for t in c["traces"] if (t["name"], t["start"]) == (wiring, start)]
@@ -194,7 +194,8 @@ def stays(wiring: str, start: str) -> Measure:
 def gauge_share(wiring: str) -> Measure:
     """The share of the routing scalars that are gauge: directions in which the loss has no slope.
 
-    Of those that any block uses, and of all; roughly half is from two fifths to three fifths, of either.
+    Computed for the scalars that a block uses, and for all; "roughly half" holds if either share is between two fifths and three
+    fifths.
     """
 
     def measure(found: Found) -> Estimate:
@@ -208,7 +209,7 @@ def gauge_share(wiring: str) -> Measure:
 
 
 def routed(arm: str, key: str, unit: str) -> Measure:
-    """What training left of the routing: see `measures.routing`."""
+    """A quantity of the routing after training; see `measures.routing`."""
 
     def measure(found: Found) -> Estimate:
         by = [mean(list(found.by_seed(arm, "routing", lambda c, s=s: c["by_sublayer"][s]).values())) for s in SUBLAYERS]
@@ -219,7 +220,7 @@ def routed(arm: str, key: str, unit: str) -> Measure:
 
 
 def against_table(arm: str, table: str) -> Measure:
-    """Bits per byte of an arm, minus those of a counted table on the same text."""
+    """Bits per byte of an arm, minus those of a count table on the same text."""
 
     def measure(found: Found) -> Estimate:
         own, other = found.by_seed(arm, "bpb", _bpb), {seed: c[table] for seed, c in found.by_draw("tables").items()}
@@ -231,7 +232,7 @@ def against_table(arm: str, table: str) -> Measure:
 
 
 def narrows(found: Found) -> Estimate:
-    """The two lanes' difference in bits per byte at the study's steps, minus that at a quarter of them: above 0 if it narrows."""
+    """Return the lanes' difference in bits per byte at full length minus that at a quarter of the steps; above 0 if it narrows."""
     differences = []
     for suffix in ("", "-short"):
         own, other = (found.by_seed(arm + suffix, "bpb", _bpb) for arm in ("shipped", "gptj"))
@@ -257,7 +258,7 @@ def closed_form(found: Found) -> Estimate:
 
 
 def direct_share(arm: str, reference: str | None = None) -> Measure:
-    """|direct| / |total| at the first layer behind the fork, where depth should tell most; or its difference of two wirings."""
+    """|direct| / |total| at the first layer behind the fork, where depth matters most; or its difference between two wirings."""
 
     def share(content: Any, name: str, found: Found) -> float:
         first = found.settings.instruments.lane_start
@@ -272,14 +273,14 @@ def direct_share(arm: str, reference: str | None = None) -> Measure:
 
 
 def direct_share_trained(found: Found) -> Estimate:
-    """The same difference on the trained models, of two lanes from the record's baseline."""
+    """Return the same difference on the trained models, between two lanes and the record's baseline."""
     first = found.settings.size.lane_start
     share = lambda c: _mean([row["direct"] for row in c["rows"] if row["layer"] == first])  # noqa: E731
     return found.difference("shipped", "gptj", "paths", share, "|direct|/|total|", "trained")
 
 
 def amplified(k: int) -> Measure:
-    """A(k) by the formula, at the record's own rho; claimed is another number."""
+    """A(k) by the formula at the record's own rho, compared with the number that the record claims."""
 
     def measure(found: Found) -> Estimate:
         value = amplification(CLAIMED_RHO, k)
@@ -289,12 +290,12 @@ def amplified(k: int) -> Measure:
 
 
 def contraction(found: Found) -> Estimate:
-    """rho of the wide arm's loop, a mean over draws of the push a seed."""
+    """Return rho of the wide arm's loop, averaged over the draws of a seed's perturbation."""
     rho = lambda c: math.fsum(row["rho"] for row in c["draws"]) / len(c["draws"])  # noqa: E731
     return found.mean("wide", "growth", rho, "rho")
 
 
 def contraction_without_skips(found: Found) -> Estimate:
-    """What is left of a push when the first pass ends, before any skip is mixed in."""
+    """Return the remaining part of a perturbation at the end of the first pass, before any skip is mixed in."""
     left = lambda c: math.fsum(row["spreads"][0]["passes"][1] for row in c["draws"]) / len(c["draws"])  # noqa: E731
     return found.mean("wide", "growth", left, "of the push")

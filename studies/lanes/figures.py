@@ -26,13 +26,16 @@ BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
 def symmetry_figure(folder: Path, found: Found) -> Figure:
-    """Lanes beside quarantines over training: how far two routes' weights are apart, and their gradients. Means over seeds."""
+    """Draw the distance of two routes' weights, and of their gradients, over training, for lanes and for quarantines.
+
+    Lines are means over seeds.
+    """
     figure = new_figure(PAGE_WIDTH, 4.4)
     axes = figure.subplots(2, 2)
     traces = [trace for content in found.drawn("traces") for trace in content["traces"]]
     quarantines = list(dict.fromkeys(trace["name"] for trace in traces if trace["kind"] == "quarantine"))
     colours = {**WIRING_COLOURS, **dict(zip(quarantines, (BLUE, SKY, VERMILLION, ORANGE), strict=False))}
-    widths = {"shipped": 2.6, "gauge": 2.6, quarantines[0]: 2.6}  # so that what lies on one of them is seen
+    widths = {"shipped": 2.6, "gauge": 2.6, quarantines[0]: 2.6}  # wider lines stay visible below those that lie on them
     equal = {"symmetric": "-", "asymmetric": "--", "equal": "-", "unequal": "--"}
     for column, kind in enumerate(("lanes", "quarantine")):
         for name, start in dict.fromkeys((t["name"], t["start"]) for t in traces if t["kind"] == kind):
@@ -53,7 +56,7 @@ def symmetry_figure(folder: Path, found: Found) -> Figure:
 
 
 def paths_figure(folder: Path, found: Found) -> Figure:
-    """Direct and cascading gradient of every sublayer behind the fork, as parts of its whole gradient, by wiring."""
+    """Draw the direct and the cascading gradient of every sublayer behind the fork, as fractions of its total, by wiring."""
     figure = new_figure(PAGE_WIDTH, 3.8)
     axes = figure.subplots(2, 2, sharex=True, sharey="row")
     draws = found.drawn("paths")
@@ -77,7 +80,7 @@ def paths_figure(folder: Path, found: Found) -> Figure:
 
 
 def growth_figure(folder: Path, found: Found) -> Figure:
-    """A push at the loop's start, step by step, with the rate that was fitted; and what errors at every pass add up to."""
+    """Draw a perturbation at the loop's start, step by step, with the fitted rate; and the accumulated errors of all passes."""
     figure = new_figure(PAGE_WIDTH, 3.0)
     left, right = figure.subplots(1, 2)
     draws = [row for content in found.by_seed("wide", "growth", lambda c: 0.0) for row in _growths(found, content)]
@@ -114,7 +117,7 @@ def _growths(found: Found, seed: int) -> list[dict[str, Any]]:
 
 
 def rates_figure(folder: Path, found: Found) -> Figure:
-    """Bits per byte against bytes over clips k, and the bytes that were predicted. Lines: means; dots: seeds."""
+    """Draw bits per byte against bytes over clips k, and the predicted bytes. Lines: means; dots: seeds."""
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
     curves = [found.contents["shipped", seed, "calibrations"]["points"] for seed in found.seeds]
@@ -122,7 +125,7 @@ def rates_figure(folder: Path, found: Found) -> Figure:
     clips = [point["k"] for point in curves[0]]
     size = np.array([[point["bytes"] for point in curve] for curve in curves]) / 1000
     loss = np.array([[point["loss"] for point in curve] for curve in curves]) - np.array(plain)[:, None]
-    apart = [i for i, k in enumerate(clips) if k != BEFORE]  # two clips side by side would draw noise as a step
+    apart = [i for i, k in enumerate(clips) if k != BEFORE]  # two neighboring clips would draw noise as a step
     left.plot(size.T[apart], loss.T[apart], ".", color=GREY, markersize=3)
     left.plot(size.mean(axis=0)[apart], loss.mean(axis=0)[apart], color=BLUE, marker="o", markersize=4)
     for i in apart:
@@ -142,7 +145,7 @@ def rates_figure(folder: Path, found: Found) -> Figure:
 
 
 def tapin_figure(folder: Path, found: Found) -> Figure:
-    """What hints save, by where in its document a byte stands; and the bits that they have saved along the test text."""
+    """Draw the savings from hints by a byte's position in its document, and the bits saved so far along the test text."""
     figure = new_figure(PAGE_WIDTH, 2.9)
     left, right = figure.subplots(1, 2)
     saved = {seed: tensors(folder, found, "shipped", seed, "tapin") for seed in found.seeds}
@@ -170,7 +173,7 @@ def tapin_figure(folder: Path, found: Found) -> Figure:
 
 
 def _saving(own: Mapping[str, torch.Tensor], key: str, low: int, high: int) -> float | None:
-    """Bits saved a byte at positions `low` to `high` of their documents; None where there are none."""
+    """Return the bits saved per byte at positions `low` to `high - 1` of their documents; None if there are none."""
     tokens = own["tokens"]
     index = torch.arange(len(tokens))
     position = index - torch.where(tokens == BOS, index, 0).cummax(0).values

@@ -1,4 +1,4 @@
-"""A finished study as its artifacts have it: checked, and asked by arm, part and seed."""
+"""A finished study, read from its artifacts, checked, and accessible by arm, part and seed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,17 @@ Read = Callable[[Content], Value]
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was measured: the mean of n values with its Student-t interval (None for fewer than two), or an identity.
+    """An estimate: the mean of n values with its Student-t interval (None for fewer than two values), or an identity.
 
-    holds: whether an identity holds, None for a quantity. `value` is then the worst deviation, or the number that was found.
-    each: the values. note: what a reader should know beside the number.
+    Attributes:
+        value: The mean; of an identity the largest deviation, or the number that was measured.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        n: Number of values.
+        unit: Unit of the value.
+        holds: Whether an identity holds; None for a quantity.
+        each: The values.
+        note: What a reader should know beside the number.
     """
 
     value: float | None
@@ -36,7 +43,7 @@ class Estimate:
 
     @staticmethod
     def of(values: Sequence[Value], unit: str, note: str = "") -> "Estimate":
-        """Of the defined ones among `values`."""
+        """Return the estimate from the defined ones of `values`."""
         s = summary(values)
         return Estimate(s["mean"], s["lo"], s["hi"], s["n"], unit, None, tuple(s["seeds"]), note)
 
@@ -47,58 +54,75 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Found:
-    """`contents`: (name of an arm or an instrument, seed or draw, part) -> what the part says."""
+    """The settings of a study and the contents of its artifacts.
+
+    Attributes:
+        settings: The study's settings.
+        contents: (arm or instrument, seed or draw, part) -> content of the part.
+    """
 
     settings: Settings
     contents: Mapping[tuple[str, int, str], Content]
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Those at which every arm was measured."""
+        """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
     def by_seed(self, arm: str, part: str, read: Read) -> dict[int, Value]:
-        """Of an arm, seed by seed. Raises ValueError where it was not measured."""
+        """Return the values of an arm by seed.
+
+        Raises:
+            ValueError: If the study has no such part of the arm.
+        """
         found = {seed: read(content) for (name, seed, own), content in self.contents.items() if (name, own) == (arm, part)}
         if not found:
-            raise ValueError(f"the study has no part {part!r} of {arm!r}: run it again, which makes what is missing")
+            raise ValueError(f"the study has no part {part!r} of {arm!r}: run it again to create what is missing")
         return dict(sorted(found.items()))
 
     def measured(self, part: str) -> list[str]:
-        """The arms of which the study has a part, in the order of the table."""
+        """Return the arms for which the study has a part, in the order of the table."""
         return [arm for arm in ARMS if any((arm, part) == (name, own) for name, _, own in self.contents)]
 
     def drawn(self, instrument: str) -> list[Content]:
-        """All draws of an instrument, in order."""
+        """Return all draws of an instrument, in order."""
         return list(self.by_draw(instrument).values())
 
     def by_draw(self, instrument: str) -> dict[int, Content]:
-        """All draws of an instrument by number. Raises ValueError where there is none."""
+        """Return all draws of an instrument by number.
+
+        Raises:
+            ValueError: If there are none.
+        """
         found = {draw: content for (name, draw, _), content in self.contents.items() if name == instrument}
         if not found:
-            raise ValueError(f"the study has no draw of {instrument!r}: run it again, which makes what is missing")
+            raise ValueError(f"the study has no draw of {instrument!r}: run it again to create what is missing")
         return dict(sorted(found.items()))
 
     def mean(self, arm: str, part: str, read: Read, unit: str) -> Estimate:
         return Estimate.of(list(self.by_seed(arm, part, read).values()), unit)
 
     def difference(self, arm: str, reference: str, part: str, read: Read, unit: str, note: str = "") -> Estimate:
-        """`arm - reference`, paired by seed."""
+        """Return the estimate of `arm - reference`, paired by seed."""
         _, s = paired_difference(self.by_seed(arm, part, read), self.by_seed(reference, part, read))
         return Estimate(s["mean"], s["lo"], s["hi"], s["n"], unit, None, tuple(s["seeds"]), note)
 
     def wiring(self, name: str, read: Callable[[Content], float]) -> list[float]:
-        """Of one wiring of the instrument `symmetry`, draw by draw."""
+        """Return the values of one wiring of the instrument `symmetry`, by draw."""
         return [read(row) for content in self.drawn("symmetry") for row in content["wirings"] if row["wiring"] == name]
 
 
 def load(folder: Path) -> Found:
-    """Read and check all parts of a study. ``ValueError`` where a part is missing or damaged, or nothing was finished."""
+    """Read and check all parts of a study.
+
+    Raises:
+        ValueError: If a part is missing or damaged, or if the folder has no finished study.
+    """
     settings = Settings.read(folder)
     places = sorted((folder / "arms").glob("*/seed-*"))
     seeds = sorted({int(place.name.partition("-")[2]) for place in places})
     if folder.name != settings.folder or not seeds:
-        raise ValueError(f"{folder} holds no finished study; `run` makes one, and goes on with one that was ended")
+        raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
     arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
     jobs = [Job(settings, folder, None, arm, seed) for arm in arms for seed in seeds]
     for name in INSTRUMENTS:
@@ -109,13 +133,13 @@ def load(folder: Path) -> Found:
         for part in job.parts:
             found = job.read(part)
             if found is None:
-                raise ValueError(f"{job.path(part)} is missing: the run was ended early, and the same command goes on with it")
+                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: the same command resumes it")
             contents[job.name, job.seed, part] = found[0]
     return Found(settings, contents)
 
 
 def tensors(folder: Path, found: Found, arm: str, seed: int, part: str) -> dict[str, Tensor]:
-    """The tensors of a part."""
+    """Return the tensors of a part."""
     read = Job(found.settings, folder, None, arm, seed).read(part)
     assert read is not None
     return read[1]

@@ -1,17 +1,18 @@
-"""GPTQ: matrices rounded to 6-bit levels, each rounding error fed into the columns that are still to come (Frantar et al. 2023).
+"""GPTQ: round matrices to 6-bit levels; each rounding error is fed into the columns that follow (Frantar et al. 2023).
 
     scale_i = k std(row i) / 31          levels -31 .. 31, so that the last level is the clip of k standard deviations
     H       = mean of x x^T              over the inputs of a Linear, damped by .01 of its mean diagonal
     U       = upper Cholesky of H^-1     columns in the order of H's diagonal, the largest first
     q_j     = clamp(round(w_j / scale)), e_j = (w_j - q_j scale) / U_jj, w_m <- w_m - e_j U_jm for m > j
 
-Minimised, column by column, is tr(d H d^T), d the error of the weights: the mean squared error of the outputs. It is a greedy
-method: on tiny matrices it can lose against rounding to nearest, which is what it does where H is a multiple of the identity. An
-input that calibration never saw has neither weight nor correlations in H: its column is rounded to nearest too, not dropped.
+The algorithm minimizes tr(d H d^T) column by column, where d is the error of the weights: this is the mean squared error of the
+outputs. The method is greedy: on tiny matrices it can be worse than rounding to nearest, to which it reduces if H is a multiple of
+the identity. An input that is always 0 in calibration has neither a diagonal entry nor correlations in H: its column is rounded to
+nearest, not dropped.
 
 Levels are symmetric: a level -32 would lie outside of the clip that the formula states. At k = 13.1 the clip is hardly ever
-reached. What k sets is the step, .42 std, and with it the entropy of the codes: 3.3 bits, not 6 (see ``size``).
-Embeddings are rounded to nearest at 20 std / 127. All else is a control, kept in half precision.
+reached. k sets the step, .42 std, and thereby the entropy of the codes: 3.3 bits, not 6 (see ``size``). Embeddings are rounded to
+nearest at 20 std / 127. All other parameters are controls and are kept in half precision.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,21 +32,24 @@ from mi_route2.validation import AtLeastOne, NonNegative, Positive, validated
 Levels = Annotated[int, Field(ge=1, le=127)]  # codes are 8-bit
 
 FACTORS = (0.5, 2.0)
-"""Bounds of what ``clip_lambda`` may do to a row's clip: a large one would turn it negative."""
+"""Bounds of the factor by which ``clip_lambda`` changes a row's clip: a large one would make the clip negative."""
 
 
 @validated
 class GPTQSettings:
-    """How a model is quantised.
+    """Settings of quantization.
 
-    k, levels              of matrices: the clip in standard deviations of a row, and the level that stands for it
-    embed_k, embed_levels  of embeddings, whose rows are the tokens
-    method                 gptq, or nearest for rounding to nearest at the same scales (the control)
-    batches                of training data that the Hessians are taken over
-    damping                added to a Hessian's diagonal, as a part of its mean
-    block                  columns between two updates of all later columns; changes the speed only
-    clip_lambda            how far a row's importance moves its clip; 0 not at all, the public record says .175 (see row_importance)
-    controls               the type that controls are kept in
+    Attributes:
+        k: Clip of matrices, in standard deviations of a row.
+        levels: Level that stands for the clip of matrices.
+        embed_k: Clip of embeddings, whose rows are the tokens.
+        embed_levels: Level that stands for the clip of embeddings.
+        method: `gptq`, or `nearest` for rounding to nearest at the same scales (the control).
+        batches: Batches of training data over which the Hessians are averaged.
+        damping: Added to a Hessian's diagonal, as a fraction of its mean.
+        block: Columns between two updates of all later columns; affects the speed only.
+        clip_lambda: How far a row's importance moves its clip (see `row_importance`); 0 for not at all, .175 in the public record.
+        controls: Data type of the controls.
     """
 
     k: Positive = 13.1
@@ -62,7 +66,11 @@ class GPTQSettings:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """Integer codes with one scale a row, and the grid that they were taken on: the clip is ``k`` std at the level ``levels``."""
+    """Integer codes with one scale per row, and their grid: the clip is ``k`` standard deviations at the level ``levels``.
+
+    Raises:
+        ValueError: If codes and scales do not match, if a code exceeds ``levels``, or if a scale is not positive and finite.
+    """
 
     codes: Int8[Tensor, "d_out d_in"]
     scale: Float[Tensor, " d_out"]
@@ -71,20 +79,24 @@ class QuantizedMatrix:
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.int8 or self.codes.ndim != 2 or self.scale.shape != self.codes.shape[:1]:
-            raise ValueError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} are not of one matrix")
+            raise ValueError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} do not belong to one matrix")
         if self.codes.numel() and int(self.codes.short().abs().max()) > self.levels:
-            raise ValueError(f"a code lies beyond the level {self.levels}")
+            raise ValueError(f"a code exceeds the largest level {self.levels}")
         if not bool((torch.isfinite(self.scale) & (self.scale > 0)).all()):
-            raise ValueError("a scale is not a positive number")
+            raise ValueError("every scale must be positive and finite")
 
     def dequantize(self) -> Float[Tensor, "d_out d_in"]:
-        """The weights that the codes stand for, in float32 (exact products where scales are float16)."""
+        """Return the weights that the codes represent, in float32 (the products are exact if the scales are float16)."""
         return self.codes.float() * self.scale.float()[:, None]
 
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights:
-    """All parameters of a model by name: matrices and embeddings as codes, controls as they are kept."""
+    """All parameters of a model by name: matrices and embeddings as codes, controls in their stored type.
+
+    Raises:
+        ValueError: If a name is both matrix and control, or if a control is neither float16 nor float32.
+    """
 
     matrices: dict[str, QuantizedMatrix]
     controls: dict[str, Tensor]
@@ -97,14 +109,18 @@ class QuantizedWeights:
                 raise ValueError(f"the control {name!r} is {t.dtype}: keep it in float16 or float32")
 
     def dequantize(self) -> dict[str, Tensor]:
-        """Every parameter in float32, as a state dict."""
+        """Return every parameter in float32, as a state dict."""
         return {name: m.dequantize() for name, m in self.matrices.items()} | {n: t.float() for n, t in self.controls.items()}
 
     def load_into(self, model: nn.Module) -> None:
-        """Write all parameters of ``model``, in place; ``ValueError``, changing nothing, where names or shapes are others."""
+        """Write all parameters of ``model``, in place.
+
+        Raises:
+            ValueError: If names or shapes differ; the model is then unchanged.
+        """
         own, new = dict(model.named_parameters()), self.dequantize()
         if own.keys() != new.keys():
-            raise ValueError(f"these weights are of another model; they differ in {', '.join(sorted(own.keys() ^ new.keys())[:5])}")
+            raise ValueError(f"the weights are of another model; different names: {', '.join(sorted(own.keys() ^ new.keys())[:5])}")
         for name, p in own.items():
             if p.shape != new[name].shape:
                 raise ValueError(f"{name!r} has shape {tuple(p.shape)} in the model, and {tuple(new[name].shape)} here")
@@ -115,7 +131,7 @@ class QuantizedWeights:
 
 @contextmanager
 def dequantized(model: nn.Module, weights: QuantizedWeights) -> Iterator[nn.Module]:
-    """Context: ``model`` with the quantised weights in it; its own come back afterwards, bit for bit."""
+    """Context: ``model`` with the quantized weights; its own weights are restored afterwards, bit for bit."""
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
     weights.load_into(model)
     try:
@@ -127,10 +143,10 @@ def dequantized(model: nn.Module, weights: QuantizedWeights) -> Iterator[nn.Modu
 
 
 def parts(model: nn.Module) -> tuple[dict[str, list[nn.Linear]], tuple[str, ...], tuple[str, ...]]:
-    """Names of a model's parameters: matrices with the Linears that they serve, embeddings, controls.
+    """Return the names of a model's matrices with their Linear modules, of its embeddings, and of its controls.
 
-    A matrix is the weight of an ``nn.Linear``. An embedding is that of an ``nn.Embedding``; a weight that is tied to one is
-    an embedding. All else, a bias too, is a control.
+    A matrix is the weight of an ``nn.Linear``. An embedding is the weight of an ``nn.Embedding``; a weight that is tied to one is
+    an embedding. All other parameters, including biases, are controls.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     embeddings = {names[id(m.weight)] for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -145,13 +161,13 @@ def parts(model: nn.Module) -> tuple[dict[str, list[nn.Linear]], tuple[str, ...]
 
 @torch.no_grad()
 def collect_hessians(model: nn.Module, batches: Iterable[Any], count: int) -> dict[str, Float[Tensor, "d_in d_in"]]:
-    """Mean of x x^T over the inputs of every Linear, in float64, by the weight's name, from ``model(batch)`` of ``count`` batches.
+    """Return the mean of x x^T over the inputs of every Linear, in float64, by the weight's name.
 
-    Where a weight serves several passes (depth recurrence) or several Linears, the mean is over all of these inputs. The model runs
-    in the mode that it is in.
+    The inputs are those of ``model(batch)`` on the first ``count`` batches. If a weight serves several passes (depth recurrence) or
+    several Linears, the mean is over all of these inputs. The model runs in its current mode.
 
     Raises:
-        ValueError: fewer batches than ``count``, a Linear that did not run, or an input that is not finite.
+        ValueError: If there are fewer batches than ``count``, if a Linear did not run, or if an input is not finite.
     """
     matrices, _, _ = parts(model)
     sums: dict[str, Tensor] = {}
@@ -174,17 +190,17 @@ def collect_hessians(model: nn.Module, batches: Iterable[Any], count: int) -> di
             model(batch)
             ran += 1
     if ran < count:
-        raise ValueError(f"{count} calibration batches were asked for and {ran} given: give more, or set batches={ran}")
+        raise ValueError(f"{count} calibration batches are needed, but only {ran} were given: give more, or set batches={ran}")
     for name in matrices:
         if not seen[name]:
             raise ValueError(f"the Linear of {name!r} did not run in calibration: its module must be called, not its weight")
         if not bool(sums[name].isfinite().all()):
-            raise ValueError(f"the inputs of {name!r} are not all finite")
+            raise ValueError(f"some inputs of {name!r} are not finite")
     return {name: sums[name] / seen[name] for name in matrices}
 
 
 def row_importance(weight: Float[Tensor, "d_out d_in"], hessian: Float[Tensor, "d_in d_in"]) -> Float[Tensor, " d_out"]:
-    """A row's Hessian-weighted magnitude, sum_j |W_ij| H_jj, over its mean over the rows; all 1 where that mean is 0.
+    """Return each row's Hessian-weighted magnitude sum_j |W_ij| H_jj, divided by its mean over the rows; 1 if that mean is 0.
 
     The public record (pull request 1412) describes it as "row importance derived from Hessian-weighted magnitude"; the formula is
     that of its public implementations.
@@ -197,10 +213,10 @@ def row_importance(weight: Float[Tensor, "d_out d_in"], hessian: Float[Tensor, "
 def row_scales(
     weight: Float[Tensor, "d_out d_in"], k: float, levels: int, factor: Float[Tensor, " d_out"] | None = None
 ) -> Float[Tensor, " d_out"]:
-    """``k std(row) / levels``, times ``factor``, as it is stored: float16, or float32 where one would leave float16's normal range.
+    """Return ``k std(row) / levels``, times ``factor``, as stored: float16, or float32 if outside of float16's normal range.
 
-    The formula takes rows to have a mean near 0. A row whose mean lies outside of its own clip (a constant one is the extreme)
-    would be lost, and has max|w| / levels instead; a row of zeros has 1.
+    The formula assumes that rows have a mean near 0. A row whose mean lies outside of its own clip (a constant row is the extreme)
+    would be lost, so its scale is max|w| / levels; the scale of a row of zeros is 1.
     """
     w = weight.double()
     clip = k * w.std(dim=1, correction=0) * (1.0 if factor is None else factor.double())
@@ -215,14 +231,18 @@ def row_scales(
 def round_to_nearest(
     weight: Float[Tensor, "d_out d_in"], scale: Float[Tensor, " d_out"], levels: int
 ) -> Int8[Tensor, "d_out d_in"]:
-    """The nearest level of every weight by itself; ties go to the even level."""
+    """Return the nearest level of every weight, each by itself; ties go to the even level."""
     return (weight.double() / scale.double()[:, None]).round().clamp(-levels, levels).to(torch.int8)
 
 
 def _feedback(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the damped Hessian's inverse."""
+    """Return the upper Cholesky factor of the inverse of the damped Hessian.
+
+    Raises:
+        ValueError: If the damped Hessian is singular.
+    """
     mean = hessian.diagonal().mean()
-    if mean == 0:  # no input was ever seen: nothing correlates
+    if mean == 0:  # all inputs were 0: nothing correlates
         return torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     damped = hessian + damping * mean * torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     try:
@@ -240,12 +260,13 @@ def gptq(
     damping: float = 0.01,
     block: int = 128,
 ) -> Int8[Tensor, "d_out d_in"]:
-    """Codes of ``weight`` under ``hessian`` at given scales, computed in float64 (see the module for the equations).
+    """Return codes of ``weight`` under ``hessian`` at the given scales, computed in float64 (equations: see the module).
 
-    ``ValueError`` for a Hessian that is not finite, or singular after damping.
+    Raises:
+        ValueError: If the Hessian is not finite, or singular after damping.
     """
     if not bool(hessian.isfinite().all()):
-        raise ValueError("the Hessian is not finite")
+        raise ValueError("the Hessian is not finite: check the calibration inputs")
     order = hessian.diagonal().argsort(descending=True, stable=True)
     upper = _feedback(hessian.double()[order][:, order], damping)
     w = weight.double().mT[order].contiguous()  # a row here is a column of the weight
@@ -265,7 +286,7 @@ def gptq(
 def distortion(
     weight: Float[Tensor, "d_out d_in"], other: Float[Tensor, "d_out d_in"], hessian: Float[Tensor, "d_in d_in"]
 ) -> float:
-    """tr(d H d^T) for d = other - weight: the mean squared change of a Linear's output, summed over its features."""
+    """Return tr(d H d^T) for d = other - weight: the mean squared change of a Linear's output, summed over its features."""
     d = other.double() - weight.double()
     return float(((d @ hessian.double()) * d).sum())
 
@@ -273,16 +294,19 @@ def distortion(
 def quantize(
     model: nn.Module, hessians: dict[str, Float[Tensor, "d_in d_in"]], settings: GPTQSettings | None = None
 ) -> QuantizedWeights:
-    """The model's parameters on the grids of ``settings``, by the Hessians of ``collect_hessians``. The model stays as it is.
+    """Return the model's parameters on the grids of ``settings``, given the Hessians of ``collect_hessians``.
 
-    ``ValueError`` naming a parameter that is not finite, or a control that float16 cannot hold.
+    The model is unchanged.
+
+    Raises:
+        ValueError: If a parameter is not finite, or if a control is out of range for its stored type.
     """
     settings = settings or GPTQSettings()
     matrices, embeddings, controls = parts(model)
     own = {name: p.detach() for name, p in model.named_parameters()}
     for name, p in own.items():
         if not bool(p.isfinite().all()):
-            raise ValueError(f"{name!r} is not finite: nothing is quantised")
+            raise ValueError(f"{name!r} is not finite: nothing is quantized")
     found: dict[str, QuantizedMatrix] = {}
     for name in embeddings:
         scale = row_scales(own[name], settings.embed_k, settings.embed_levels)
@@ -293,12 +317,12 @@ def quantize(
     kept = {name: own[name].to(getattr(torch, settings.controls), copy=True) for name in controls}
     for name, t in kept.items():
         if not bool(t.isfinite().all()):
-            raise ValueError(f"{name!r} is out of {settings.controls}'s range: set controls='float32'")
+            raise ValueError(f"{name!r} is out of range for {settings.controls}: set controls='float32'")
     return QuantizedWeights({name: found[name] for name in own if name in found}, kept)
 
 
 def _matrix(weight: Tensor, hessian: Tensor, settings: GPTQSettings) -> QuantizedMatrix:
-    """One weight of a Linear."""
+    """Quantize the weight of one Linear."""
     factor = None
     if settings.clip_lambda:
         factor = (1 + settings.clip_lambda * (row_importance(weight, hessian) - 1)).clamp(*FACTORS)

@@ -1,17 +1,17 @@
-"""How an error grows over the passes of a loop, and whether it does so by one rate.
+"""Growth of an error over the passes of a loop, and a test of whether one rate describes it.
 
     A(k) = 1 + rho + ... + rho^(k-1) = (1 - rho^k) / (1 - rho)
 
-is what k equal errors, one a pass, add up to where each pass multiplies what came before by rho and all point one way. rho is
-estimated by a small push at the start of a pass and the stream's difference at each later one (`spread`, `rate`); A(k) is then held
-against what was accumulated when every pass errs (`accumulated`):
+A(k) is the sum of k equal errors, one per pass, if each pass multiplies earlier errors by rho and all point in the same direction.
+rho is estimated from a small perturbation at the start of a pass and the stream's difference at each later pass (`spread`, `rate`).
+A(k) is then compared with the error that accumulates if every pass errs (`accumulated`):
 
-    same     one direction is added at the start of every pass
+    same     the same direction is added at the start of every pass
     fresh    another direction at every pass: independent errors add up in quadrature, sqrt(A(k; rho^2))
-    weights  the looped blocks' matrices are noisy, as quantised ones are: every pass makes the error again
+    weights  the looped blocks' matrices are noisy, as after quantization: every pass repeats the error
 
-All is measured in float64 on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which claims
-A(2) = 1.67 and A(3) = 1.96 at rho = .63; the formula gives 1.63 and 2.03, and no rho gives both.
+All measurements are in float64 on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which
+claims A(2) = 1.67 and A(3) = 1.96 at rho = .63; the formula gives 1.63 and 2.03, and no rho gives both.
 """
 
 import copy
@@ -32,15 +32,17 @@ ERRORS = ("same", "fresh", "weights")
 SIZE = 1e-4
 CLAIMED_RHO = 0.63
 CLAIMED = {2: 1.67, 3: 1.96}
-"""k -> A(k) as it was claimed for `CLAIMED_RHO`."""
+"""k -> A(k) as claimed for `CLAIMED_RHO`."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """One push, and how far the stream is moved by it, relative to the push.
+    """The stream's displacement by one perturbation, relative to the perturbation.
 
-    steps: the norm where each virtual step starts, from the pushed one to the last of the loop, and where the loop ends.
-    passes: the same where passes start, and where the loop ends.
+    Attributes:
+        loop_pass: The pass at whose start the stream was perturbed.
+        steps: Norm at the start of each virtual step from the perturbed one to the last of the loop, and at the loop's end.
+        passes: Norm at the start of each pass, and at the loop's end.
     """
 
     loop_pass: int
@@ -50,10 +52,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Growth:
-    """What one seed gives. `rho` is a pass's rate, `rho_step` a virtual step's: least squares over the pushes at all passes.
+    """The measurements of one seed.
 
-    accumulated: by kind of error, what is there when k = 1, 2, ... passes have erred, relative to k = 1. formula: A(k) at `rho`.
-    misfit: by kind, accumulated / formula - 1.
+    Attributes:
+        seed: Seed of perturbations and noise.
+        rho: Rate per pass: least squares over the perturbations at all passes.
+        rho_step: Rate per virtual step.
+        spreads: The perturbation at each pass.
+        formula: A(k) at `rho`.
+        accumulated: By kind of error, the error after k = 1, 2, ... passes have erred, relative to k = 1.
+        misfit: By kind of error, accumulated / formula - 1.
     """
 
     seed: int
@@ -66,36 +74,42 @@ class Growth:
 
 
 def amplification(rho: float, k: int) -> float:
-    """A(k), by its sum, so at rho = 1 too."""
+    """Return A(k), computed as a sum so that rho = 1 is valid."""
     return sum(rho**i for i in range(k))
 
 
 def rate(sequences: Iterable[Sequence[float]]) -> float:
-    """The rho that fits x[i + 1] = rho x[i] best over all sequences: sum x[i] x[i + 1] / sum x[i]^2.
+    """Return the rho that fits x[i + 1] = rho x[i] best over all sequences: sum x[i] x[i + 1] / sum x[i]^2.
 
-    Raises ValueError where no sequence has two values.
+    Raises:
+        ValueError: If no sequence has two values.
     """
     pairs = [pair for sequence in sequences for pair in pairwise(sequence)]
     if not pairs:
-        raise ValueError("a rate of growth needs two readings behind each other: give a loop that runs")
+        raise ValueError("a growth rate needs two consecutive readings: give a loop that runs")
     return sum(a * b for a, b in pairs) / sum(a * a for a, _ in pairs)
 
 
 def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], size: float = SIZE) -> tuple[Growth, ...]:
-    """A row for each seed of the pushes and the noise. Works on any model with a loop; raises ValueError for one without."""
+    """Return one result per seed of perturbations and noise, for any model with a loop.
+
+    Raises:
+        ValueError: If the model has no loop.
+    """
     model = _exact(model)
     return tuple(_grown(model, tokens, seed, size) for seed in seeds)
 
 
 def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, generator: torch.Generator, size: float = SIZE) -> Spread:
-    """Push the stream at the start of pass `loop_pass`, by `size` times its norm, in a random direction of all its entries.
+    """Perturb the stream at the start of pass `loop_pass` by `size` times its norm, in a random direction of all its entries.
 
-    Raises ValueError for a model without a loop and for a pass that it has not.
+    Raises:
+        ValueError: If the model has no loop, or no such pass.
     """
     model = _exact(model)
     starts = entries(model)
     if not 0 <= loop_pass < len(starts):
-        raise ValueError(f"pass {loop_pass} is not one of the loop's: choose from 0 to {len(starts) - 1}")
+        raise ValueError(f"the loop has no pass {loop_pass}: choose from 0 to {len(starts) - 1}")
     points = _points(model)
     clean = _read(model, tokens, points)
     push = _direction(clean[_pre(starts[loop_pass])], generator, size)
@@ -108,14 +122,17 @@ def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, genera
 def accumulated(
     model: LanesModel, tokens: Int[Tensor, "b s"], kind: str, generator: torch.Generator, size: float = SIZE
 ) -> tuple[float, ...]:
-    """The stream's error after k = 1, 2, ... passes have erred, relative to k = 1.
+    """Return the stream's error after k = 1, 2, ... passes have erred, relative to k = 1.
 
-    Pushes are read where a pass starts, each right behind its own push; noise in the weights where a pass ends. `size` is a push's
-    part of the stream's norm at the first pass, or the noise's part of a matrix's standard deviation. Raises ValueError for a kind
-    that there is not, for a model without a loop and for one whose blocks add nothing yet.
+    Perturbations are read at the start of each pass, just after that pass's own perturbation is added; noise in the weights is read
+    at the end of each pass. `size` is the norm of a perturbation relative to the stream's at the first pass, or the noise relative
+    to a matrix's standard deviation.
+
+    Raises:
+        ValueError: If `kind` is unknown, if the model has no loop, or if its blocks add nothing yet.
     """
     if kind not in ERRORS:
-        raise ValueError(f"{kind!r} is no kind of error: choose from {', '.join(ERRORS)}")
+        raise ValueError(f"unknown kind of error {kind!r}: choose from {', '.join(ERRORS)}")
     model = _exact(model)
     points = _ends(model) if kind == "weights" else [_pre(start) for start in entries(model)]
     clean = _read(model, tokens, points)
@@ -127,15 +144,19 @@ def accumulated(
         moved = _read(model, tokens, points, dict(zip(points, [first, *fresh], strict=True)))
     norms = [float((moved[point] - clean[point]).norm()) for point in points]
     if not norms[0]:
-        raise ValueError(f"errors of the kind {kind!r} move nothing here, since every block adds 0: train the model first")
+        raise ValueError(f"errors of the kind {kind!r} have no effect because every block adds 0: train the model first")
     return tuple(norm / norms[0] for norm in norms)
 
 
 def entries(model: LanesModel) -> tuple[int, ...]:
-    """The virtual steps at which passes begin. Raises ValueError where there is no loop."""
+    """Return the virtual steps at which passes begin.
+
+    Raises:
+        ValueError: If the model has no loop.
+    """
     found = tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
     if not found:
-        raise ValueError("this model has no loop whose passes could be compared: set loop=Loop(start, end, loops)")
+        raise ValueError("this model has no loop: set loop=Loop(start, end, loops)")
     return found
 
 
@@ -150,7 +171,7 @@ def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
 
 
 def _exact(model: LanesModel) -> LanesModel:
-    """The model in float64: itself where it is, else a copy."""
+    """Return the model in float64: itself if it is, otherwise a copy."""
     return model if model.embed.weight.dtype == torch.float64 else copy.deepcopy(model).double()
 
 
@@ -159,25 +180,25 @@ def _pre(k: int) -> str:
 
 
 def _ends(model: LanesModel) -> list[str]:
-    """Where each pass ends."""
+    """Return the hook point at the end of each pass."""
     starts = entries(model)
     length = sum(step.loop_pass == 0 for step in model.steps_plan)
     return [f"steps.{start + length - 1}.hook_lane0_post" for start in starts]
 
 
 def _points(model: LanesModel) -> list[str]:
-    """Where each virtual step of the loop starts, and where the loop ends."""
+    """Return the hook points at the start of each virtual step of the loop, and at the loop's end."""
     return [_pre(k) for k, step in enumerate(model.steps_plan) if step.loop_pass is not None] + _ends(model)[-1:]
 
 
 def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
-    """A random direction over all entries, `size` times as long as `like`."""
+    """Return a random direction over all entries, with `size` times the norm of `like`."""
     drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64)
     return drawn.to(like) * (size * float(like.norm()) / float(drawn.norm()))
 
 
 def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
-    """The looped blocks' matrices with Gaussian noise, of `size` standard deviations of each."""
+    """Return the looped blocks' matrices with Gaussian noise of `size` standard deviations of each matrix."""
     looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
     found = {}
     for name, weight in model.named_parameters():
@@ -195,7 +216,7 @@ def _read(
     pushes: dict[str, Tensor] | None = None,
     weights: dict[str, Tensor] | None = None,
 ) -> dict[str, Float[Tensor, "b s d"]]:
-    """The values at `points`, with `pushes` added where they are named and `weights` in place of the model's own."""
+    """Return the values at `points`, with `pushes` added at their points and `weights` in place of the model's own."""
     seen: dict[str, Tensor] = {}
     pushes = pushes or {}
 

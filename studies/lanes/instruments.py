@@ -1,6 +1,6 @@
-"""What is measured on small models at random weights, in float64: symmetries, routing scalars that are dead, gradient paths.
+"""Measurements on small models with random weights, in float64: symmetries, dead routing scalars, gradient paths.
 
-These are identities or statements about a wiring, and need no trained model: they are cheap, and are drawn more often.
+They are identities or statements about a wiring and need no trained model: they are cheap, so there are more draws of them.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,30 +32,30 @@ PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "asymmetric": ("shipped", "asymmetric"),
     }
 )
-"""Name -> the wiring and the start of the routing whose gradient paths are taken apart."""
+"""Name -> the wiring and the routing start whose gradient paths are decomposed."""
 
 
 def tables(settings: Settings, corpus: Corpus, seed: int) -> Part:
-    """Bits per byte of counted tables on the seed's test text: what a model has to beat to have learnt more than counting does."""
+    """Return the bits per byte of count tables on the seed's test text: the baseline for a model that learned more than counts."""
     evaluation = settings.evaluation
     tokens = excerpt(corpus, "test", evaluation.test, evaluation.piece, seed)
     return table_bpb(training_tokens(settings, corpus), tokens), {}
 
 
 def rows(settings: Settings, corpus: Corpus, seed: int, count: int, length: int, purpose: str) -> Int64[Tensor, "n s"]:
-    """`count` windows of `length` + 1 training tokens."""
+    """Return `count` windows of `length` + 1 training tokens."""
     generator = torch_generator(seed, f"lanes {purpose}")
     drawn = batches(training_tokens(settings, corpus), size=count, length=length, steps=1, generator=generator)
     return next(drawn)
 
 
 def draw(config: LanesConfig, seed: int) -> LanesModel:
-    """A float64 model at random weights."""
+    """Return a float64 model with random weights."""
     return LanesModel(config, torch_generator(seed, "lanes instruments")).double()
 
 
 def symmetry(settings: Settings, corpus: Corpus, seed: int) -> Part:
-    """A row for each wiring of two lanes: how its two lanes differ in gradient, and what exchange and gauge change."""
+    """Return one row per wiring of two lanes: the difference of the lanes' gradients, and the effects of exchange and gauge."""
     own = settings.instruments
     tokens = rows(settings, corpus, seed, own.batch, own.length, "symmetry")
     texts = rows(settings, corpus, seed, own.texts, own.text, "slopes")
@@ -86,7 +86,7 @@ def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> di
 
 @torch.no_grad()
 def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
-    """The largest difference in logits between a GPT-J block and the shipped wiring with all its scalars at 1."""
+    """Return the largest logit difference between a GPT-J block and the shipped wiring with all scalars at 1."""
     config = replace(settings.instruments.config("shipped"), skips_in_fork=False)
     shipped, gptj = draw(config, seed), draw(replace(config, wiring="gptj"), seed)
     shipped.post.fill_(1.0)
@@ -95,7 +95,7 @@ def _gptj(settings: Settings, tokens: Tensor, seed: int) -> float:
 
 
 def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
-    """Direct and cascade of every sublayer behind the fork, and how far the direct part is from its closed form."""
+    """Return direct and cascade of every sublayer behind the fork, and the deviation of the direct part from its closed form."""
     own = settings.instruments
     tokens = rows(settings, corpus, seed, own.batch, own.length, "paths")
     found: dict[str, Any] = {}
@@ -106,7 +106,10 @@ def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
 
 
 def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
-    """The largest deviation of a direct gradient from its coefficient times dL / d hook_final, as a part of the largest entry."""
+    """Return the largest deviation of a direct gradient from its coefficient times dL / d hook_final.
+
+    The deviation is relative to the largest entry of the expected gradient.
+    """
     model = draw(config, seed)
     seen: list[Tensor] = []
     with model.hooks(fwd_hooks=[("hook_final", lambda value, hook: seen.append(value))]):
@@ -120,7 +123,7 @@ def _closed_form(config: LanesConfig, tokens: Tensor, seed: int) -> float:
 
 
 def traces(settings: Settings, corpus: Corpus, seed: int) -> Part:
-    """Lanes and quarantines watched over training."""
+    """Return traces of lanes and quarantines over training."""
     lanes, quarantine = settings.instruments.symmetry, settings.instruments.quarantine
     by_lanes = rows(settings, corpus, seed, lanes.steps * lanes.batch, lanes.length, "traces")
     by_quarantine = rows(settings, corpus, seed, quarantine.steps * quarantine.batch, quarantine.length, "traces")
@@ -132,4 +135,4 @@ INSTRUMENTS: Mapping[str, Callable[[Settings, Corpus, int], Part]] = MappingProx
     {"symmetry": symmetry, "paths": paths, "traces": traces, "tables": tables}
 )
 DRAWN = ("symmetry", "paths")
-"""Those that are drawn `Instruments.draws` times; the others once a seed."""
+"""The instruments that are drawn `Instruments.draws` times; the others are drawn once per seed."""

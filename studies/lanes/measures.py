@@ -1,6 +1,6 @@
-"""What is measured on a trained arm, a part each: bits per byte, quantisation, test-time training, Tap-In, gradient paths, growth.
+"""Measurements on a trained arm, one part each: bits per byte, quantization, test-time training, Tap-In, gradient paths, growth.
 
-Each function takes a `Subject` and gives a part's content (JSON) and tensors. They draw nothing but from generators of the seed.
+Each function takes a `Subject` and returns a part's content (JSON) and tensors. All randomness comes from generators of the seed.
 """
 
 import math
@@ -34,7 +34,7 @@ GROWTH_DRAWS = 3
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A trained model of an arm at a seed, and the text that it is judged by."""
+    """A trained model of an arm at a seed, and the text on which it is evaluated."""
 
     settings: Settings
     corpus: Corpus
@@ -48,13 +48,13 @@ class Subject:
         return excerpt(self.corpus, "test", evaluation.test, evaluation.piece, self.seed)
 
     def bpb(self, model: LanesModel | None = None) -> float:
-        """Bits per byte on the seed's test text."""
+        """Return the bits per byte on the seed's test text."""
         evaluation, tokens = self.settings.evaluation, self.test
         found = score(model or self.model, tokens, window=evaluation.window, stride=evaluation.stride)
         return bpb(found, tokens)
 
     def calibration(self, count: int) -> Iterator[Tensor]:
-        """Inputs of training windows for Hessians: the smaller count is the start of the larger one."""
+        """Return inputs of training windows for Hessians: a smaller count gives the beginning of a larger one."""
         training = self.settings.training
         drawn = batches(
             training_tokens(self.settings, self.corpus),
@@ -71,18 +71,20 @@ def training_tokens(settings: Settings, corpus: Corpus) -> Int64[Tensor, " n"]:
 
 
 def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int64[Tensor, " s"]:
-    """`size` tokens of a split, in pieces from places that the seed draws: an interval over seeds is one over texts too.
+    """Return `size` tokens of a split, in pieces at positions drawn by the seed: an interval over seeds is one over texts too.
 
-    Each piece starts with BOS, as a document does, and no two overlap: training at test time would read a text twice.
-    ``ValueError`` where the split is shorter than all pieces together.
+    Each piece starts with BOS, as a document does. No two pieces overlap, because test-time training would read the text twice.
+
+    Raises:
+        ValueError: If the split is shorter than all pieces together.
     """
     tokens = corpus.stream(split)
     if len(tokens) < size:
-        raise ValueError(f"the split {split!r} has {len(tokens)} tokens, and its pieces {size}: give more text")
+        raise ValueError(f"the split {split!r} has {len(tokens)} tokens, but its pieces need {size}: give more text")
     generator, pieces = torch_generator(seed, f"lanes {split}"), size // piece
     places = torch.randint(len(tokens) - piece + 1, (pieces,), generator=generator)
     if bool((places.sort().values.diff() < piece).any()):
-        # The gaps between pieces are drawn, so that no place needs a second try; in a long text this is hardly ever met.
+        # The gaps between pieces are drawn, so that no position needs a second try; in a long text this is rarely needed.
         gaps = torch.randint(len(tokens) - size + 1, (pieces,), generator=generator).sort().values
         places = (gaps + piece * torch.arange(pieces))[torch.randperm(pieces, generator=generator)]
     found = torch.stack([tokens[place : place + piece] for place in places.tolist()])
@@ -91,26 +93,28 @@ def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int
 
 
 def plain_bpb(subject: Subject) -> Part:
-    """Bits per byte of the model as it was trained."""
+    """Return the bits per byte of the model as trained."""
     return {"bpb": subject.bpb()}, {}
 
 
 def usual_weights(subject: Subject) -> QuantizedWeights:
-    """The model as the usual settings quantise it."""
+    """Return the model quantized with the usual settings."""
     usual = subject.settings.evaluation.gptq
     return quantize(subject.model, collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches), usual)
 
 
 def quantised(subject: Subject) -> Part:
-    """Bits per byte of the usual quantisation."""
+    """Return the bits per byte of the usual quantization."""
     with dequantized(subject.model, usual_weights(subject)):
         found = subject.bpb()
     return {"bpb": found}, {}
 
 
 def calibrations(subject: Subject) -> Part:
-    """What else the record changed of its quantisation: calibration batches and the Hessian's clip; the curve over clips; and
-    rounding to nearest."""
+    """Return the bits per byte of other quantizations, and a rate-distortion curve over clips.
+
+    The other quantizations are: few and many calibration batches, a Hessian clip, and rounding to nearest.
+    """
     evaluation = subject.settings.evaluation
     usual, many = evaluation.gptq, evaluation.many
     hessians = collect_hessians(subject.model, subject.calibration(many), many)
@@ -130,10 +134,11 @@ def calibrations(subject: Subject) -> Part:
 
 
 def score_first_training(subject: Subject) -> Part:
-    """What test-time training of the quantised model costs and gains on a test text, without hints and with them.
+    """Return the costs and gains of test-time training of the quantized model on a test text, without hints and with them.
 
-    A scope's rate is the one that gains most on the seed's own tuning texts. bpb: of `plain` (nothing is trained), `all`,
-    `controls`, and `shared`, which is controls at the rate of all. hinted: the same with hints mixed in; None where a run diverged.
+    The rate of a scope is the one with the largest gain on the seed's own tuning texts. `bpb` has the bits per byte of `plain` (no
+    training), `all`, `controls`, and `shared` (controls at the rate of `all`). `hinted` has the same with hints mixed in. A run
+    that diverged is None.
     """
     evaluation = subject.settings.evaluation
     tuning, tokens = (
@@ -164,9 +169,10 @@ def score_first_training(subject: Subject) -> Part:
 
 
 class Noted:
-    """A `Mix` that leaves the distributions as they are, and notes what every token would cost with hints mixed in.
+    """A `Mix` that leaves the distributions unchanged and records what every token would cost with hints mixed in.
 
-    `nll`: by name of the mixture, of the last run over the stream.
+    Attributes:
+        nll: By name of the mixture, the costs in the last run over the stream.
     """
 
     def __init__(self, tokens: Int64[Tensor, " s"], evaluation: Evaluation, mixtures: Mapping[str, Mixing]):
@@ -183,7 +189,7 @@ class Noted:
 
 
 def tap_in(subject: Subject) -> Part:
-    """Bits per byte with hints mixed in, of all variants from one forward; and what hints saved, token by token."""
+    """Return the bits per byte with hints mixed in, of all variants from one forward; and the savings of hints by token."""
     evaluation, tokens = subject.settings.evaluation, subject.test
     old, new = evaluation.cross
     variants = {
@@ -200,14 +206,14 @@ def tap_in(subject: Subject) -> Part:
 
 
 def _starts(n: int, evaluation: Evaluation) -> Int64[Tensor, " s"]:
-    """The start of the window that scores each position; the last position predicts nothing."""
+    """Return the start of the window that scores each position; the last position predicts nothing."""
     windows = plan_windows(n - 1, evaluation.window, evaluation.stride)
     starts = torch.cat([torch.full((one.end - one.score_from,), one.start) for one in windows])
     return torch.cat((starts, starts[-1:] + 1))
 
 
 def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
-    """Of all predictions, the share with a hint, and of these the share that was right."""
+    """Return the share of predictions with a hint, and of these the share that was right; the same for hints across windows."""
     offered, right = hints.offered[:-1], hints.token[:-1] == tokens[1:]
     cross = hints.cross[:-1] & offered
     count = lambda mask: float(mask.double().mean()) if len(mask) else 0.0  # noqa: E731
@@ -220,10 +226,10 @@ def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
 
 
 def routing(subject: Subject) -> Part:
-    """Where training left the weights with which attention and MLP are routed, in the layers whose lanes can be compared.
+    """Return the weights with which attention and MLP are routed after training, in the layers whose lanes can be compared.
 
-    pattern: by how much each sublayer prefers the lane that the asymmetric start gives it, as a share of that start's preference.
-    apart: the mean distance of a sublayer's two weights, as a share of how far a weight is from 1 in the mean.
+    `pattern`: how strongly each sublayer prefers the lane that the asymmetric start gives it, relative to that start's preference.
+    `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1.
     """
     post = subject.model.post.detach().double()[list(compared(subject.model.config))]
     given = get_start("asymmetric")
@@ -237,7 +243,7 @@ def routing(subject: Subject) -> Part:
 
 
 def gradient_paths(subject: Subject) -> Part:
-    """Direct and cascade of every sublayer of the trained model, on a few test windows, in float64."""
+    """Return direct and cascade of every sublayer of the trained model, on a few test windows, in float64."""
     instruments = subject.settings.instruments
     rows = windows(subject.test, instruments.batch, instruments.length)
     model = LanesModel(subject.model.config, torch.Generator()).double()
@@ -246,14 +252,14 @@ def gradient_paths(subject: Subject) -> Part:
 
 
 def error_growth(subject: Subject) -> Part:
-    """How a push grows over the passes of the trained loop, for a few draws of the push."""
+    """Return the growth of a perturbation over the passes of the trained loop, for a few draws of the perturbation."""
     instruments = subject.settings.instruments
     rows = windows(subject.test, instruments.batch, instruments.length)
     return {"draws": [asdict(row) for row in growth(subject.model, rows, range(GROWTH_DRAWS))]}, {}
 
 
 def windows(tokens: Int64[Tensor, " n"], batch: int, length: int) -> Int64[Tensor, "b s"]:
-    """The first `batch` windows of `length` + 1 tokens that lie side by side."""
+    """Return the first `batch` adjacent windows of `length` + 1 tokens."""
     return tokens[: batch * (length + 1)].reshape(batch, length + 1)
 
 
@@ -289,5 +295,5 @@ _ALSO: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def measured(arm: str) -> tuple[str, ...]:
-    """The parts that are measured on an arm."""
+    """Return the parts that are measured on an arm."""
     return "bpb", *_ALSO.get(arm, ())

@@ -1,9 +1,9 @@
-"""Attention and MLP of a block, with the gates that a block owns.
+"""The byte-level language model: attention, MLP and gates of a block, and the lanes that connect them.
 
     attention   q, k normed over each head, rotary positions, q times a gain per head, causal softmax
     MLP         down(relu(up x)^2)
 
-The two sublayers of a block are called apart, because the wiring decides what each reads and where it writes.
+The two sublayers of a block are called separately, because the wiring decides what each reads and where it writes.
 """
 
 import math
@@ -22,12 +22,12 @@ ROTARY_BASE = 10_000.0
 
 
 def rms(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-    """`x / sqrt(mean(x^2) + eps)` over the last axis, without a gain."""
+    """Return `x / sqrt(mean(x^2) + eps)` over the last axis, without a gain."""
     return functional.rms_norm(x, (x.shape[-1],), eps=EPS)
 
 
 def rotations(length: int, d_head: int, like: Tensor) -> tuple[Float[Tensor, "s half"], Float[Tensor, "s half"]]:
-    """Cosine and sine of every position's angles, computed in float64 and given in the type and on the device of `like`."""
+    """Return the cosine and sine of every position's angles, computed in float64, with the dtype and device of `like`."""
     half = d_head // 2
     rates = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64, device=like.device) / half)
     angles = torch.arange(length, dtype=torch.float64, device=like.device)[:, None] * rates
@@ -35,7 +35,7 @@ def rotations(length: int, d_head: int, like: Tensor) -> tuple[Float[Tensor, "s 
 
 
 def rotate(x: Float[Tensor, "b h s d"], cos: Float[Tensor, "s half"], sin: Float[Tensor, "s half"]) -> Float[Tensor, "b h s d"]:
-    """Turn the first half of the features against the second, by each position's angles."""
+    """Rotate the first half of the features against the second, by each position's angles."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
@@ -53,7 +53,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Float[Tensor, "b s d"], turns: tuple[Tensor, Tensor], bias: Float[Tensor, "heads 1 d_head"] | None = None
     ) -> Float[Tensor, "b s d"]:
-        """Attention's output. `bias`, if any, is added to the keys of every position, before they are normed."""
+        """Return attention's output. `bias`, if any, is added to the keys of every position before they are normed."""
         q, k, v = (self._by_head(linear(x)) for linear in (self.q, self.k, self.v))
         if bias is not None:
             k = k + bias
@@ -66,7 +66,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a squared rectifier between them."""
+    """Two matrices with a squared ReLU between them."""
 
     def __init__(self, config: LanesConfig):
         super().__init__()
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """The sublayers of one physical block, and its gates: `mix` (what of stream and embedding is read) and two scales."""
+    """The sublayers of one physical block, and its gates: `mix` (weights of stream and embedding in the read) and two scales."""
 
     def __init__(self, config: LanesConfig, layer: int):
         super().__init__()
@@ -89,17 +89,17 @@ class Block(nn.Module):
         self.damping = 1 / math.sqrt(layer + 1)
 
     def mixed(self, lane: Float[Tensor, "b s d"], x0: Float[Tensor, "b s d"]) -> Float[Tensor, "b s d"]:
-        """What is read of a lane, before its norm: `m0 * lane + m1 * x0`."""
+        """Return the read of a lane before its norm: `m0 * lane + m1 * x0`."""
         return self.mix[0] * lane + self.mix[1] * x0
 
 
 Lanes = list[Tensor]
 EMBED_STD = 0.02
-BIASED_HEAD = 2  # the head whose keys the record found changed
+BIASED_HEAD = 2  # the head whose keys changed in the record
 
 
 class StepHooks(nn.Module):
-    """The hook points of one virtual step. A step that has no second lane, skip or pass to begin has no point for it."""
+    """The hook points of one virtual step; points for a second lane, a skip or a pass embedding exist only if the step has them."""
 
     def __init__(self, step: Step, lanes: int, embeds: bool):
         super().__init__()
@@ -115,7 +115,10 @@ class StepHooks(nn.Module):
 
 
 class LanesModel(HookedRootModule):
-    """Tokens to logits. `generator` draws the weights; `config.learned` says whether the routing scalars are trained."""
+    """Language model over lanes, from tokens to logits.
+
+    `generator` draws the weights; `config.learned` decides whether the routing scalars are trained.
+    """
 
     post: nn.Parameter
     resid: nn.Parameter
@@ -137,7 +140,7 @@ class LanesModel(HookedRootModule):
         return tuple(step.block for step in self.steps_plan)
 
     def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, "b s v"]:
-        """Logits of the token after each position."""
+        """Return the logits of the token after each position."""
         x0 = self.hook_embed(rms(self.embed(tokens)))
         turns = rotations(tokens.shape[1], self.config.d_head, x0)
         lanes, saved = [x0], {}
@@ -149,7 +152,7 @@ class LanesModel(HookedRootModule):
         return self._logits(lanes)
 
     def loss(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-        """Mean nats per byte that `tokens[:, 1:]` holds, each given those before it; starts of documents are not predicted."""
+        """Return the mean nats per byte of `tokens[:, 1:]`, each given those before it; starts of documents are not predicted."""
         logits = self(tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
 
@@ -179,7 +182,7 @@ class LanesModel(HookedRootModule):
         return [hooks(f"lane{j}_post", lane) for j, lane in enumerate(lanes)]
 
     def _enter(self, step: Step, hooks: StepHooks, lanes: Lanes, saved: dict[int, Tensor]) -> Lanes:
-        """The lanes with what is mixed into them first: the fork, a skip, the embedding of a pass."""
+        """Return the lanes after the fork, the skip connection and the pass embedding of a step."""
         lanes = lanes * self.wiring.lanes if step.parallel and len(lanes) < self.wiring.lanes else lanes
         if step.skip is not None and step.source is not None:
             skip = hooks("skip", self.skip_weight[step.skip] * saved[step.source])
@@ -190,7 +193,7 @@ class LanesModel(HookedRootModule):
         return [hooks(f"lane{j}_pre", lane) for j, lane in enumerate(lanes)]
 
     def _read(self, block: Block, lanes: Lanes, x0: Tensor, weights: Weights) -> Float[Tensor, "b s d"]:
-        """What a sublayer is given: the normed mixture of lanes and embedding, damped by depth."""
+        """Return the input of a sublayer: the normed mixture of lanes and embedding, damped by depth."""
         if self.wiring.norm == "of each lane" and len(lanes) > 1:
             return block.damping * weighted([rms(block.mixed(lane, x0)) for lane in lanes], weights)
         return block.damping * rms(block.mixed(weighted(lanes, weights), x0))
@@ -203,7 +206,7 @@ class LanesModel(HookedRootModule):
         return hooks("mlp_out", block.mlp_scale * block.mlp(hooks("mlp_read", read)))
 
     def _bias(self, step: Step) -> Float[Tensor, "heads 1 d_head"] | None:
-        """The bias of this pass on the keys of one head."""
+        """Return the bias of this pass on the keys of one head; None if there is none."""
         if not self.config.head_bias or step.entry is None:
             return None
         own = self.head_bias[step.entry]
@@ -211,7 +214,7 @@ class LanesModel(HookedRootModule):
         return functional.one_hot(head, self.config.heads).to(own.dtype)[:, None, None] * own
 
     def _write(self, layer: int, lanes: Lanes, a: Tensor, m: Tensor) -> Lanes:
-        """Weight both sublayers into the lanes. One lane has no routing scalars: it adds them."""
+        """Write both sublayers into the lanes by the routing scalars. A single lane has none: the outputs are added."""
         if len(lanes) == 1:
             return [lanes[0] + a + m]
         post, (ar, mr) = self.post[layer], self.resid[layer]
@@ -231,7 +234,7 @@ class LanesModel(HookedRootModule):
         return self.hook_logits(cap * torch.tanh(functional.linear(normed, self.embed.weight) / cap))
 
     def _add_controls(self) -> None:
-        """Every parameter that is no matrix of a block: routing scalars, skips, embeddings of passes."""
+        """Create all parameters that are not matrices of a block: routing scalars, skips, pass embeddings and head biases."""
         config, d = self.config, self.config.d_model
         if self.wiring.lanes > 1:
             start = torch.tensor((config.routing.attn, config.routing.mlp))
@@ -246,7 +249,7 @@ class LanesModel(HookedRootModule):
             self.head_bias = nn.Parameter(torch.zeros(config.loop.passes, config.d_head))
 
     def _draw(self, generator: torch.Generator) -> None:
-        """Normal matrices of variance 1 / d_in; the output projections 0 where the config says so."""
+        """Draw normal matrices of variance 1 / d_in; output projections are 0 if `config.zero_init`."""
         nn.init.normal_(self.embed.weight, std=EMBED_STD, generator=generator)
         for block in self.blocks:
             for name, linear in block.named_modules():
@@ -257,11 +260,11 @@ class LanesModel(HookedRootModule):
 
 
 def weighted(lanes: Lanes, weights: Weights) -> Float[Tensor, "b s d"]:
-    """The weighted sum of the lanes. A lane of weight 0 is not read at all, one of weight 1 is taken as it is."""
+    """Return the weighted sum of the lanes. A lane of weight 0 is not read at all, one of weight 1 is used unscaled."""
     read = [lane if weight == 1 else weight * lane for lane, weight in zip(lanes, weights, strict=True) if weight]
     return sum(read[1:], start=read[0])
 
 
 def is_matrix(model: nn.Module, name: str) -> bool:
-    """Whether the parameter of that name is a matrix (of a Linear or of the embedding); the others are controls."""
+    """Return True if the named parameter is a matrix (of a Linear or of the embedding); the others are controls."""
     return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)

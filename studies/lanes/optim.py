@@ -1,4 +1,4 @@
-"""Muon for the blocks' matrices, AdamW for the embedding and the controls, behind one object with a schedule.
+"""Muon for the blocks' matrices and AdamW for the embedding and the controls, in one object with a schedule.
 
 Muon (Jordan 2024) for a matrix W with gradient G:
 
@@ -7,13 +7,14 @@ Muon (Jordan 2024) for a matrix W with gradient G:
     X <- U / |U|_F, then 5 times  A = X X^T,  X <- a X + (b A + c A^2) X      (a, b, c) = (3.4445, -4.775, 2.0315)
     W <- (1 - rate * decay) W - rate * sqrt(max(1, rows / cols)) X
 
-The singular values of X end between .68 and 1.21 unless they start under a hundredth of the norm, so the size of G has no say.
-``torch.optim.Muon`` iterates one matrix after another, in bfloat16. Here all matrices of one shape are one batch in their own type:
-at the study's size a step of it takes 4 ms for torch's 36, of some 70 that a training step took, and X is exact.
+The singular values of X end between .68 and 1.21 unless they start below a hundredth of the norm, so the scale of G has no effect.
+``torch.optim.Muon`` iterates over one matrix after another, in bfloat16. Here all matrices of one shape are one batch in their own
+type: at the study's size a step takes 4 ms instead of torch's 36, of about 70 that a training step took, and X is not rounded to
+bfloat16.
 
-The momentum is an average, as torch's is, where the first implementation took a sum. At a constant mu the two differ by a factor,
-which the normalisation takes away; while mu warms, the average weighs a gradient by its own step's mu. The decay is decoupled and
-follows the rate of the schedule alone, without the factor of the shape.
+The momentum is an average, as in torch; the first implementation used a sum. At a constant mu the two differ by a factor, which the
+normalization removes; while mu warms up, the average weights a gradient by its own step's mu. The decay is decoupled and follows
+the scheduled rate alone, without the factor of the shape.
 """
 
 import math
@@ -38,19 +39,20 @@ _EMBEDDINGS = ("embed.weight", "unembed.weight")
 class OptimSettings:
     """Rates, decays and schedules.
 
-    matrix_rate      of Muon; an update has singular values near 1, so this is the spectral norm of a step
-    embed_rate       of AdamW for the embedding
-    control_rate     of AdamW for scalars and vectors: gates, scales, mixes, routing, skips
-    decay            of the matrices
-    embed_decay      of the embedding
-    control_decay    of the controls; none by default, for a gate that starts at 1 would be drawn to 0
-    momentum         of Muon after its warm-up
-    momentum_start   of Muon at the first step
-    momentum_warmup  steps from the one to the other
-    warmup           steps over which the rates rise from 0
-    warmdown         the last part of all steps, over which the rates fall towards 0
-    newton_schulz    steps of the orthogonalisation
-    betas            of AdamW
+    Attributes:
+        matrix_rate: Rate of Muon; an update has singular values near 1, so this is the spectral norm of a step.
+        embed_rate: Rate of AdamW for the embedding.
+        control_rate: Rate of AdamW for scalars and vectors: gates, scales, mixes, routing, skips.
+        decay: Weight decay of the matrices.
+        embed_decay: Weight decay of the embedding.
+        control_decay: Weight decay of the controls; 0 by default, because it would pull a gate that starts at 1 towards 0.
+        momentum: Momentum of Muon after its warm-up.
+        momentum_start: Momentum of Muon at the first step.
+        momentum_warmup: Steps over which the momentum rises.
+        warmup: Steps over which the rates rise from 0.
+        warmdown: The last fraction of all steps, over which the rates fall towards 0.
+        newton_schulz: Steps of the orthogonalization.
+        betas: Betas of AdamW.
     """
 
     matrix_rate: NonNegative = 0.04
@@ -68,30 +70,37 @@ class OptimSettings:
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
 
     def rate_factor(self, step: int, total: int) -> float:
-        """What the rates are multiplied by at ``step`` of ``total``, steps counted from 0.
+        """Return the factor of the rates at ``step`` of ``total``, counted from 0.
 
-        (step + 1) / warmup while that is below 1, 1 in the middle, and (total - step) / (warmdown * total) at the end; the lower
-        one where warm-up and warm-down overlap. Positive at every step.
+        It is (step + 1) / warmup while that is below 1, 1 in the middle, and (total - step) / (warmdown * total) at the end; the
+        lower one if warm-up and warm-down overlap. It is positive at every step.
         """
         up = (step + 1) / self.warmup if self.warmup else 1.0
         down = (total - step) / (self.warmdown * total) if self.warmdown else 1.0
         return min(1.0, up, down)
 
     def momentum_at(self, step: int) -> float:
-        """Muon's momentum at ``step``, counted from 0: ``momentum_start``, then linear to ``momentum`` at ``momentum_warmup``."""
+        """Return Muon's momentum at ``step``, counted from 0.
+
+        It rises linearly from ``momentum_start`` to ``momentum`` at ``momentum_warmup``.
+        """
         done = min(1.0, step / self.momentum_warmup) if self.momentum_warmup else 1.0
         return self.momentum_start + done * (self.momentum - self.momentum_start)
 
 
 def kind_of(name: str, parameter: Tensor) -> Kind:
-    """What a parameter is: a 2-D ``blocks.*.weight`` is a matrix, ``embed.weight`` the embedding, all else a control."""
+    """Return the kind of a parameter.
+
+    A 2-D ``blocks.*.weight`` is a matrix, ``embed.weight`` is the embedding (as is ``unembed.weight``), and all others are
+    controls.
+    """
     if parameter.ndim == 2 and _MATRIX.fullmatch(name):
         return "matrix"
     return "embedding" if name in _EMBEDDINGS else "control"
 
 
 def orthogonal(u: Float[Tensor, "n rows cols"], steps: int) -> Float[Tensor, "n rows cols"]:
-    """Newton-Schulz steps towards the nearest orthogonal matrix of each of n; 0 stays 0."""
+    """Apply Newton-Schulz steps towards the nearest orthogonal matrix to each of n matrices; 0 stays 0."""
     a, b, c = COEFFICIENTS
     x = u.mT if u.shape[1] > u.shape[2] else u
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(EPS)
@@ -102,7 +111,7 @@ def orthogonal(u: Float[Tensor, "n rows cols"], steps: int) -> Float[Tensor, "n 
 
 
 class Muon(torch.optim.Optimizer):
-    """See the module. One group of matrices; its rate and momentum are set from outside."""
+    """Muon over one group of matrices, whose rate and momentum the caller sets; equations: see the module."""
 
     def __init__(self, matrices: Sequence[nn.Parameter], settings: OptimSettings) -> None:
         own = {"lr": settings.matrix_rate, "momentum": settings.momentum, "decay": settings.decay, "steps": settings.newton_schulz}
@@ -129,7 +138,7 @@ class Muon(torch.optim.Optimizer):
 
 
 class LanesOptimiser:
-    """What ``build_optimizer`` returns. Its rates are the settings' own until ``set`` is called."""
+    """Muon and AdamW behind one interface, as built by ``build_optimizer``. Rates are the settings' until ``set`` is called."""
 
     def __init__(self, parameters: Mapping[Kind, Mapping[str, nn.Parameter]], settings: OptimSettings) -> None:
         self.settings = settings
@@ -145,37 +154,41 @@ class LanesOptimiser:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """Parameter name -> what it is, for all that are trained."""
+        """Parameter name -> kind, for all trained parameters."""
         return dict(self._kinds)
 
     def set(self, step: int, total: int) -> None:
-        """Rates and momentum for ``step`` of ``total``, counted from 0. ``ValueError`` for a step that is not among them."""
+        """Set the rates and the momentum for ``step`` of ``total``, counted from 0.
+
+        Raises:
+            ValueError: If ``step`` is not from 0 to ``total - 1``.
+        """
         if not 0 <= step < total:
-            raise ValueError(f"step {step} is not one of {total}: steps count from 0 to total - 1")
+            raise ValueError(f"step {step} of {total} does not exist: steps count from 0 to total - 1")
         factor = self.settings.rate_factor(step, total)
         for group, rate in self._rates:
             group["lr"] = rate * factor
         self._muon.param_groups[0]["momentum"] = self.settings.momentum_at(step)
 
     def rates(self) -> dict[str, float]:
-        """The rates and the momentum that the next step is taken with."""
+        """Return the rates and the momentum of the next step."""
         muon, (embed, control) = self._muon.param_groups[0], self._adamw.param_groups
         return {"matrix": muon["lr"], "embedding": embed["lr"], "control": control["lr"], "momentum": muon["momentum"]}
 
     def step(self) -> None:
-        """One step of both; a parameter without a gradient stays as it is, undecayed."""
+        """Take one step of both optimizers; a parameter without a gradient is unchanged and not decayed."""
         self._muon.step()
         self._adamw.step()
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         for p in self._named.values():
             p.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of all moments as flat tensors, ``exp_avg/embed.weight``, that safetensors can hold.
+        """Return copies of all moments as flat tensors with keys such as ``exp_avg/embed.weight``, for safetensors.
 
-        Rates and momentum are no part of it: they follow from the step, through ``set``.
+        Rates and momentum are not included: they follow from the step, through ``set``.
         """
         return {
             f"{key}/{name}": value.detach().clone()
@@ -184,19 +197,23 @@ class LanesOptimiser:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what ``state_dict`` gave, bit for bit. ``ValueError``, changing nothing, for what does not fit."""
+        """Restore what ``state_dict`` returned, bit for bit.
+
+        Raises:
+            ValueError: If an entry does not fit or is missing; nothing is changed then.
+        """
         found: dict[str, dict[str, Tensor]] = {}
         for entry, value in state.items():
             key, _, name = entry.partition("/")
             if name not in self._named or key not in self._moments(name):
-                raise ValueError(f"the state's {entry!r} belongs to no parameter here; trained are: {', '.join(self._named)}")
+                raise ValueError(f"the state's {entry!r} belongs to no trained parameter: these are {', '.join(self._named)}")
             shape = torch.Size() if key == "step" else self._named[name].shape
             if value.shape != shape:
                 raise ValueError(f"the state's {entry!r} has shape {tuple(value.shape)}, not {tuple(shape)}")
             found.setdefault(name, {})[key] = value.to(self._named[name].device, copy=True)
         for name, entries in found.items():
             if missing := set(self._moments(name)) - entries.keys():
-                raise ValueError(f"the state has no {' and no '.join(sorted(missing))} of {name!r}: it is not whole")
+                raise ValueError(f"the state has no {' and no '.join(sorted(missing))} of {name!r}: it is incomplete")
         for name, p in self._named.items():
             self._of(name).state.pop(p, None)
             if name in found:
@@ -210,9 +227,10 @@ class LanesOptimiser:
 
 
 def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimSettings) -> LanesOptimiser:
-    """Muon for the matrices of ``blocks``, AdamW for the rest of what requires a gradient; see ``kind_of``.
+    """Return Muon for the matrices of ``blocks`` and AdamW for the other parameters that require a gradient; see ``kind_of``.
 
-    ``ValueError`` where nothing requires a gradient, or one tensor comes under two names (it would be stepped twice).
+    Raises:
+        ValueError: If no parameter requires a gradient, or if a tensor has two names (it would be stepped twice).
     """
     groups: dict[Kind, dict[str, nn.Parameter]] = {"matrix": {}, "embedding": {}, "control": {}}
     first: dict[int, str] = {}
@@ -223,5 +241,5 @@ def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settin
         if p.requires_grad:
             groups[kind_of(name, p)][name] = p
     if not any(groups.values()):
-        raise ValueError("no parameter requires a gradient: there is nothing to optimise")
+        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
     return LanesOptimiser(groups, settings)

@@ -1,13 +1,13 @@
-"""Gradient paths of every sublayer: what reaches the loss directly, and what through later sublayers first.
+"""Gradient paths of every sublayer: directly to the loss, or through later sublayers.
 
     total     dL / d out_s, where out_s is `steps.k.hook_attn_out` or `hook_mlp_out`
     direct    the same with the read of every sublayer detached: only lanes, skips and the read-out are left
     cascade   total - direct
     term(s, t) = (d read_t / d out_s, every read in between detached)^T  dL / d read_t       for each later sublayer t
 
-A path that is not direct enters a first later sublayer t, so direct + sum_t term(s, t) = total: the terms are computed apart from
-the total and must add up to it. Lanes and skips are linear, so direct is a coefficient a feature times dL / d hook_final. Behind
-the fork, where lane 1 is read out and no skip is mixed into it:
+A path that is not direct enters a first later sublayer t, so direct + sum_t term(s, t) = total: the terms are computed
+independently of the total and must add up to it. Lanes and skips are linear, so direct is dL / d hook_final times one coefficient
+per feature. Behind the fork, if lane 1 is read out and no skip is mixed into it:
 
     in turn     attention  ap[1] * mr * prod_{l' > l} ar mr          MLP  mp[1] * prod_{l' > l} ar mr
     at once     attention  ap[1] * prod_{l' > l} mr                  MLP  mp[1] * prod_{l' > l} mr
@@ -46,7 +46,10 @@ class Sublayer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """The gradients of the loss by one sublayer's output, in nats a unit, by path. `terms` are by the first later sublayer."""
+    """Gradients of the loss with respect to one sublayer's output, in nats per unit, by path.
+
+    `terms` are keyed by the first later sublayer.
+    """
 
     sublayer: Sublayer
     total: Float[Tensor, "b s d"]
@@ -59,7 +62,7 @@ class Paths:
 
     @property
     def missing(self) -> float:
-        """What direct and terms lack of the total: the largest absolute entry, as a part of the total's largest."""
+        """The largest absolute entry of total - direct - terms, relative to the total's largest."""
         rest = self.total - self.direct - sum(self.terms.values(), start=torch.zeros_like(self.total))
         largest = float(self.total.abs().max())
         return float(rest.abs().max()) / largest if largest else float(rest.abs().max())
@@ -81,12 +84,12 @@ class Ratio:
 
 
 def sublayers(model: LanesModel) -> tuple[Sublayer, ...]:
-    """All of them in the order of the forward."""
+    """Return all sublayers in the order of the forward."""
     return tuple(Sublayer(k, name) for k in range(len(model.steps_plan)) for name in SUBLAYERS)
 
 
 def decompose(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Paths, ...]:
-    """The paths of every sublayer, in the type of the model (take float64 to see them add up)."""
+    """Return the gradient paths of every sublayer, in the model's dtype (in float64 they add up)."""
     order = sublayers(model)
     outs, reads = [s.out for s in order], [s.read for s in order]
     seen, loss = _run(model, tokens, [*outs, *reads], cut=())
@@ -104,10 +107,12 @@ def decompose(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Paths, ...
 
 
 def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
-    """What dL / d hook_final is multiplied by, feature by feature, to give each sublayer's direct gradient.
+    """Return, by feature, the factor of dL / d hook_final that gives each sublayer's direct gradient.
 
-    Worked out from the routing scalars and the gates, backwards. Raises ValueError for a wiring that reads out the norm of each
-    lane: there the direct path is not linear in one read-out.
+    Computed backwards from the routing scalars and the gates.
+
+    Raises:
+        ValueError: If the wiring reads out the norm of each lane: the direct path is then not linear in one read-out.
     """
     if model.wiring.norm == "of each lane":
         raise ValueError(f"{model.config.wiring} norms each lane before it is read out, so its direct path has no coefficient")
@@ -124,18 +129,18 @@ def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
 
 
 def ratios_of(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:
-    """A row for every sublayer of any model, trained or not; `seed` is only written down."""
+    """Return one row per sublayer of any model, trained or not; `seed` is only recorded."""
     return tuple(_ratio(model, paths, seed) for paths in decompose(model, tokens))
 
 
 def ratios(config: LanesConfig, seeds: Iterable[int], tokens: Int[Tensor, "b s"]) -> tuple[Ratio, ...]:
-    """Rows of every sublayer and seed, of random float64 models whose output projections are not 0: at 0 there is no cascade."""
+    """Return rows of every sublayer and seed, of random float64 models whose output projections are not 0 (0 has no cascade)."""
     models = {seed: LanesModel(replace(config, zero_init=False), torch.Generator().manual_seed(seed)).double() for seed in seeds}
     return tuple(row for seed, model in models.items() for row in ratios_of(model, tokens, seed))
 
 
 def _run(model: LanesModel, tokens: Tensor, names: Sequence[str], cut: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
-    """The values at `names` and at `cut`, and the loss, in one graph; the values at `cut` go on detached."""
+    """Return the values at `names` and at `cut`, and the loss, in one graph; values at `cut` are passed on detached."""
     seen: dict[str, Tensor] = {}
 
     def keep(value: Tensor, hook: HookPoint, goes_on: bool) -> Tensor | None:
@@ -149,12 +154,12 @@ def _run(model: LanesModel, tokens: Tensor, names: Sequence[str], cut: Sequence[
 
 
 def _gradients(of: Tensor, by: Sequence[Tensor], weights: Tensor | None = None) -> list[Tensor]:
-    """Zeros where nothing leads from one to the other."""
+    """Return the gradients; zeros if there is no path."""
     return list(torch.autograd.grad(of, by, weights, retain_graph=True, materialize_grads=True))
 
 
 def _written(model: LanesModel, k: int, lanes: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Coefficients of attention and MLP, and of the lanes before both were written, from those of the lanes behind."""
+    """Return the coefficients of attention, of the MLP, and of the lanes before both writes, given those of the lanes after."""
     if len(lanes) == 1:
         return lanes[0], lanes[0], lanes
     layer = model.steps_plan[k].block
@@ -169,7 +174,7 @@ def _written(model: LanesModel, k: int, lanes: list[Tensor]) -> tuple[Tensor, Te
 
 
 def _entered(model: LanesModel, k: int, lanes: list[Tensor], saved: dict[int | None, Tensor]) -> list[Tensor]:
-    """Coefficients of the lanes as they come from the step before; adds that of the saved stream, if any, to `saved`."""
+    """Return the coefficients of the lanes as they leave the step before; add that of the saved stream, if any, to `saved`."""
     step = model.steps_plan[k]
     if step.skip is not None:
         gate, weight = model.skip_gate.detach()[step.skip].sigmoid(), model.skip_weight.detach()[step.skip]

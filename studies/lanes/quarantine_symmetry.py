@@ -1,13 +1,14 @@
-"""The symmetry instrument on this project's adapters: a quarantine in the kept adapter's basis, and one in its own.
+"""The symmetry instrument on adapters: a quarantine in the kept adapter's basis, and one in a basis of its own.
 
     W' = W + kept + quarantine                 G = dL/d factor, written into the weight:  U diag(G) Vh,  or  G A
 
-In a shared basis the loss hangs on the sum of the two factors alone. It is the gauge of the lanes: both adapters receive one
-gradient bit for bit, at any values, so equal starts stay equal and unequal starts stay as far apart as they began. With a basis of
-its own the quarantine's gradient is another from the first step on. Nothing is routed here: no mask, plain training of both.
+In a shared basis the loss depends on the sum of the two factors alone. This is the gauge symmetry of the lanes: both adapters
+receive the same gradient, bit for bit, at any values, so equal starts stay equal and unequal starts keep their distance. In a basis
+of its own the quarantine receives another gradient from the first step on. Nothing is routed here: there is no mask, and both are
+trained as usual.
 
-Gradients and weights of the two are compared as matrices of the Linear, since factors of two bases have no common coordinates. A
-factor is the one behind the bottleneck (`dS`, `B`); at its start of 0 the gradient of `A` is exactly 0.
+Gradients and weights of the two are compared as matrices of the Linear, because factors of two bases have no common coordinates.
+The compared factor is the one behind the bottleneck (`dS`, `B`); at its initial value 0 the gradient of `A` is exactly 0.
 """
 
 from collections.abc import Mapping
@@ -32,10 +33,22 @@ PATTERN = "blocks.*"
 
 @validated
 class QuarantineSettings:
-    """Sizes of the frozen base, a random MicroGPT over bytes, and how its adapters are trained.
+    """Sizes of the frozen base model (a random MicroGPT over bytes) and of the training of its adapters.
 
-    rank: of every LoRA. unequal: the standard deviation of the quarantine's factor at an unequal start. All of
-    `trace_quarantines` takes 6 s of one thread.
+    All of `trace_quarantines` takes 6 s of one thread.
+
+    Attributes:
+        layers: Blocks of the base model.
+        d_model: Features of the base model.
+        heads: Attention heads of the base model.
+        mlp: Hidden features of the base model's MLP.
+        rank: Rank of every LoRA.
+        unequal: Standard deviation of the quarantine's factor at an unequal start.
+        batch: Rows of tokens per step.
+        length: Predictions per row.
+        steps: Training steps.
+        every: Steps between two readings.
+        rate: Learning rate of Adam.
     """
 
     layers: AtLeastOne = 2
@@ -53,7 +66,7 @@ class QuarantineSettings:
 
 @dataclass(frozen=True)
 class Arm:
-    """A pair of adapters and where they start: both at 0, or the quarantine at random values."""
+    """A pair of adapters and their start: both at 0 (`equal`), or the quarantine at random values (`unequal`)."""
 
     name: str
     kept: Literal["svd", "lora"]
@@ -74,7 +87,7 @@ ARMS: tuple[Arm, ...] = (
 
 
 def written(branch: Branch, factors: Mapping[str, Tensor]) -> tuple[Float[Tensor, "d_out d_in"], Float[Tensor, "d_out d_in"]]:
-    """The kept adapter's and the quarantine's value of their factors (`kept`, `quarantine`) as matrices of the Linear."""
+    """Return the kept adapter's and the quarantine's `factors` (`kept`, `quarantine`) as matrices of the Linear."""
     quarantine = branch.quarantine
     basis = branch.kept if isinstance(quarantine, SharedQuarantine) else quarantine
     assert basis is not None
@@ -82,7 +95,11 @@ def written(branch: Branch, factors: Mapping[str, Tensor]) -> tuple[Float[Tensor
 
 
 def factors(branch: Branch) -> dict[str, nn.Parameter]:
-    """The factor behind each adapter's bottleneck. Raises ValueError where there is no quarantine."""
+    """Return the factor behind each adapter's bottleneck.
+
+    Raises:
+        ValueError: If there is no quarantine.
+    """
     quarantine = branch.quarantine
     if quarantine is None:
         raise ValueError(f"there is no quarantine at {branch.site}: attach with AdapterSpec(quarantine='shared') or 'lora'")
@@ -93,9 +110,9 @@ def factors(branch: Branch) -> dict[str, nn.Parameter]:
 
 
 def quarantine_partials(model: nn.Module, adapters: Adapters, tokens: Int[Tensor, "b s"]) -> dict[str, float]:
-    """Of every site, the relative difference of the gradients that kept adapter and quarantine receive, as matrices.
+    """Return the relative difference of the gradients of kept adapter and quarantine, as matrices, by site.
 
-    `model` gives logits `[b s v]` of tokens; the loss is that of the lanes, nats a byte. `.grad` is not touched.
+    `model` returns logits `[b s v]` of tokens; the loss is that of the lanes, in nats per byte. `.grad` is not changed.
     """
     by_site = {site: factors(branch) for site, branch in adapters.sites.items()}
     flat = [p for pair in by_site.values() for p in pair.values()]
@@ -105,17 +122,20 @@ def quarantine_partials(model: nn.Module, adapters: Adapters, tokens: Int[Tensor
 
 
 def byte_loss(model: nn.Module, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-    """Mean nats per byte that `tokens[:, 1:]` holds; starts of documents are not predicted."""
+    """Return the mean nats per byte of `tokens[:, 1:]`; starts of documents are not predicted."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
 
 
 def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor, "n s"], generator: torch.Generator) -> Trace:
     """Train kept adapter and quarantine by Adam in float64, without a mask, and record both every `every` steps and at the end.
 
-    `generator` draws the base, then the adapters. Steps take rows of `tokens` as in `train_symmetry`.
+    `generator` draws the base model, then the adapters. Steps take rows of `tokens` as in `train_symmetry`.
+
+    Raises:
+        ValueError: If there are fewer rows of tokens than a batch.
     """
     if len(tokens) < settings.batch:
-        raise ValueError(f"{len(tokens)} rows of tokens are less than a batch: give at least {settings.batch}")
+        raise ValueError(f"{len(tokens)} rows of tokens are fewer than a batch: give at least {settings.batch}")
     model = base(settings, tokens.shape[1], generator)
     adapters = attach(model, PATTERN, spec=arm.spec(settings.rank), generator=generator)
     if arm.start == "unequal":
@@ -126,7 +146,7 @@ def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor,
     readings: list[Reading] = []
     for step in range(settings.steps + 1):
         optimiser.zero_grad()
-        with adapters.unrouted():  # both learn from everything: what is watched is what keeps them apart
+        with adapters.unrouted():  # both learn from all data: only their bases can separate them
             loss = byte_loss(model, rows_at(tokens, step, settings.batch))
             loss.backward()
         if step % settings.every == 0 or step == settings.steps:
@@ -137,7 +157,7 @@ def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor,
 
 
 def trace_quarantines(settings: QuarantineSettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
-    """A trace of every arm, all on the same base, drawn by `seed`."""
+    """Return a trace of every arm, all on the same base model, drawn by `seed`."""
     return tuple(
         train_quarantine(arm, settings, tokens, torch.Generator().manual_seed(seed))
         for arm in tqdm(ARMS, desc="quarantines", unit="training", leave=False, disable=None)
@@ -145,7 +165,7 @@ def trace_quarantines(settings: QuarantineSettings, tokens: Int[Tensor, "n s"], 
 
 
 def base(settings: QuarantineSettings, context: int, generator: torch.Generator) -> MicroGPT:
-    """The model under the adapters, in float64."""
+    """Return the base model under the adapters, in float64."""
     config = MicroConfig(VOCABULARY, settings.d_model, settings.layers, settings.heads, settings.mlp, context)
     return MicroGPT(config, generator).double()
 

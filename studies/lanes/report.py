@@ -1,4 +1,4 @@
-"""Tables and figures of a finished folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
+"""Tables and figures of a finished study folder, from its artifacts alone: claims.md, claims.json, arms.md, the .png files."""
 
 import json
 import platform
@@ -24,7 +24,7 @@ TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Read the artifacts, check them, write everything that is made of them; the paths."""
+    """Read and check the artifacts, write all tables and figures, and return their paths."""
     found = load(folder)
     rows = judge(found, CLAIMS)
     content = {"settings": found.settings.digest, "seeds": list(found.seeds), "claims": [row.as_dict() for row in rows]}
@@ -40,7 +40,7 @@ def write_report(folder: Path) -> list[Path]:
 
 
 def head(found: Found) -> str:
-    """What all tables are of."""
+    """Return the description of the study that heads all tables."""
     size, training = found.settings.size, found.settings.training
     return (
         f"{size.layers} blocks of {size.d_model} features, {training.steps} steps of {training.batch} x {training.length} bytes, "
@@ -51,7 +51,7 @@ def head(found: Found) -> str:
 
 
 def claims_text(found: Found, rows: Sequence[Row]) -> str:
-    """claims.md."""
+    """Return the text of claims.md."""
     parts = ["# Lanes: the record's claims", head(found), counts_text(rows)]
     header = ["claim", "record", "verdict", "measured", "floor", "n", "n needed"]
     for group in dict.fromkeys(row.claim.group for row in rows):
@@ -77,7 +77,7 @@ def claims_text(found: Found, rows: Sequence[Row]) -> str:
 
 
 def counts_text(rows: Sequence[Row]) -> str:
-    """How many rows of the record's, and of ours, came to which verdict."""
+    """Return the verdict counts of the record's claims, and of our own."""
     lines = []
     for whose, own in (
         ("The record's", [row for row in rows if row.claim.record]),
@@ -89,7 +89,7 @@ def counts_text(rows: Sequence[Row]) -> str:
 
 
 def measured_text(row: Row) -> str:
-    """The estimate with its interval, unit, reference and note."""
+    """Return the estimate with its interval, unit, reference and note."""
     estimate, claim = row.estimate, row.claim
     text = f"{estimate_text(estimate)} {estimate.unit}"
     if claim.reference:
@@ -98,7 +98,7 @@ def measured_text(row: Row) -> str:
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """``-.0012 [-.0100, .0076]``; an identity's number alone."""
+    """Return text such as ``-.0012 [-.0100, .0076]``; of an identity the number alone."""
     if estimate.value is None:
         return "none"
     if estimate.low is None or estimate.high is None:
@@ -107,7 +107,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three figures; without a fraction from 100 on."""
+    """Return a number with four decimals: two digits if it is below 1e-4, no fraction from 100 on."""
     if value is None:
         return "none"
     if value == int(value) or abs(value) >= 100:
@@ -116,7 +116,7 @@ def number(value: float | None) -> str:
 
 
 def arms_text(found: Found) -> str:
-    """arms.md: bits per byte of counted tables and of every arm, and their differences from the record's baseline."""
+    """Return the text of arms.md: bits per byte of count tables and of every arm, and their differences from the baseline."""
     reference = found.by_seed("gptj", "bpb", lambda c: c["bpb"])
     body: list[list[Any]] = []
     for name, about in (("unigram", "a table of single bytes"), ("bigram", "a table of pairs of bytes")):
@@ -129,7 +129,7 @@ def arms_text(found: Found) -> str:
 
 
 def against(name: str, about: str, own: Mapping[int, Value], reference: Mapping[int, Value]) -> list[str]:
-    """A row of arms.md."""
+    """Return one row of arms.md."""
     _, s = paired_difference(own, reference)
     difference = estimate_text(Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB"))
     return [name, about, number(mean(list(own.values()))), "" if own == reference else difference]
@@ -140,10 +140,14 @@ NAME, HEADLINE, TABLES = "lanes", "headline.md", "tables.md"
 
 
 def publish(root: Path, to: Path) -> Path:
-    """Publish the study folder ``root`` under ``to``; the folder made. ``ValueError`` where it is not whole, or was a trial."""
+    """Publish the study folder ``root`` under ``to`` and return the folder that was written.
+
+    Raises:
+        ValueError: If the study is incomplete, or was a trial.
+    """
     profile = Settings.read(root).profile
     if profile not in COMMANDS:
-        raise ValueError(f"{root} is a trial of the profile {profile!r}; publish a run without --quick and --dev")
+        raise ValueError(f"{root} is a trial (profile {profile!r}): publish a run without --quick and --dev")
     found = load(root)
     paths = write_report(root)
     provenance = {
@@ -159,9 +163,9 @@ def publish(root: Path, to: Path) -> Path:
         for path in (path for path in paths if path.suffix == ".png"):
             shutil.copyfile(path, folder / path.name)
         for name in (JSON, FILE):
-            content = read_object(root / name, f"`python -m studies.lanes report {root}` writes it again")
+            content = read_object(root / name, f"`python -m studies.lanes report {root}` rewrites it")
             (folder / name).write_text(compact(content), encoding="utf-8")
         for name, text in ((HEADLINE, TABLE), (TABLES, ARMS_TABLE)):
-            page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without its title
+            page = (root / text).read_text(encoding="utf-8").partition("\n")[2].lstrip()  # without the title
             (folder / name).write_text(nested(page), encoding="utf-8")
     return to / NAME

@@ -1,4 +1,4 @@
-"""What all parts of one folder share, hashed into its name."""
+"""Settings that all parts of a study folder share; their hash is part of the folder's name."""
 
 import hashlib
 import json
@@ -23,26 +23,31 @@ from studies.lanes.ttt import TTTSettings
 
 FILE = "settings.json"
 FORMAT = 1
-"""Raised when what is computed changes in a way that no setting shows."""
+"""Increased if the computation changes in a way that no setting shows."""
 
 
 @validated
 class Evaluation:
-    """How a trained model is judged.
+    """Settings of the evaluation of a trained model.
 
-    window, stride      of the sliding evaluation, and of everything that scores
-    test, piece         tokens that bits per byte are reported on: excerpts of a piece each, from places that the seed draws
-    tune, tune_piece    tokens that rates of test-time training are chosen on: excerpts of other documents, more than five of them
-    adapted             tokens that are then read with these rates
-    adapted_piece       tokens of an excerpt of theirs: longer, for there is more to be learnt from a text that goes on
-    ttt                 test-time training, but for scope and rate
-    rates_all, rates_controls       what is swept
-    gptq                quantisation, but for what is compared
-    many                calibration batches of the larger calibration; gptq.batches of the smaller one
-    clip_lambda         the record's older Hessian clip, against 0
-    clips               the k of the rate-distortion curve; gptq.k is one of them
-    cross               weights of Tap-In's hints across windows that are compared, the record's old one first
-    compressor          brotli, which the record takes, where it is installed
+    Attributes:
+        window: Inputs of a window, in the sliding evaluation and in every other scoring.
+        stride: Predictions between the ends of two windows.
+        test: Tokens on which bits per byte are reported: excerpts from positions that the seed draws.
+        piece: Tokens per test excerpt.
+        tune: Tokens on which rates of test-time training are chosen: more than five excerpts of other documents.
+        tune_piece: Tokens per tuning excerpt.
+        adapted: Tokens on which test-time training is then evaluated at these rates.
+        adapted_piece: Tokens per excerpt of these: longer, because a continuous text has more to learn from.
+        ttt: Settings of test-time training, except for scope and rate.
+        rates_all: Rates in the sweep for all parameters.
+        rates_controls: Rates in the sweep for controls.
+        gptq: Settings of quantization, except for those that are compared.
+        many: Calibration batches of the larger calibration; gptq.batches is the smaller one.
+        clip_lambda: The record's older Hessian clip, compared with 0.
+        clips: Values of k on the rate-distortion curve; gptq.k is one of them.
+        cross: The two compared weights of Tap-In's hints across windows, the record's old one first.
+        compressor: brotli (as in the record) if it is installed, otherwise lzma.
     """
 
     window: AtLeastOne = 128
@@ -65,25 +70,35 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if (self.ttt.window, self.ttt.stride) != (self.window, self.stride):
-            raise ValueError("test-time training scores the windows that the plain evaluation scores: give both the same")
+            raise ValueError(
+                "test-time training must score the same windows as the plain evaluation: give both the same window and stride"
+            )
         for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
             if getattr(self, name) % piece:
-                raise ValueError(f"{name} {getattr(self, name)} must be whole pieces of {piece} tokens")
+                raise ValueError(f"{name} {getattr(self, name)} must be a multiple of the piece of {piece} tokens")
         if self.gptq.k not in self.clips:
-            raise ValueError(f"the clips {self.clips} lack {self.gptq.k}, the one that everything else is quantised with")
+            raise ValueError(f"the clips {self.clips} must contain {self.gptq.k}, the clip of every other quantization")
         if self.gptq.batches >= self.many:
-            raise ValueError(f"many = {self.many} batches must be more than the usual {self.gptq.batches}")
+            raise ValueError(f"many = {self.many} batches must exceed gptq.batches = {self.gptq.batches}")
 
 
 @validated
 class Instruments:
-    """The float64 measurements on small models at random weights.
+    """Settings of the float64 measurements on small models with random weights.
 
-    draws           models of each wiring, each of its own weights and text; they are cheap, so there are more than seeds
-    layers, d_model, heads, mlp, lane_start         of these models; layers and fork are the record's
-    batch, length   windows and predictions that they are measured on
-    texts, text     windows and predictions of each that routing scalars are searched for directions without a slope with
-    symmetry, quarantine        the trainings that are watched, once a seed
+    Attributes:
+        draws: Models of each wiring, each with its own weights and text; they are cheap, so there are more draws than seeds.
+        layers: Blocks of these models, as many as in the record.
+        d_model: Features of these models.
+        heads: Attention heads of these models.
+        mlp: Hidden features of the MLP as a multiple of d_model.
+        lane_start: First block behind the fork, as in the record.
+        batch: Windows of a measurement.
+        length: Predictions per window.
+        texts: Windows used to find directions of the routing scalars without a slope.
+        text: Predictions per such window.
+        symmetry: The training of lanes that is traced, once per seed.
+        quarantine: The training of quarantines that is traced, once per seed.
     """
 
     draws: AtLeastOne = 8
@@ -100,13 +115,25 @@ class Instruments:
     quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
 
     def config(self, wiring: str, start: str = "symmetric") -> LanesConfig:
-        """The model that a wiring is measured on: its output projections are not 0, or nothing would reach a routing scalar."""
+        """Return the model configuration for a wiring; output projections are not 0, or no routing scalar would have a gradient."""
         return sized(self, wiring=wiring, start=start, zero_init=False)
 
 
 @validated
 class Settings:
-    """One study. text: the hash of the corpus. train_bytes: how much of it is trained on. full: whether it has every arm."""
+    """Settings of one study.
+
+    Attributes:
+        text: Hash of the corpus.
+        size: Model sizes.
+        training: Training of the arms.
+        evaluation: Evaluation of the trained models.
+        instruments: The float64 measurements.
+        train_bytes: Number of bytes to train on.
+        profile: Name of the profile.
+        full: True if the study has every arm.
+        runtime: Version of torch and the machine's architecture.
+    """
 
     text: str
     size: Size = field(default_factory=Size)
@@ -119,17 +146,17 @@ class Settings:
     runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the settings as JSON objects."""
         return json.loads(json.dumps(asdict(self)))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it."""
+        """SHA-256 of all settings."""
         return hashlib.sha256(json.dumps({"format": FORMAT, **self.as_dict()}, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
-        """``lanes-<profile>-<8 hex digits>``."""
+        """Name of the study folder: ``lanes-<profile>-<8 hex digits>``."""
         return f"lanes-{self.profile}-{self.digest[:8]}"
 
     def write(self, folder: Path) -> None:
@@ -137,12 +164,16 @@ class Settings:
 
     @staticmethod
     def read(folder: Path) -> "Settings":
-        """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
-        return read_settings(Settings, folder / FILE, "point at a folder that `run` made")
+        """Return the settings that ``write`` stored in a folder.
+
+        Raises:
+            ValueError: If the folder has none.
+        """
+        return read_settings(Settings, folder / FILE, "give a folder that `run` created")
 
 
 def quick(text: str) -> Settings:
-    """Everything once over in a minute: it shows that all parts run, and resolves nothing."""
+    """Return settings that run every part in about a minute: a check that all parts work; no claim is resolved."""
     evaluation = Evaluation(
         test=6144,
         tune=3072,
@@ -164,22 +195,23 @@ def quick(text: str) -> Settings:
 
 
 def full(text: str) -> Settings:
-    """Every arm, trained for five times as long: the questions of ours beside the record's claims."""
+    """Return settings with every arm, trained for five times as long, including those for questions of our own."""
     usual = Settings(text)
     training = replace(usual.training, steps=5 * usual.training.steps)
     return replace(usual, training=training, profile="full", full=True)
 
 
 def open_text(folder: Path | None, expected: str | None = None) -> Corpus:
-    """The corpus of a folder, or of the running Python.
+    """Return the corpus of a folder, or of the running Python.
 
-    ``ValueError`` where a split of it is empty, or where it is not the one whose hash is ``expected``.
+    Raises:
+        ValueError: If a split is empty, or if the hash of the corpus is not ``expected``.
     """
     corpus = standard_library() if folder is None else read_folder(folder)
     for split in SPLITS:
         corpus.split(split)
     if expected is not None and corpus.sha256 != expected:
         raise ValueError(
-            f"the text in {folder or 'this Python'} changed while the study ran: start again, with text that stays as it is"
+            f"the text in {folder or 'this Python'} changed while the study ran: start again with text that does not change"
         )
     return corpus

@@ -1,17 +1,17 @@
-"""Bytes of a quantised model: packed without loss, counted, and predicted.
+"""Bytes of a quantized model: losslessly packed, counted, and predicted.
 
     sha-256 | compressed( length | manifest | codes | scales and controls )       after a magic word and the compressor's letter
 
-Elements of more than one byte are shuffled first: all first bytes, then all second bytes, for the upper bytes of numbers of one
-size are much alike. Two predictions stand beside the actual size:
+Elements of more than one byte are shuffled first (all first bytes, then all second bytes), because the upper bytes of numbers of
+similar size are much alike. Two predictions accompany the actual size:
 
     gaussian   h - log2(k / levels) bits a weight, h = log2(2 pi e) / 2 = 2.047 the entropy of a normal variable of spread 1:
                the scale follows each row's own spread, so its codes have the same entropy whatever the weights' size
-    entropy    the entropy of a tensor's own codes, taken by themselves: what no code without context can pass
+    entropy    the entropy of a tensor's own codes, each by itself: a lower bound for any code without context
 
-The Gaussian formula takes the step k / levels to be small: it lacks log2(1 + step^2 / 12) / 2, .011 bits at k = 13.1. Both
-predictions count the manifest as it is compressed alone; the Gaussian one counts scales and controls raw. Of 160 000 normal weights
-at k = 13.1, brotli takes 1.3 per cent more than predicted and LZMA 4.6; on few values (k = 26) LZMA takes 15 per cent more.
+The Gaussian formula assumes that the step k / levels is small: it neglects log2(1 + step^2 / 12) / 2, .011 bits at k = 13.1. Both
+predictions count the manifest as compressed by itself; the Gaussian one counts scales and controls uncompressed. For 160 000 normal
+weights at k = 13.1, brotli takes 1.3 per cent more than predicted and LZMA 4.6; on few values (k = 26) LZMA takes 15 per cent more.
 """
 
 import hashlib
@@ -41,32 +41,35 @@ _LETTERS = MappingProxyType({"lzma": b"x", "brotli": b"b"})
 
 
 def gaussian_bits(k: float, levels: int) -> float:
-    """Bits a weight of normal weights on a grid of step ``k / levels`` spreads: 2.047 + log2(levels / k)."""
+    """Return the bits per weight of normal weights on a grid of step ``k / levels`` standard deviations.
+
+    The formula is 2.047 + log2(levels / k).
+    """
     return GAUSSIAN + math.log2(levels / k)
 
 
 def entropy_bits(values: UInt8[np.ndarray, "..."]) -> float:
-    """Bits an element of the values' own distribution, each value by itself; 0 for none."""
+    """Return the entropy of the values' distribution in bits per element, each value by itself; 0 for none."""
     counts = np.bincount(values.reshape(-1), minlength=1)
     p = counts[counts > 0] / max(1, values.size)
     return float(-(p * np.log2(p)).sum()) + 0.0
 
 
 def byte_shuffle(data: bytes, width: int) -> bytes:
-    """All first bytes of elements of ``width`` bytes, then all second ones, and so on."""
+    """Return all first bytes of elements of ``width`` bytes, then all second ones, and so on."""
     return np.frombuffer(data, np.uint8).reshape(-1, width).T.tobytes()
 
 
 def byte_unshuffle(data: bytes, width: int) -> bytes:
-    """What ``byte_shuffle`` was given."""
+    """Invert ``byte_shuffle``."""
     return np.frombuffer(data, np.uint8).reshape(width, -1).T.tobytes()
 
 
 def compress(data: bytes, compressor: Compressor) -> bytes:
-    """LZMA at its highest preset, or brotli at 11 (``pip install 'mi-route2[lanes]'``)."""
+    """Compress with LZMA at its highest preset, or with brotli at 11 (``pip install 'mi-route2[lanes]'``)."""
     if compressor == "brotli":
         return _brotli().compress(data, quality=11, lgwin=24)
-    # Codes are nearly independent: a literal coder without context has the least to learn.
+    # Codes are nearly independent, so a literal coder without context has the fewest parameters to learn.
     window = max(1 << 12, min(1 << 26, 1 << max(1, len(data) - 1).bit_length()))
     filters = [{"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0, "dict_size": window}]
     return lzma.compress(data, format=lzma.FORMAT_ALONE, filters=filters)
@@ -74,12 +77,12 @@ def compress(data: bytes, compressor: Compressor) -> bytes:
 
 def _brotli() -> Any:
     if find_spec("brotli") is None:
-        raise ValueError("brotli is not installed: pip install 'mi-route2[lanes]', or choose the compressor lzma")
+        raise ValueError("brotli is not installed: pip install 'mi-route2[lanes]', or use compressor='lzma'")
     return import_module("brotli")
 
 
 def pack(weights: QuantizedWeights, compressor: Compressor = "lzma") -> bytes:
-    """All of ``weights`` in one checked string of bytes, whose length is the model's size."""
+    """Return ``weights`` as one byte string with a checksum; its length is the size of the model."""
     manifest = _manifest(weights)
     sections: dict[str, list[Tensor]] = {dtype: [] for dtype in _DTYPES}  # in the manifest's order: codes, scales, controls
     every = weights.matrices.values()
@@ -91,15 +94,16 @@ def pack(weights: QuantizedWeights, compressor: Compressor = "lzma") -> bytes:
 
 
 def unpack(data: bytes) -> QuantizedWeights:
-    """What ``pack`` was given, bit for bit: nothing that is counted as a model's size may be less than the model.
+    """Return what ``pack`` was given, bit for bit: a size counts only if the model can be restored from those bytes.
 
-    ``ValueError`` for bytes that are not of ``pack``, or were changed.
+    Raises:
+        ValueError: If the bytes are not from ``pack``, or are damaged.
     """
     if not data.startswith(MAGIC):
-        raise ValueError("these bytes are no packed model of this study: they do not start with its mark")
+        raise ValueError("these bytes are not a packed model of this study: they do not start with its magic word")
     letter, digest, body = data[len(MAGIC) : len(MAGIC) + 1], data[len(MAGIC) + 1 : FIXED], data[FIXED:]
     if digest != _digest(letter, body):
-        raise ValueError("the packed model is damaged: it does not match its own checksum; pack it again")
+        raise ValueError("the packed model is damaged: its checksum does not match; pack it again")
     whole = _brotli().decompress(body) if letter == _LETTERS["brotli"] else lzma.decompress(body, format=lzma.FORMAT_ALONE)
     at = 4 + int.from_bytes(whole[:4], "little")
     manifest = json.loads(whole[4:at])
@@ -127,7 +131,7 @@ def _dtype(t: Tensor) -> str:
 
 
 def _manifest(weights: QuantizedWeights) -> bytes:
-    """Names, shapes, grids and types of all tensors, in the order of their bytes."""
+    """Return names, shapes, grids and types of all tensors, in the order of their bytes."""
     matrices = [[n, list(m.codes.shape), m.k, m.levels, _dtype(m.scale)] for n, m in weights.matrices.items()]
     controls = [[n, _dtype(t), list(t.shape)] for n, t in weights.controls.items()]
     return json.dumps({"matrices": matrices, "controls": controls}, separators=(",", ":")).encode()
@@ -139,7 +143,7 @@ def _raw(t: Tensor) -> bytes:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the whole packed model, and what the Gaussian estimate and the entropies of the tensors' own values predict."""
+    """Bytes of the whole packed model, and the predictions of the Gaussian estimate and of the tensors' own entropies."""
 
     actual: int
     by_gaussian: float
@@ -147,10 +151,10 @@ class Sizes:
 
 
 def sizes(weights: QuantizedWeights, compressor: Compressor = "lzma") -> Sizes:
-    """The bytes of ``weights``, packed and predicted."""
+    """Return the actual and the predicted bytes of ``weights``."""
     manifest = _manifest(weights)
     own = 8 * (len(compress(manifest, compressor)) + FIXED) / len(manifest)
-    lines = [(len(manifest), own, own)]  # elements, bits of each by the Gaussian estimate, bits of each by their entropy
+    lines = [(len(manifest), own, own)]  # elements, bits per element by the Gaussian estimate, bits per element by entropy
     for m in weights.matrices.values():
         lines.append((m.codes.numel(), gaussian_bits(m.k, m.levels), _entropy(m.codes)))
         lines.append((m.scale.numel(), 8.0 * m.scale.element_size(), _entropy(m.scale)))
@@ -160,13 +164,13 @@ def sizes(weights: QuantizedWeights, compressor: Compressor = "lzma") -> Sizes:
 
 
 def _entropy(t: Tensor) -> float:
-    """Of an element: the sum over its bytes, each place by itself."""
+    """Return the bits per element: the sum of the entropies of its bytes, each byte position by itself."""
     return sum(map(entropy_bits, np.frombuffer(_raw(t), np.uint8).reshape(-1, t.element_size()).T))
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One clip: bytes packed and predicted, the Linears' mean squared change in calibration, and what ``evaluate`` gave."""
+    """One clip: packed and predicted bytes, the Linears' mean squared output change in calibration, and ``evaluate``'s result."""
 
     k: float
     bytes: int
@@ -184,9 +188,10 @@ def rate_distortion(
     settings: GPTQSettings | None = None,
     compressor: Compressor = "lzma",
 ) -> list[RatePoint]:
-    """A point for each clip ``k`` of the matrices, all on the same Hessians; ``evaluate`` is called with the quantised model.
+    """Return a point for each clip ``k`` of the matrices, all with the same Hessians.
 
-    The model has its own weights again afterwards. ``distortion`` is the sum of tr(d H d^T) over the matrices.
+    ``evaluate`` is called with the quantized model; the model's own weights are restored afterwards. ``distortion`` is the sum of
+    tr(d H d^T) over the matrices.
     """
     settings = settings or GPTQSettings()
     hessians = collect_hessians(model, batches, settings.batches)

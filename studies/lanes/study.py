@@ -1,12 +1,12 @@
-"""The jobs of a study and what runs them: every arm at every seed, and the instruments. A job's parts are files of their own.
+"""The jobs of a study and their execution: every arm at every seed, and the instruments. Each part of a job is a file.
 
     <folder>/settings.json
              arms/<arm>/seed-<n>/train.json + .safetensors      weights and loss curve
-                                 bpb.json, quantised.json ...   what was measured on them
+                                 bpb.json, quantised.json ...   measurements on them
              instruments/<name>/draw-<n>/<name>.json
 
-A part is made whole or not at all, from generators of (seed, purpose) alone: a run that was ended goes on where it stood, and
-leaves the bytes that an uninterrupted one does. Workers share nothing.
+A part is written completely or not at all, from generators of (seed, purpose) alone: an interrupted run resumes and produces the
+same bytes as an uninterrupted one. Workers share nothing.
 """
 
 import hashlib
@@ -29,14 +29,19 @@ from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 
 TRAIN = "train"
-LOOPED_COST = 1.7  # of a looped arm against a plain one, in time
+LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 
 @dataclass(frozen=True)
 class Job:
-    """One worker's errand. `folder` is the study's; `text` the corpus's folder, None for the running Python's own.
+    """The work of one worker: an arm at a seed, or a draw of an instrument.
 
-    name: an arm, or an instrument. seed: of an arm; of an instrument its draw.
+    Attributes:
+        settings: The study's settings.
+        folder: The study's folder.
+        text: Folder of the corpus; None for the running Python's library.
+        name: An arm or an instrument.
+        seed: Seed of an arm, or draw of an instrument.
     """
 
     settings: Settings
@@ -51,12 +56,12 @@ class Job:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that it makes, in order."""
+        """The parts that the job makes, in order."""
         return (self.name,) if self.arm is None else (TRAIN, *measured(self.name))
 
     @property
     def cost(self) -> float:
-        """What it takes, roughly, beside other jobs."""
+        """Rough relative duration of the job."""
         if self.arm is None:
             return 1.0 if self.name == "traces" else 0.1
         return self.arm.steps * (1.0 if self.arm.looped == "none" else LOOPED_COST) + 0.2 * len(self.parts)
@@ -67,22 +72,26 @@ class Job:
         return self.folder / "arms" / self.name / f"seed-{self.seed}" / f"{part}.json"
 
     def identity(self, part: str) -> str:
-        """A hash of what a part depends on, beside the code."""
+        """Return a hash of everything except the code that a part depends on."""
         return hashlib.sha256(json.dumps([self.settings.digest, self.name, self.seed, part]).encode()).hexdigest()
 
     def read(self, part: str) -> Part | None:
-        """See `read_part`."""
+        """Return the part if it exists; see `read_part`."""
         return read_part(self.path(part), self.identity(part))
 
     @property
     def finished(self) -> bool:
-        """Whether all parts are there; ``ValueError`` where one is damaged, or of other settings."""
-        there = [self.read(part) is not None for part in self.parts]  # all of them are looked at
+        """True if all parts exist.
+
+        Raises:
+            ValueError: If a part is damaged, or belongs to other settings.
+        """
+        there = [self.read(part) is not None for part in self.parts]  # checks all of them
         return all(there)
 
 
 def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence[int], arms: Sequence[str]) -> list[Job]:
-    """Every job of a study, the longest first, so that none of them is left for the end."""
+    """Return every job of a study, the longest first, so that no long job runs alone at the end."""
     found = [Job(settings, folder, text, arm, seed) for arm in arms for seed in seeds]
     for name in INSTRUMENTS:
         draws = range(settings.instruments.draws) if name in DRAWN else seeds
@@ -91,9 +100,13 @@ def jobs_of(settings: Settings, folder: Path, text: Path | None, seeds: Sequence
 
 
 def run_job(job: Job) -> None:
-    """Make the parts that are missing. What is there is not made again, and damaged parts are an error, not a reason to."""
+    """Make the missing parts of a job. Existing parts are kept.
+
+    Raises:
+        ValueError: If a part is damaged: it is not made again.
+    """
     if job.settings.training.device == "cpu":
-        torch.set_num_threads(1)  # a worker a core; with an accelerator one worker has all of them
+        torch.set_num_threads(1)  # one worker per core; with an accelerator a single worker has all cores
     corpus = _corpus(job.text, job.settings.text)
     place = job.path(job.parts[0]).parent
     with held(place):
@@ -114,10 +127,14 @@ def _make(job: Job, part: str, corpus: Corpus) -> Part:
 
 
 def trained(job: Job) -> LanesModel:
-    """The model that a finished training left. ``ValueError`` where there is none."""
+    """Return the model of a finished training.
+
+    Raises:
+        ValueError: If there is none.
+    """
     found = job.read(TRAIN)
     if job.arm is None or found is None:
-        raise ValueError(f"{job.path(TRAIN)} is not there: run the study first")
+        raise ValueError(f"{job.path(TRAIN)} does not exist: run the study first")
     model = build(job.arm.config(job.settings.size), job.seed)
     model.load_state_dict({name.removeprefix("weights."): value for name, value in found[1].items() if name != "losses"})
     return model
@@ -129,7 +146,11 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
 
 
 def run_jobs(jobs: Sequence[Job], workers: int, *, quiet: bool = False) -> None:
-    """Run every job that is not finished. Errors of `run_pool`, and ``ValueError`` for a part that is damaged."""
+    """Run every unfinished job.
+
+    Raises:
+        ValueError: If a part is damaged. Also raises the errors of `run_pool`.
+    """
     todo = [job for job in jobs if not job.finished]
     run_pool(run_job, todo, workers, [job.path(part) for job in todo for part in job.parts], "lanes", quiet=quiet)
 
@@ -144,7 +165,11 @@ def run_study(
     workers: int = 2,
     quiet: bool = False,
 ) -> Path:
-    """Everything that is missing of a study; its folder. Errors of `run_jobs`, and ``ValueError`` for fewer than one worker."""
+    """Make everything that is missing of a study, and return its folder.
+
+    Raises:
+        ValueError: If `workers` is less than 1. Also raises the errors of `run_jobs`.
+    """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
     folder = out / settings.folder

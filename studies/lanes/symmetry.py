@@ -1,17 +1,17 @@
-"""The symmetry instrument: do two routes that start alike receive the same gradient, and do they come apart in training?
+"""The symmetry instrument: whether two routes with equal starts receive equal gradients, and whether training separates them.
 
-    g_j = dL / d post[layer, sublayer, j]          relative(g_0, g_1) = |g_0 - g_1| / max(|g_0|, |g_1|),  0 where both are 0
+    g_j = dL / d post[layer, sublayer, j]          relative(g_0, g_1) = |g_0 - g_1| / max(|g_0|, |g_1|),  0 if both are 0
 
-Three symmetries of a wiring, each with its own consequence:
+A wiring may have one of two symmetries, or none; each case has its own consequence:
 
-    exchange   L is unchanged when lane 0's weights are exchanged for lane 1's. Then g_0 = g_1 where all pairs are equal, and what
-               starts equal stays equal; elsewhere they differ (`z2`)
-    gauge      L hangs on post[.., 0] + post[.., 1] alone. Then g_0 = g_1 everywhere, and how a weight is split is of no account
-               (`gauge`, which has the exchange too)
-    none       g_0 != g_1 at the symmetric start, which is then no special place (`shipped`, `simultaneous`)
+    exchange   L is unchanged if lane 0's weights are exchanged for lane 1's. Then g_0 = g_1 if all pairs are equal, and what starts
+               equal stays equal; elsewhere they differ (`z2`)
+    gauge      L depends on post[.., 0] + post[.., 1] alone. Then g_0 = g_1 everywhere, and the split of a weight has no effect
+               (`gauge`, which has the exchange symmetry too)
+    none       g_0 != g_1 at the symmetric start, which is then not special (`shipped`, `simultaneous`)
 
-With output projections at 0 every g_j is exactly 0, whatever the wiring. `Trace` is what `quarantine_symmetry` records as well, so
-lanes and quarantines go into one figure.
+If output projections are 0, every g_j is exactly 0 in every wiring. `quarantine_symmetry` records a `Trace` too, so lanes and
+quarantines share one figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,9 +36,21 @@ _ROUTING = ("post", "resid")
 
 @validated
 class SymmetrySettings:
-    """Sizes of the models that are trained, and how. A step takes `batch` rows of `length` + 1 tokens; `rate` is Adam's.
+    """Sizes of the models that are trained, and settings of their training.
 
-    At these sizes a step takes 10 to 25 ms of one thread in float64: all of `trace_wirings` 10 to 20 s.
+    At these sizes a step takes 10 to 25 ms of one thread in float64; all of `trace_wirings` takes 10 to 20 s.
+
+    Attributes:
+        layers: Number of blocks.
+        d_model: Number of features.
+        heads: Number of attention heads.
+        mlp: Hidden features of the MLP as a multiple of d_model.
+        lane_start: First block behind the fork.
+        batch: Rows of tokens per step.
+        length: Predictions per row; a row has one token more.
+        steps: Training steps.
+        every: Steps between two readings.
+        rate: Learning rate of Adam.
     """
 
     layers: AtLeastOne = 4
@@ -58,7 +70,10 @@ class SymmetrySettings:
 
 @dataclass(frozen=True)
 class Partial:
-    """The loss differentiated by what one sublayer of one layer is routed with, in nats: both lanes' weights, and `resid`."""
+    """Derivatives of the loss with respect to a sublayer's routing scalars in one layer: both lanes' weights, and `resid`.
+
+    They are in nats.
+    """
 
     layer: int
     sublayer: str
@@ -70,13 +85,18 @@ class Partial:
 
 @dataclass(frozen=True)
 class Trace:
-    """Two routes along a training, recorded before step `steps[i]`.
+    """Two routes over a training, recorded before step `steps[i]`.
 
-    differences: how far the routes' weights are apart. Of lanes the mean of |alpha_0 - alpha_1| over layers and sublayers, where
-    alpha are the elements of `post` (`compared`); of a quarantine the mean over sites of the Frobenius distance between the
-    weight that it adds and the one that the kept adapter adds.
-    partials: the mean relative difference of the gradients that both receive, over the same pairs.
-    losses: nats a byte, on the batch of that step.
+    Attributes:
+        name: Wiring or pair of adapters.
+        kind: Lanes or quarantine.
+        start: Name of the start.
+        steps: Steps of the readings.
+        differences: Distance of the routes' weights. For lanes it is the mean of |alpha_0 - alpha_1| over layers and sublayers,
+            where alpha are the elements of `post` (`compared`); for a quarantine it is the mean over sites of the Frobenius
+            distance between the weight that it adds and the one that the kept adapter adds.
+        partials: Mean relative difference of the gradients that both receive, over the same pairs.
+        losses: Nats per byte on the batch of that step.
     """
 
     name: str
@@ -93,7 +113,7 @@ class Trace:
 
 
 class Reading(NamedTuple):
-    """One moment of a trace."""
+    """One reading of a trace."""
 
     step: int
     difference: float
@@ -102,7 +122,7 @@ class Reading(NamedTuple):
 
 
 class _Loss(nn.Module):
-    """The loss as a forward, so that parameters can be handed to it and the model stays as it is."""
+    """The loss as a forward, so that parameters can be substituted and the model is unchanged."""
 
     def __init__(self, model: LanesModel):
         super().__init__()
@@ -114,15 +134,18 @@ class _Loss(nn.Module):
 
 @torch.no_grad()
 def relative(a: Tensor, b: Tensor) -> float:
-    """`|a - b| / max(|a|, |b|)` in the Euclidean norm, 0 where both are 0. It lies between 0 and 2."""
+    """Return `|a - b| / max(|a|, |b|)` in the Euclidean norm, 0 if both are 0. It is between 0 and 2."""
     larger = max(float(a.norm()), float(b.norm()))
     return float((a - b).norm()) / larger if larger else 0.0
 
 
 def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Partial, ...]:
-    """One row a layer and sublayer, those before the fork too (all 0). Learned or frozen, the scalars are differentiated.
+    """Return one row per layer and sublayer, including those before the fork (all 0).
 
-    Raises ValueError for a wiring of one lane.
+    The scalars are differentiated whether they are learned or frozen.
+
+    Raises:
+        ValueError: If the wiring has one lane.
     """
     _demand_lanes(model)
     post, resid = _gradients(model, tokens, _ROUTING).values()
@@ -135,14 +158,15 @@ def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Partial, ..
 
 
 def scalars(model: LanesModel) -> tuple[str, ...]:
-    """The name of every routing scalar, `post[layer,sublayer,lane]` and `resid[layer,sublayer]`; none for one lane."""
+    """Return the name of every routing scalar, `post[layer,sublayer,lane]` and `resid[layer,sublayer]`; none for one lane."""
     return tuple(name for key in _ROUTING if model.wiring.lanes > 1 for name in _elements(key, getattr(model, key)))
 
 
 def dead(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[str, ...]:
-    """What has a gradient of exactly 0 on these tokens: routing scalars by element, other parameters by name where all of it has.
+    """Return the names of the parameters with a gradient of exactly 0 on these tokens.
 
-    Of a model whose projections start at 0 that is much more than its wiring kills.
+    Routing scalars are listed by element, other parameters by name if their whole gradient is 0. If the output projections start at
+    0, this includes many more parameters than those that the wiring disables.
     """
     found: list[str] = []
     for name, gradient in _gradients(model, tokens, [name for name, _ in model.named_parameters()]).items():
@@ -154,15 +178,18 @@ def dead(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[str, ...]:
 
 
 def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
-    """Of the routing scalars behind the fork, how many there are and in how many directions the loss has a slope on some text.
+    """Return the number of routing scalars behind the fork, and in how many directions the loss has a slope on some text.
 
-    The rank of the gradients of many texts, a row each, at these weights: the other directions are gauges, at least to first order.
-    Raises ValueError for fewer texts than scalars, and for a wiring of one lane.
+    The number of directions is the rank of the gradients of many texts, one row each, at these weights: the other directions are
+    gauges, at least to first order.
+
+    Raises:
+        ValueError: If there are fewer texts than scalars, or if the wiring has one lane.
     """
     _demand_lanes(model)
     used = (model.config.layers - model.config.lane_start) * 3 * len(SUBLAYERS)
     if len(texts) < used:
-        raise ValueError(f"{len(texts)} texts cannot show {used} directions: give more")
+        raise ValueError(f"{len(texts)} texts cannot show {used} directions: give at least as many texts as directions")
     found = torch.stack(
         [
             torch.cat([g[model.config.lane_start :].flatten() for g in _gradients(model, text[None], _ROUTING).values()])
@@ -173,18 +200,20 @@ def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
 
 
 def exchange_gap(model: LanesModel, tokens: Int[Tensor, "b s"]) -> float:
-    """By how much the loss changes, in nats, when the lanes exchange their weights: 0 for any wiring where they are equal.
+    """Return the change of the loss, in nats, if the lanes exchange their weights: 0 for any wiring if they are equal.
 
-    Raises ValueError for a wiring of one lane.
+    Raises:
+        ValueError: If the wiring has one lane.
     """
     _demand_lanes(model)
     return _gap(model, tokens, model.post.detach().flip(-1))
 
 
 def gauge_gap(model: LanesModel, tokens: Int[Tensor, "b s"], amount: float = 0.1) -> float:
-    """By how much the loss changes, in nats, when `amount` of every sublayer's weight moves from lane 1 to lane 0.
+    """Return the change of the loss, in nats, if `amount` of every sublayer's weight moves from lane 1 to lane 0.
 
-    Raises ValueError for a wiring of one lane.
+    Raises:
+        ValueError: If the wiring has one lane.
     """
     _demand_lanes(model)
     return _gap(model, tokens, model.post.detach() + amount * model.post.new_tensor((1.0, -1.0)))
@@ -202,11 +231,14 @@ def train_symmetry(
 ) -> Trace:
     """Train all parameters by Adam in float64 and record the lanes' weights every `every` steps and at the end.
 
-    `generator` draws the model. A step takes the next `batch` rows of `tokens`, from the top again behind the last; n rows of one
-    batch are one batch over and over. Raises ValueError for a wiring of one lane and for fewer rows than a batch.
+    `generator` draws the model. A step takes the next `batch` rows of `tokens` and starts again at the top after the last; if there
+    are as many rows as a batch has, every step takes the same batch.
+
+    Raises:
+        ValueError: If the wiring has one lane, or if there are fewer rows than a batch.
     """
     if len(tokens) < batch:
-        raise ValueError(f"{len(tokens)} rows of tokens are less than a batch: give at least {batch}")
+        raise ValueError(f"{len(tokens)} rows of tokens are fewer than a batch: give at least {batch}")
     model = LanesModel(config, generator).double()
     _demand_lanes(model)
     optimiser = torch.optim.Adam(model.parameters(), lr=rate)
@@ -223,7 +255,7 @@ def train_symmetry(
 
 
 def trace_wirings(settings: SymmetrySettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
-    """A trace of every wiring of two lanes from every start. All start from the same weights, drawn by `seed`."""
+    """Return a trace of every wiring of two lanes from every start, all from the same weights, drawn by `seed`."""
     runs = [(wiring, start) for wiring in TWO_LANES for start in STARTS]
     given = {name: getattr(settings, name) for name in ("steps", "every", "batch", "rate")}
     return tuple(
@@ -233,23 +265,26 @@ def trace_wirings(settings: SymmetrySettings, tokens: Int[Tensor, "n s"], seed: 
 
 
 def compared(config: LanesConfig) -> range:
-    """The layers whose lanes are compared: those behind the fork, without the last where a lane is thrown away behind it.
+    """Return the layers whose lanes are compared: those behind the fork, except the last if a lane is not read out.
 
-    There one of the two gradients is 0 for want of a reader, whatever the symmetry. Raises ValueError where none is left.
+    In that layer one of the two gradients is 0 because nothing reads the lane, whatever the symmetry.
+
+    Raises:
+        ValueError: If no layer is left.
     """
     layers = range(config.lane_start, config.layers - (0 in config.lanes.out))
     if not layers:
-        raise ValueError(f"{config.wiring} has no two lanes to compare in {config.layers} layers: put lane_start lower")
+        raise ValueError(f"{config.wiring} has no two lanes to compare in {config.layers} layers: lower lane_start")
     return layers
 
 
 def rows_at(tokens: Int[Tensor, "n s"], step: int, batch: int) -> Int[Tensor, "b s"]:
-    """The rows of a step: the next `batch`, from the top again behind the last."""
+    """Return the rows of a step: the next `batch` rows, again from the top after the last."""
     return tokens[torch.arange(step * batch, (step + 1) * batch, device=tokens.device) % len(tokens)]
 
 
 def _reading(model: LanesModel, step: int, loss: Tensor) -> Reading:
-    """Reads the gradients that stand on the parameters, where the scalars are learned."""
+    """Return a reading from the parameters' `.grad`, which is taken as 0 if the scalars are frozen."""
     layers = list(compared(model.config))
     post = model.post.detach()
     gradient = torch.zeros_like(post) if model.post.grad is None else model.post.grad
@@ -260,11 +295,14 @@ def _reading(model: LanesModel, step: int, loss: Tensor) -> Reading:
 
 def _demand_lanes(model: LanesModel) -> None:
     if model.wiring.lanes == 1:
-        raise ValueError(f"{model.config.wiring} has one lane and no routing: take one of {', '.join(TWO_LANES)}")
+        raise ValueError(f"{model.config.wiring} has one lane and no routing: choose from {', '.join(TWO_LANES)}")
 
 
 def _gradients(model: LanesModel, tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Of each named parameter, zeros where the loss does not hang on it. Neither `requires_grad` nor `.grad` is touched."""
+    """Return the gradient of each named parameter, zeros if the loss does not depend on it.
+
+    Neither `requires_grad` nor `.grad` is changed.
+    """
     free = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
     gradients = torch.autograd.grad(_loss_with(model, tokens, free), list(free.values()), materialize_grads=True)
     return dict(zip(free, gradients, strict=True))

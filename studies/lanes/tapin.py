@@ -1,23 +1,24 @@
-"""Tap-In: after the last tokens, what came after them the last time? A hint at every position of a stream, from its past alone.
+"""Tap-In: hints about the next token at every position of a stream, from earlier occurrences of the last tokens.
 
     hints = find_hints(stream.tokens, window=256)        for windows of 256 tokens, every 64
-    hints.token[t], hints.length[t], hints.votes[t]      what is offered for tokens[t + 1]; -1, 0, 0 where nothing is
+    hints.token[t], hints.length[t], hints.votes[t]      the hint for tokens[t + 1]; -1, 0, 0 if there is none
 
 For the query that ends at t, scored by the window that starts at w (PR 1518 of parameter-golf, "Tap-In V6"):
 
     within      p in [w, t - 2] with tokens[p] == tokens[t]; the match extends backwards from p and t, not before w
     cross       p in [d, t - W - 1] with tokens[p] == tokens[t], d where t's document starts: p and p + 1 have left the W tokens
                 that end at t, and are in t's document; the match extends not before d at p, and not before w at t
-    candidate   tokens[p + 1], where the match has 3 tokens or more (counted up to 100)
+    candidate   tokens[p + 1], if the match has 3 tokens or more (counted up to 100)
     winner      the strictly longest match; of equals the earliest p; cross must be longer than within
     votes       the candidates of both kinds, of any length, that offer the winner's token
 
-What that leaves open: a position is emitted once, by the window that scores it (`window_starts`). A match within the window may lie
-in an earlier document; only the lost text is the document's own, and it is the document of t, not (as in V6's public code) that of
-the window's first token. A match may take in the first token of a window or document, which that code's loop never reaches; its
-threshold on the model's entropy is not there. What lies between t - W and w is neither within nor cross, as in that code.
+Details: a position is emitted once, by the window that scores it (`window_starts`). A match within the window may lie in an earlier
+document; only the text that has left the window is limited to the document, and it is the document of t, not (as in V6's public
+code) that of the window's first token. A match may include the first token of a window or document, which that code's loop never
+reaches; its threshold on the model's entropy is not implemented. Positions between t - W and w are neither within nor cross, as in
+that code.
 
-A hint at t depends on tokens up to t alone: the whole stream can be asked at once, however it is scored later.
+A hint at t depends on tokens up to t alone: all hints of a stream can be found at once, however it is scored later.
 """
 
 from dataclasses import dataclass
@@ -37,9 +38,13 @@ _NOTHING = np.iinfo(np.uint16).max
 
 @dataclass(frozen=True)
 class Hints:
-    """Of every position t of a stream, what is offered for ``tokens[t + 1]``; -1, 0, 0 and False if nothing is.
+    """The hint for ``tokens[t + 1]`` at every position t of a stream; -1, 0, 0 and False if there is none.
 
-    token: the winner. length: the matched tokens, 3 to 100. votes: 1 or more. cross: whether it lies outside of the window.
+    Attributes:
+        token: Token of the winner.
+        length: Number of matched tokens, 3 to 100.
+        votes: Number of votes, 1 or more.
+        cross: True if the match lies outside of the window.
     """
 
     token: Int64[Tensor, " s"]
@@ -52,36 +57,41 @@ class Hints:
 
     @property
     def offered(self) -> Bool[Tensor, " s"]:
-        """Where there is a hint."""
+        """Mask of the positions that have a hint."""
         return self.token >= 0
 
     def at(self, places: slice | Int64[Tensor, " k"]) -> "Hints":
-        """Those of some positions."""
+        """Return the hints of some positions."""
         return Hints(self.token[places], self.length[places], self.votes[places], self.cross[places])
 
 
 def window_starts(n: int, window: int, stride: int = STRIDE) -> Int64[Tensor, " n"]:
-    """Where the window starts that scores each of ``n`` positions.
+    """Return the start of the window that scores each of ``n`` positions.
 
-    The first window scores all of its positions; each other one starts a stride later and scores its last ``stride``. The last
-    window may be short: no position is scored twice. ``ValueError`` unless 1 <= stride <= window.
+    The first window scores all of its positions; each later one starts a stride later and scores its last ``stride``. The last
+    window may be short: no position is scored twice.
+
+    Raises:
+        ValueError: Unless 1 <= stride <= window.
     """
     if not 1 <= stride <= window:
-        raise ValueError(f"windows of {window} tokens every {stride} leave tokens out: the stride must be from 1 to the window")
+        raise ValueError(f"windows of {window} tokens every {stride} leave tokens out: choose a stride from 1 to the window")
     return (torch.arange(n) - (window - 1)).clamp(min=0).add(stride - 1).div(stride, rounding_mode="floor") * stride
 
 
 def find_hints(
     tokens: Int64[Tensor, " s"], window: int, *, stride: int = STRIDE, starts: Int64[Tensor, " n"] | None = None
 ) -> Hints:
-    """The hints at all positions of a stream, whose documents start at its BOS tokens (and at 0).
+    """Return the hints at all positions of a stream, whose documents start at its BOS tokens (and at 0).
 
-    ``starts`` gives the start of the window that scores each position, where it is not ``window_starts(s, window, stride)``.
-    ``ValueError`` for tokens outside the vocabulary, and for starts that fall, or lie ``window`` tokens or more back.
+    ``starts`` is the start of the window that scores each position, if it is not ``window_starts(s, window, stride)``.
+
+    Raises:
+        ValueError: If tokens are outside of the vocabulary, or if starts decrease or lie ``window`` tokens or more back.
     """
     ids = tokens.cpu().numpy()
     if len(ids) and not 0 <= ids.min() <= ids.max() < _NOTHING:
-        raise ValueError(f"tokens must be from 0 to {_NOTHING - 1}, unlike {ids.min()} or {ids.max()}")
+        raise ValueError(f"tokens must be from 0 to {_NOTHING - 1}, but they range from {ids.min()} to {ids.max()}")
     first = (window_starts(len(ids), window, stride) if starts is None else starts).cpu().numpy()
     _check(first, len(ids), window)
     n = len(ids)
@@ -103,25 +113,25 @@ def find_hints(
 
 def _check(starts: np.ndarray, n: int, window: int) -> None:
     if len(starts) != n:
-        raise ValueError(f"there are {len(starts)} starts of windows for {n} tokens: give one for each")
+        raise ValueError(f"there are {len(starts)} window starts for {n} tokens: give one for each token")
     back = np.arange(n) - starts
     if n and (starts[0] < 0 or (np.diff(starts) < 0).any() or back.min() < 0 or back.max() >= window):
-        raise ValueError(f"starts of windows may not fall, and each must lie 0 to {window - 1} tokens before its position")
+        raise ValueError(f"window starts must not decrease, and each must lie 0 to {window - 1} tokens before its position")
 
 
 def _documents(ids: np.ndarray) -> np.ndarray:
-    """[n]: where the document of each position starts."""
+    """Return [n]: the start of the document of each position."""
     return np.maximum.accumulate(np.where(ids == BOS, np.arange(len(ids)), 0))
 
 
 def _lost_lengths(documents: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where documents start, and how many tokens of each can leave a window before it ends."""
+    """Return the starts of documents, and how many tokens of each can leave a window before the document ends."""
     at, sizes = np.unique(documents, return_counts=True)
     return at, np.maximum(sizes - window, 0)
 
 
 def _four_grams(ids: np.ndarray) -> np.ndarray:
-    """[n]: a number for tokens[p - 2 .. p + 1], equal where these are equal; 0 at the ends, where there is none."""
+    """Return [n]: a number for tokens[p - 2 .. p + 1], equal if these are equal; 0 at the ends, where there is no four-gram."""
     numbers = np.zeros(len(ids), dtype=np.int64)
     if len(ids) >= LEAST + 1:
         keys = np.zeros(len(ids) - LEAST, dtype=np.int64)
@@ -136,7 +146,11 @@ _ROWS = 4096
 
 @dataclass(frozen=True)
 class Mixing:
-    """The numbers in the formula of a hint's weight. ``ValueError`` for a weight that could leave [0, 1)."""
+    """Constants of the formula of a hint's weight.
+
+    Raises:
+        ValueError: If a weight could be outside of [0, 1), or if ``top`` is less than 1.
+    """
 
     within: float = 0.02
     cross: float = 0.12
@@ -149,12 +163,12 @@ class Mixing:
         if not 0 <= self.most < 1:
             raise ValueError(f"most is {self.most}: a hint's weight must be at least 0 and below 1")
         if not all(number >= 0 for number in (self.within, self.cross, self.per_length, self.per_vote)):
-            raise ValueError(f"within, cross, per_length and per_vote must be at least 0, unlike those of {self}")
+            raise ValueError(f"within, cross, per_length and per_vote must be at least 0, but this is {self}")
         if self.top < 1:
-            raise ValueError(f"top is {self.top}: at least the likeliest token must count; a large number drops no hint")
+            raise ValueError(f"top is {self.top}: it must be at least 1; a large number drops no hint")
 
     def weights(self, hints: Hints) -> Float64[Tensor, " s"]:
-        """Of each hint, before any is dropped; 0 where nothing is offered."""
+        """Return the weight of each hint before any is dropped; 0 if there is no hint."""
         base = self.within + (self.cross - self.within) * hints.cross.double()
         length = 1 + self.per_length * (hints.length - LEAST).double()
         votes = 1 + self.per_vote * hints.votes.clamp(min=1).double().log()
@@ -162,7 +176,7 @@ class Mixing:
 
 
 def kept(logits: Float[Tensor, "s v"], hints: Hints, top: int) -> Bool[Tensor, " s"]:
-    """Where the offered token is among the ``top`` likeliest: fewer than ``top`` logits are larger than its own."""
+    """Return the mask of hints whose token is among the ``top`` likeliest: fewer than ``top`` logits are larger than its own."""
     offered = hints.offered.to(logits.device)
     if top >= logits.shape[-1]:
         return offered
@@ -171,7 +185,7 @@ def kept(logits: Float[Tensor, "s v"], hints: Hints, top: int) -> Bool[Tensor, "
 
 
 def mix(logits: Float[Tensor, "s v"], hints: Hints, mixing: Mixing = Mixing()) -> Float64[Tensor, "s v"]:
-    """ln p' over the vocabulary, from logits (or log-probabilities) and the hints at the same positions."""
+    """Return ln p' over the vocabulary, from logits (or log-probabilities) and the hints at the same positions."""
     w = _weights(logits, hints, mixing)
     mixed = torch.log_softmax(logits.double(), -1) + torch.log1p(-w)[:, None]
     tokens = _tokens(logits, hints)
@@ -184,7 +198,7 @@ def mixed_nll(
     hints: Hints,
     mixing: Mixing = Mixing(),
 ) -> Float64[Tensor, " s"]:
-    """-ln p'(target) in nats: that of ``mix``, of which only the targets' entries are made, from a few rows at a time."""
+    """Return -ln p'(target) in nats, as from ``mix``, but only for the targets and a few rows at a time."""
     w = _weights(logits, hints, mixing)
     total = torch.cat([rows.double().logsumexp(-1) for rows in logits.split(_ROWS)])
     own = logits.gather(-1, targets[:, None])[:, 0].double() - total + torch.log1p(-w)
@@ -193,11 +207,13 @@ def mixed_nll(
 
 
 def _tokens(logits: Tensor, hints: Hints) -> Int64[Tensor, "s 1"]:
-    """The offered tokens as an index; 0, with no weight, where nothing is offered."""
+    """Return the hinted tokens as an index; 0 (with weight 0) if there is no hint."""
     return hints.token.clamp(min=0)[:, None].to(logits.device)
 
 
 def _weights(logits: Tensor, hints: Hints, mixing: Mixing) -> Float64[Tensor, " s"]:
     if len(hints) != len(logits):
-        raise ValueError(f"there are {len(hints)} hints for {len(logits)} positions: take theirs by hints.at(...)")
+        raise ValueError(
+            f"there are {len(hints)} hints for {len(logits)} positions: select those of the positions by hints.at(...)"
+        )
     return torch.where(kept(logits, hints, mixing.top), mixing.weights(hints).to(logits.device), 0.0)

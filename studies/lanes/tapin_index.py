@@ -1,16 +1,17 @@
-"""The longest earlier match at every position of a stream, in time that no text makes longer: compiled loops for ``tapin``.
+"""Longest earlier match at every position of a stream, in linear time for any text: compiled loops for ``tapin``.
 
-A chain of all earlier places of a token, walked at each position, is as long as the text is repetitive: one byte repeated n times
-costs n squared. Two other structures find the same matches, and the earliest of the longest, exactly.
+Walking a chain of all earlier positions of a token takes longer the more repetitive the text is: one byte repeated n times costs n
+squared. Two other structures find the same matches, and the earliest of the longest, exactly.
 
-Within a window of W tokens, ``runs``: of every distance d < W, how many tokens up to t agree with those d before them. One
-comparison a distance carries it from t to t + 1 (a run grows by one or ends), over contiguous memory, whatever the text.
+Within a window of W tokens, ``runs`` holds for every distance d < W how many tokens up to t agree with those d before them. One
+comparison per distance updates it from t to t + 1 (a run grows by one or ends), over contiguous memory, for any text.
 
-In the lost text of a document, which only grows, a suffix automaton (Blumer et al. 1985): a state stands for all substrings that
-end at the same places and knows the first of these. The longest suffix of the query that occurs is carried along with it: it grows
-by at most one token a step, also while the text grows by one token a step. So the whole costs a constant a token, amortised.
+In the part of a document that has left the window, which only grows, a suffix automaton (Blumer et al. 1985) is used: a state
+represents all substrings that end at the same positions, and stores the first of these. The longest suffix of the query that occurs
+is updated along with it: it grows by at most one token per step, also while the text grows by one token per step. The total cost is
+an amortized constant per token.
 
-Votes need no search either: which candidates offer c after the last three tokens is a count of four-grams.
+Votes need no search either: the number of candidates that offer c after the last three tokens is a count of four-grams.
 """
 
 from typing import NamedTuple, no_type_check
@@ -23,45 +24,45 @@ except ImportError as error:
     raise ImportError("Tap-In's matcher is compiled by numba: pip install 'mi-route2[lanes]'") from error
 
 LEAST = 3
-"""A candidate agrees with the query in this many tokens at least."""
+"""Minimum number of tokens in which a candidate agrees with the query."""
 
 _BLOCK = 128
-_HASH = -7046029254386353131  # 2^64 over the golden ratio, as a signed number
+_HASH = -7046029254386353131  # 2^64 divided by the golden ratio, as a signed number
 
-# Columns: of the states, of the edges, and places of the counts.
+# Columns of the states and of the edges, and positions in the counts.
 _LENGTH, _LINK, _FIRST, _HEAD = 0, 1, 2, 3
 _SOURCE, _SYMBOL, _TARGET, _AFTER = 0, 1, 2, 3
 _STATES, _EDGES, _LAST, _MASK = 0, 1, 2, 3
 
 
 class Automaton(NamedTuple):
-    """Arrays of a suffix automaton. State 0 is the root. An edge is found by a hash table, and by its state's list for copies."""
+    """Arrays of a suffix automaton. State 0 is the root. Edges are found by a hash table, and by a list per state for copies."""
 
     states: np.ndarray
-    """[2 n + 2, 4]: the longest string's length, the suffix link, where the strings end for the first time, the first edge."""
+    """[2 n + 2, 4]: length of the longest string, suffix link, first position at which the strings end, first edge."""
     edges: np.ndarray
     """[3 n + 4, 4]: source, symbol, target, the source's next edge."""
     table: np.ndarray
-    """[slots]: numbers of edges, -1 where none is."""
+    """[slots]: edge numbers, -1 if empty."""
     counts: np.ndarray
-    """[4]: states, edges, the last state, and the mask of the slots in use."""
+    """[4]: number of states, number of edges, last state, and mask of the slots in use."""
 
 
 def automaton(size: int) -> Automaton:
-    """Room for a text of ``size`` tokens: about 100 bytes a token, of which the system hands out what is used."""
+    """Allocate an automaton for a text of ``size`` tokens: about 100 bytes per token, of which the system commits what is used."""
     states, edges = (np.empty((rows, 4), dtype=np.int32) for rows in (2 * size + 2, 3 * size + 4))
     return Automaton(states, edges, np.empty(table_size(size), dtype=np.int32), np.zeros(4, dtype=np.int64))
 
 
 def table_size(size: int) -> int:
-    """Slots of the hash table for a text of ``size`` tokens: a power of two, at most two thirds of it filled."""
+    """Return the slots of the hash table for a text of ``size`` tokens: a power of two, filled to at most two thirds."""
     return 1 << (9 * size // 2 + 8).bit_length()
 
 
 @njit
 @no_type_check
 def _clear(a, slots):
-    """The automaton of the empty text, with a table of ``slots`` slots (a power of two)."""
+    """Reset to the automaton of the empty text, with a table of ``slots`` slots (a power of two)."""
     for slot in range(slots):
         a.table[slot] = -1
     a.counts[_STATES], a.counts[_EDGES], a.counts[_LAST], a.counts[_MASK] = 0, 0, 0, slots - 1
@@ -71,7 +72,7 @@ def _clear(a, slots):
 @njit
 @no_type_check
 def _slot(a, state, symbol):
-    """Where the edge is in the table, or where it belongs."""
+    """Return the slot of the edge in the table, or the slot into which it would be inserted."""
     key = (np.int64(state) * 65536 + np.int64(symbol)) * _HASH
     slot = (key ^ (key >> 29)) & a.counts[_MASK]
     while True:
@@ -84,7 +85,7 @@ def _slot(a, state, symbol):
 @njit
 @no_type_check
 def _connect(a, slot, state, symbol, target):
-    """A new edge into an empty slot."""
+    """Insert a new edge into an empty slot."""
     edge = a.counts[_EDGES]
     a.counts[_EDGES] = edge + 1
     a.edges[edge, _SOURCE], a.edges[edge, _SYMBOL], a.edges[edge, _TARGET] = state, symbol, target
@@ -95,7 +96,7 @@ def _connect(a, slot, state, symbol, target):
 @njit
 @no_type_check
 def _state(a, length, link, first):
-    """A new state without edges."""
+    """Add a state without edges and return it."""
     state = a.counts[_STATES]
     a.counts[_STATES] = state + 1
     a.states[state, _LENGTH], a.states[state, _LINK], a.states[state, _FIRST], a.states[state, _HEAD] = length, link, first, -1
@@ -105,7 +106,7 @@ def _state(a, length, link, first):
 @njit
 @no_type_check
 def _append(a, symbol, position):
-    """The text grows by a token, which is at ``position`` of the stream."""
+    """Append one token to the text; it is at ``position`` of the stream."""
     at = a.counts[_LAST]
     new = _state(a, a.states[at, _LENGTH] + 1, 0, position)
     a.counts[_LAST] = new
@@ -139,7 +140,7 @@ def _append(a, symbol, position):
 @njit
 @no_type_check
 def _settle(a, state, length):
-    """The state of the suffix of this length of a state's strings."""
+    """Return the state of the suffix of this length of a state's strings."""
     while a.states[state, _LINK] >= 0 and a.states[a.states[state, _LINK], _LENGTH] >= length:
         state = np.int64(a.states[state, _LINK])
     return state
@@ -148,7 +149,7 @@ def _settle(a, state, length):
 @njit
 @no_type_check
 def _advance(a, state, length, symbol, most):
-    """The longest suffix of (the carried match + ``symbol``) that occurs, at most ``most``: its state and length."""
+    """Return state and length of the longest suffix of (current match + ``symbol``) that occurs, at most ``most`` long."""
     slot = _slot(a, state, symbol)
     while a.table[slot] < 0:
         state = np.int64(a.states[state, _LINK])
@@ -163,9 +164,9 @@ def _advance(a, state, length, symbol, most):
 @njit
 @no_type_check
 def _extend_runs(runs, before, symbol, most):
-    """``runs[j]``: how many tokens, up to ``most``, agree backwards from place j of ``before`` [W] and from ``symbol``, behind it.
+    """Update ``runs[j]``: how many tokens, up to ``most``, agree backwards from position j of ``before`` [W] and from ``symbol``.
 
-    These loops are over whole slices of short numbers, so that the compiler makes vectors of them.
+    ``symbol`` follows ``before``. These loops run over whole slices of short numbers, so that the compiler vectorizes them.
     """
     limit, sought = np.uint16(most), np.uint16(symbol)
     for j in range(len(runs)):
@@ -176,7 +177,7 @@ def _extend_runs(runs, before, symbol, most):
 @njit
 @no_type_check
 def _highest(runs, cut):
-    """The longest run; with ``cut`` none has more tokens than there are up to its place."""
+    """Return the longest run; with ``cut`` a run is limited to the number of tokens up to its position."""
     best = np.uint16(0)
     for j in range(len(runs)):
         run = min(runs[j], np.uint16(j + 1)) if cut else runs[j]
@@ -187,9 +188,9 @@ def _highest(runs, cut):
 @njit
 @no_type_check
 def _longest_run(runs, low, most):
-    """The longest run from place ``low`` on, cut off before it, with its place; the earliest of equals. (0, -1) without one.
+    """Return the longest run from position ``low`` on, cut off before it, and its position; the earliest of equals.
 
-    The last place is t - 1: what follows it is the query's own last token.
+    (0, -1) if there is none. The last position is t - 1: what follows it is the query's own last token.
     """
     end = len(runs) - 1
     edge = min(low + most, end)
@@ -208,16 +209,16 @@ def _longest_run(runs, low, most):
 @njit
 @no_type_check
 def match(padded, grams, starts, documents, slots, most, a, runs, count, token, length, votes, cross):
-    """Fills ``token``, ``length``, ``votes`` and ``cross`` [n] with the winner at every position; ``token`` is -1 without one.
+    """Fill ``token``, ``length``, ``votes`` and ``cross`` [n] with the winner at every position; ``token`` is -1 without one.
 
-    ``padded`` [window + n] is the stream behind ``window`` symbols that are in no text. ``grams`` [n]: a number for the four-gram
-    of which position p is the third token. ``starts`` [n]: the first position of the window that scores a position. ``documents``
-    [n]: where a position's document starts; ``slots`` [n], at these: table slots for its lost text. ``runs`` [window] and
-    ``count`` [n] are zeros to work in.
+    ``padded`` [window + n] is the stream after ``window`` symbols that are in no text. ``grams`` [n]: a number for the four-gram of
+    which position p is the third token. ``starts`` [n]: the first position of the window that scores a position. ``documents`` [n]:
+    the start of a position's document; ``slots`` [n], at these starts: table slots for the part of the document that leaves the
+    window. ``runs`` [window] and ``count`` [n] are work arrays of zeros.
     """
     window = len(runs)
-    low, high = 2, 2  # candidates within the window that are counted: low <= p < high
-    document, lost = 0, 2  # and in the lost text: document + 2 <= p < lost
+    low, high = 2, 2  # counted candidates within the window: low <= p < high
+    document, lost = 0, 2  # counted candidates outside of the window: document + 2 <= p < lost
     state, suffix = np.int64(0), np.int64(0)
     for t in range(len(starts)):
         symbol = np.int64(padded[window + t])
@@ -226,7 +227,7 @@ def match(padded, grams, starts, documents, slots, most, a, runs, count, token, 
                 count[grams[p]] -= 1
             document, lost, state, suffix = t, t + 2, np.int64(0), np.int64(0)
             _clear(a, slots[t])
-        gone = t - window - 1  # the latest position whose next token is lost too
+        gone = t - window - 1  # the latest position whose next token has left the window too
         if gone >= document:
             _append(a, np.int64(padded[window + gone]), gone)
             if gone >= document + 2:

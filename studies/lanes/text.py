@@ -5,12 +5,12 @@
     stream = corpus.stream("train")          tokens: BOS, a document's bytes, BOS, the next one's ...
     for tokens in batches(stream, size=16, length=256, steps=100, generator=g): ...
 
-A token is a byte, 0 to 255, or BOS (256), which starts each document. What a document's encoding is does not matter: bytes are
-read and predicted as they are, with their line ends and byte order marks, and a limit may cut a character in two.
+A token is a byte, 0 to 255, or BOS (256), which starts each document. The encoding of a document does not matter: bytes are read
+and predicted unchanged, with line ends and byte order marks, and a limit may cut a character in two.
 
-A document's split hangs on its content alone: the first 64 bits of its SHA-256, as a fraction of one. Other files may come and go
-and no file changes its split, and copies of a file under other names land on one side. Files that are all but equal (other line
-ends, another licence year) may land on two.
+A document's split depends on its content alone: the first 64 bits of its SHA-256, as a fraction of one. Adding or removing files
+changes no other file's split, and copies of a file under other names are in the same split. Files that are almost equal (other line
+ends, another license year) may be in different splits.
 """
 
 import hashlib
@@ -40,20 +40,24 @@ _TOPICS = "pydoc_data/topics"
 
 @dataclass(frozen=True)
 class Document:
-    """A name and the bytes under it; never empty."""
+    """A document: its name and its bytes, which are not empty."""
 
     name: str
     data: bytes = field(repr=False)
 
     @cached_property
     def sha256(self) -> str:
-        """Of the content alone, in hexadecimal."""
+        """SHA-256 of the content alone, in hexadecimal."""
         return hashlib.sha256(self.data).hexdigest()
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What part of the documents goes where, in expectation. ``ValueError`` unless all are at least 0 and they sum to 1."""
+    """Expected share of the documents in each split.
+
+    Raises:
+        ValueError: Unless all shares are at least 0 and sum to 1.
+    """
 
     train: float = 0.8
     tune: float = 0.1
@@ -65,7 +69,7 @@ class Shares:
             raise ValueError(f"the shares train, tune and test must be at least 0 and sum to 1: not {', '.join(map(str, parts))}")
 
     def of(self, digest: str) -> str:
-        """The split of a content with this SHA-256."""
+        """Return the split of a document with this SHA-256."""
         place = int(digest[:16], 16) / 2**64
         if place < self.train:
             return "train"
@@ -74,7 +78,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in the order of their names. ``skipped`` counts the files that were no UTF-8 text, or could not be read."""
+    """Documents in the order of their names. ``skipped`` counts the files that were not UTF-8 text, or could not be read."""
 
     documents: tuple[Document, ...]
     shares: Shares = Shares()
@@ -82,31 +86,36 @@ class Corpus:
 
     @cached_property
     def sha256(self) -> str:
-        """One hash of all names, sizes and contents, in order."""
+        """Hash of all names, sizes and contents, in order."""
         found = hashlib.sha256()
         for one in self.documents:
             found.update(f"{one.sha256} {len(one.data)} ".encode() + _encoded(one.name) + b"\0")
         return found.hexdigest()
 
     def split(self, split: str) -> tuple[Document, ...]:
-        """The documents of a split, by their hashes: a mixed order, so that the first few are not those that start with "a".
+        """Return the documents of a split in the order of their hashes, so that the first few do not all start with "a".
 
-        ``KeyError`` for an unknown split, ``ValueError`` for one without a document.
+        Raises:
+            KeyError: If the split is unknown.
+            ValueError: If no document is in the split.
         """
         if split not in SPLITS:
-            raise KeyError(f"{split!r} is no split: the splits are {', '.join(SPLITS)}")
+            raise KeyError(f"unknown split {split!r}: choose from {', '.join(SPLITS)}")
         chosen = [d for d in self.documents if self.shares.of(d.sha256) == split]
         if not chosen:
             shares = ", ".join(f"{name} {getattr(self.shares, name)}" for name in SPLITS)
             raise ValueError(
-                f"none of the {len(self.documents)} documents is in the split {split!r}: give more files, or shares unlike {shares}"
+                f"none of the {len(self.documents)} documents is in the split {split!r}: give more files, or change {shares}"
             )
         return tuple(sorted(chosen, key=lambda d: (d.sha256, _encoded(d.name))))
 
     def stream(self, split: str, limit_bytes: int | None = None) -> Int64[Tensor, " n"]:
-        """All documents of a split as tokens; with a limit, its first ``limit_bytes`` bytes (BOS is none). Errors of ``split``.
+        """Return the documents of a split as tokens; with a limit, the first ``limit_bytes`` bytes (BOS is not counted).
 
-        Eight bytes a token, and nothing else is copied.
+        Takes eight bytes per token; nothing else is copied.
+
+        Raises:
+            ValueError: If ``limit_bytes`` is less than 1. Also raises the errors of ``split``.
         """
         if limit_bytes is not None and limit_bytes < 1:
             raise ValueError(f"limit_bytes is {limit_bytes}: a stream has at least one byte; None takes the whole split")
@@ -116,12 +125,12 @@ class Corpus:
 
 
 def _encoded(name: str) -> bytes:
-    """A name's bytes; what the file system could not decode is in it as surrogates."""
+    """Return a name's bytes; bytes that the file system could not decode are surrogates in the name."""
     return name.encode("utf-8", "surrogateescape")
 
 
 def _limited(parts: list[bytes], limit: int | None) -> Iterator[bytes]:
-    """The first parts, of ``limit`` bytes together."""
+    """Yield the first parts, up to ``limit`` bytes in total."""
     left = limit
     for part in parts:
         if left == 0:
@@ -133,15 +142,19 @@ def _limited(parts: list[bytes], limit: int | None) -> Iterator[bytes]:
 def batches(
     tokens: Int64[Tensor, " n"], *, size: int, length: int, steps: int, generator: torch.Generator
 ) -> Iterator[Int64[Tensor, "b s"]]:
-    """``steps`` batches of ``size`` windows of ``length + 1`` tokens (inputs and, one on, targets): [b s], s = length + 1.
+    """Return ``steps`` batches of ``size`` windows of ``length + 1`` tokens (inputs and shifted targets): [b s], s = length + 1.
 
-    Each window starts anywhere in the stream, uniformly, so that one may cross from a document into the next.
-    ``ValueError`` where the stream is shorter than a window.
+    Each window starts anywhere in the stream, uniformly, so it may cross from one document into the next.
+
+    Raises:
+        ValueError: If the stream is shorter than a window, if ``size`` or ``length`` is less than 1, or if ``steps`` is negative.
     """
     if min(size, length) < 1 or steps < 0:
         raise ValueError(f"size {size} and length {length} must be at least 1, and steps {steps} at least 0")
     if len(tokens) < length + 1:
-        raise ValueError(f"the stream has {len(tokens)} tokens, fewer than a window of {length} + 1: give more text or less length")
+        raise ValueError(
+            f"the stream has {len(tokens)} tokens, fewer than a window of {length} + 1: give more text or a smaller length"
+        )
     return _draw(tokens.unfold(0, length + 1, 1), size, steps, generator)
 
 
@@ -151,11 +164,13 @@ def _draw(windows: Int64[Tensor, "n s"], size: int, steps: int, generator: torch
 
 
 def standard_library(shares: Shares = Shares()) -> Corpus:
-    """The running Python's own ``.py`` files, each a document, and the help texts of ``pydoc_data.topics``, each a document.
+    """Return the running Python's ``.py`` files and the help texts of ``pydoc_data.topics``, one document each.
 
-    Left out are installed packages, test folders (test, tests, idle_test: half of all bytes, broken on purpose in places, and not
-    there in every installation), what the build wrote (_sysconfigdata), empty files, and topics.py itself, which repeats the texts.
-    ``ValueError`` where this Python has its library in no folder of sources.
+    Left out are installed packages, test folders (test, tests, idle_test: half of all bytes, with deliberate errors, and not
+    present in every installation), build output (_sysconfigdata), empty files, and topics.py itself, which repeats the texts.
+
+    Raises:
+        ValueError: If this Python's library has no folder of sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
 
@@ -170,7 +185,7 @@ def standard_library(shares: Shares = Shares()) -> Corpus:
 
 
 def _topics() -> Iterator[Document]:
-    """Nothing where the module was left out of the installation."""
+    """Yield the help texts; none if the installation lacks the module."""
     try:
         topics: dict[str, str] = import_module("pydoc_data.topics").topics
     except ImportError:
@@ -181,16 +196,19 @@ def _topics() -> Iterator[Document]:
 
 
 def read_folder(folder: Path | str, shares: Shares = Shares()) -> Corpus:
-    """Every file below ``folder`` that is UTF-8 text, each a document under its path from there.
+    """Return every UTF-8 text file below ``folder`` as a document, named by its path from there.
 
-    A file that does not decode or holds a NUL byte, and one that cannot be read, is skipped and counted; an empty file, and what a
-    leading dot hides, is passed over. Links to folders are not followed. ``ValueError`` where nothing is left to read.
+    A file that does not decode, contains a NUL byte, or cannot be read is skipped and counted; empty files and hidden files
+    (leading dot) are ignored. Links to folders are not followed.
+
+    Raises:
+        ValueError: If the folder does not exist or contains no text.
     """
     root = Path(folder)
     if not root.exists():
         raise ValueError(f"there is no folder {root}: give one with text files in it")
     if not root.is_dir():
-        raise ValueError(f"{root} is not a folder: give the folder that it lies in")
+        raise ValueError(f"{root} is not a folder: give the folder that contains it")
     documents: list[Document] = []
     skipped = 0
     for name, path in tqdm(list(_files(root, lambda path: True)), desc="reading", unit="file", disable=None, leave=False):
@@ -200,7 +218,7 @@ def read_folder(folder: Path | str, shares: Shares = Shares()) -> Corpus:
         elif data:
             documents.append(Document(name, data))
     if not documents:
-        why = f"none of its {skipped} files is UTF-8 text" if skipped else "it has no file with anything in it"
+        why = f"none of its {skipped} files is UTF-8 text" if skipped else "it has no non-empty file"
         raise ValueError(f"there is no text in {root}: {why}; give a folder of UTF-8 text files")
     return Corpus(_ordered(documents), shares, skipped)
 
@@ -210,7 +228,7 @@ def _ordered(documents: list[Document]) -> tuple[Document, ...]:
 
 
 def _files(root: Path, wanted: Callable[[Path], bool], skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Path]]:
-    """Regular files below ``root``, each under its path from there with forward slashes; not those that a leading dot hides."""
+    """Yield the regular files below ``root`` that are not hidden, with their path from there in forward slashes."""
     for folder, below, names in os.walk(root):
         below[:] = [name for name in below if name not in skip and not name.startswith(".")]
         for path in (Path(folder, name) for name in names if not name.startswith(".")):

@@ -1,10 +1,10 @@
-"""Trains one arm at one seed, on the CPU or an accelerator; the same seed gives the same bits on the same machine.
+"""Training of one arm at one seed, on the CPU or an accelerator; the same seed gives the same bits on the same machine.
 
     before `enable_at`   the plain model             from there on   the looped one, with the plain one's weights and moments
 
-A looped model has what the plain one has, and more: skips of further steps, embeddings of passes. What is new starts as it does in
-a fresh model, and has no moments yet. That is what one set of parameters under two schedules would do, since a parameter that is
-not used has no gradient, or one of 0. Source: parameter-golf, pull requests 1420 and 1518.
+A looped model has all parameters of the plain one, and additional ones: skips of further steps, embeddings of passes. Additional
+parameters start as in a fresh model and have no moments yet. This is equivalent to one set of parameters under two schedules,
+because an unused parameter has no gradient, or a gradient of 0. Source: parameter-golf, pull requests 1420 and 1518.
 """
 
 import math
@@ -26,17 +26,21 @@ from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
 from studies.lanes.text import batches
 
 Precision = Literal["float32", "bf16"]
-WARMED = 5  # the momentum's warm-up takes one part of so many of all steps
+WARMED = 5  # the momentum warms up over 1/WARMED of all steps
 
 
 @validated
 class Training:
-    """How an arm is trained.
+    """Settings of the training of an arm.
 
-    steps, batch, length        of optimisation; windows of a step; predictions of a window
-    optim                       what an arm does not change
-    device                      where it is trained; what is measured on the trained model is measured on the CPU, in float32
-    precision, compile          of forward and backward; weights and optimiser stay float32
+    Attributes:
+        steps: Optimization steps.
+        batch: Windows per step.
+        length: Predictions per window.
+        optim: Optimizer settings that an arm does not change.
+        device: Device of the training; measurements on the trained model are on the CPU, in float32.
+        precision: Precision of forward and backward; weights and optimizer stay float32.
+        compile: True to compile forward and backward.
     """
 
     steps: AtLeastOne = 150
@@ -48,29 +52,38 @@ class Training:
     compile: bool = False
 
     def optim_of(self, arm: Arm) -> OptimSettings:
-        """The arm's optimizer, its momentum warmed over a fifth of its steps."""
+        """Return the arm's optimizer settings, with the momentum warmed up over a fifth of the arm's steps."""
         return arm.optim(replace(self.optim, momentum_warmup=self.steps_of(arm) // WARMED))
 
     def steps_of(self, arm: Arm) -> int:
-        """How many steps the arm is trained for: at least one."""
+        """Return the number of training steps of the arm: at least one."""
         return max(1, round(arm.steps * self.steps))
 
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """The model, on the CPU. `losses`: nats per byte of each step's batch, before the step."""
+    """A trained model on the CPU.
+
+    Attributes:
+        model: The model.
+        losses: Nats per byte of each step's batch, before the step.
+    """
 
     model: LanesModel
     losses: Float[Tensor, " steps"]
 
 
 def build(config: LanesConfig, seed: int) -> LanesModel:
-    """The model of a configuration at a seed, untrained."""
+    """Return the untrained model of a configuration at a seed."""
     return LanesModel(config, torch_generator(seed, "lanes weights"))
 
 
 def check_device(name: str) -> None:
-    """Raise ``ValueError`` if torch cannot use the device here."""
+    """Check that torch can use the device.
+
+    Raises:
+        ValueError: If it cannot.
+    """
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
@@ -78,17 +91,17 @@ def check_device(name: str) -> None:
 
 
 def plain(config: LanesConfig) -> LanesConfig:
-    """The same without its loop, and without what only a loop has."""
+    """Return the configuration without its loop and without the loop's parameters."""
     return replace(config, loop=None, loop_embeddings=False, head_bias=False)
 
 
 def switch_step(arm: Arm, steps: int) -> int:
-    """The first step at which the arm's loop runs; 0 for an arm without one."""
+    """Return the first step at which the arm's loop runs; 0 for an arm without a loop."""
     return 0 if arm.looped == "none" else math.ceil(arm.enable_at * steps)
 
 
 def loss_of(device: str, precision: str, compiled: bool) -> Callable[[LanesModel, Tensor], Tensor]:
-    """The loss of a model on a batch, autocast and compiled as asked for. Each call compiles anew."""
+    """Return the loss function of a model on a batch, with autocast and compilation as requested. Each call compiles again."""
 
     def loss(model: LanesModel, batch: Tensor) -> Tensor:
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16"):
@@ -101,14 +114,14 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
     """Train an arm on windows of a stream.
 
     Args:
-        arm: what is trained.
-        size: how large it is.
-        training: for how long it is trained, on what batches, where.
-        tokens: the stream that windows are drawn from, on the CPU.
-        seed: of the weights and of the order of the data; two arms of one seed share both.
+        arm: The arm to train.
+        size: Model sizes.
+        training: Steps, batches and device.
+        tokens: The stream from which windows are drawn, on the CPU.
+        seed: Seed of the weights and of the order of the data; two arms of one seed share both.
 
     Raises:
-        ValueError: the stream is shorter than a window, or the loss is no longer finite.
+        ValueError: If the stream is shorter than a window, or if the loss is not finite.
     """
     config, optim = arm.config(size), training.optim_of(arm)
     steps = training.steps_of(arm)
@@ -130,12 +143,12 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
         losses.append(loss.detach())
     found = torch.stack(losses).float().cpu()
     if not bool(found.isfinite().all()):
-        raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the rates, or the decay")
+        raise ValueError(f"the loss of {arm.name} at seed {seed} is not finite: lower the learning rates or the decay")
     return Trained(model.cpu(), found)
 
 
 def looped(model: LanesModel, optimiser: LanesOptimiser, new: LanesModel) -> tuple[LanesModel, LanesOptimiser]:
-    """`new`, with the weights of `model` in all that both have, and an optimiser with the moments of these."""
+    """Return `new` with the weights of `model` in all parameters that both have, and an optimizer with their moments."""
     start = new.state_dict()
     new.load_state_dict(start | {name: widened(value, start[name]) for name, value in model.state_dict().items()})
     own = dict(new.named_parameters())
@@ -146,10 +159,10 @@ def looped(model: LanesModel, optimiser: LanesOptimiser, new: LanesModel) -> tup
 
 
 def widened(value: Tensor, like: Tensor) -> Tensor:
-    """`value` in the first rows of `like`: skips are numbered from the innermost on, in every schedule."""
+    """Return `like` with `value` in its first rows: skips are numbered from the innermost on, in every schedule."""
     return torch.cat((value, like[len(value) :])) if value.ndim and len(value) < len(like) else value
 
 
 def _moment(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A moment for all rows of a parameter, 0 in those that are new; the count of steps as it is."""
+    """Return a moment for all rows of a parameter, 0 in new rows; the step count is unchanged."""
     return value if not value.ndim else widened(value, torch.zeros_like(parameter))

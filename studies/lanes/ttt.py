@@ -3,10 +3,10 @@
     for chunk c of C:   score every window of c, without gradients          scores are final: nothing is scored twice
                         unless c is the last: train on c, at rate_c         rate_c = rate (1 + cos(pi c / (C - 1))) / 2
 
-Training is SGD with momentum over the chunk's own text, in order: sequences of `window` inputs, a gradient whose norm is clipped,
-some epochs. One optimiser runs through all chunks, so momentum carries over. A chunk of predictions [a, b) trains on targets up to
-token b; the next one scores from token b + 1 on. With rate 0 and with the scope `none` this is the plain sliding evaluation.
-Source: the score-first protocol of parameter-golf, pull request 1518.
+Training is SGD with momentum over the chunk's own text, in order: sequences of `window` inputs, clipped gradient norm, several
+epochs. One optimizer runs through all chunks, so momentum carries over. A chunk of predictions [a, b) trains on targets up to token
+b; the next one scores from token b + 1 on. With rate 0, and with the scope `none`, this is the plain sliding evaluation. Source:
+the score-first protocol of parameter-golf, pull request 1518.
 """
 
 import math
@@ -30,21 +30,37 @@ SCOPES: dict[str, tuple[str, ...]] = {"all": ("matrix", "control"), "controls": 
 
 
 def get_scope(name: str) -> tuple[str, ...]:
-    """The kinds that a scope trains. Raises KeyError with the scopes that there are."""
+    """Return the kinds of parameters that a scope trains.
+
+    Raises:
+        KeyError: If the scope is unknown; the message lists the valid scopes.
+    """
     if name not in SCOPES:
-        raise KeyError(f"{name!r} is no scope: choose one of {', '.join(SCOPES)}")
+        raise KeyError(f"unknown scope {name!r}: choose from {', '.join(SCOPES)}")
     return SCOPES[name]
 
 
 @validated
 class TTTSettings:
-    """One run of test-time training. Raises ValueError for sizes and rates that cannot be, KeyError for an unknown scope.
+    """Settings of one run of test-time training.
 
-    scope: which parameters learn: `all`, `controls` (all but the weights of Linear and Embedding modules) or `none`.
-    rate: the learning rate of the first chunk. epochs: passes over a chunk.
-    window, stride, chunk: inputs of a window; predictions that a window adds; predictions of a chunk. Windows are whole strides and
-        chunks whole windows, so that no window scores in two chunks.
-    batch: windows of one forward. train_batch: sequences of one step.
+    Windows are a multiple of strides and chunks a multiple of windows, so that no window scores in two chunks.
+
+    Attributes:
+        scope: Which parameters learn: `all`, `controls` (all except weights of Linear and Embedding modules) or `none`.
+        rate: Learning rate of the first chunk.
+        epochs: Passes over a chunk.
+        window: Inputs of a window.
+        stride: Predictions that a window adds.
+        chunk: Predictions of a chunk.
+        momentum: Momentum of SGD.
+        clip: Bound of the gradient norm.
+        batch: Windows per forward.
+        train_batch: Sequences per training step.
+
+    Raises:
+        ValueError: If sizes or rates are invalid.
+        KeyError: If the scope is unknown.
     """
 
     scope: str = "all"
@@ -63,13 +79,13 @@ class TTTSettings:
         if self.window % self.stride or self.chunk % self.window:
             raise ValueError(
                 f"chunk = {self.chunk}, window = {self.window}, stride = {self.stride}: "
-                "a window must be whole strides and a chunk whole windows"
+                "the window must be a multiple of the stride, and the chunk a multiple of the window"
             )
 
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Predictions `[first, end)`: the windows that score them, and the first inputs of the sequences that are trained on after."""
+    """Predictions `[first, end)`: the windows that score them, and the first inputs of the sequences of the training after."""
 
     first: int
     end: int
@@ -79,10 +95,15 @@ class ChunkPlan:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a chunk cost before it was trained on, and the order of events as it happened.
+    """The cost of a chunk before it was trained on, and the recorded order of events.
 
-    rate: that of its training steps, None where nothing was trained.
-    scored: the first and the last token that it scored. trained_to: the last token that was a training target up to its end.
+    Attributes:
+        bits: Bits of the chunk.
+        bytes: Bytes of the chunk that count.
+        rate: Rate of the chunk's training steps; None without training.
+        steps: Number of training steps.
+        scored: First and last token that the chunk scored.
+        trained_to: The last token that was a training target by the end of the chunk; None if there was none.
     """
 
     bits: float
@@ -99,7 +120,15 @@ class ChunkResult:
 
 @dataclass(frozen=True, eq=False)
 class Adaptation:
-    """The scores of a stream (nats, float64; inf from the chunk on in which the run diverged), and what was trained for them."""
+    """Scores of a stream, and the training behind them.
+
+    Attributes:
+        nll: Nats per token in float64; inf from the chunk in which the run diverged.
+        bpb: Bits per byte.
+        chunks: Results by chunk.
+        parameters: Number of trained parameters.
+        share: Share of the model's parameters that were trained.
+    """
 
     nll: Float[Tensor, " s"]
     bpb: float
@@ -113,9 +142,11 @@ class Adaptation:
 
 
 def trained(model: nn.Module, scope: str) -> dict[str, nn.Parameter]:
-    """The parameters that a scope trains, by name; those that are frozen (no `requires_grad`) stay so.
+    """Return the parameters that a scope trains, by name; frozen parameters (no `requires_grad`) stay frozen.
 
-    Raises ValueError for a scope other than `none` that selects nothing, KeyError for one that is unknown.
+    Raises:
+        ValueError: If a scope other than `none` selects nothing.
+        KeyError: If the scope is unknown.
     """
     wanted = get_scope(scope)
     kinds = {name: "matrix" if is_matrix(model, name) else "control" for name, _ in model.named_parameters()}
@@ -129,7 +160,7 @@ def trained(model: nn.Module, scope: str) -> dict[str, nn.Parameter]:
 
 
 def plan_chunks(n: int, settings: TTTSettings) -> tuple[ChunkPlan, ...]:
-    """`n` predictions in chunks; the last, which may be short, has no sequences."""
+    """Return the chunks of `n` predictions; the last one may be short and has no sequences."""
     windows = plan_windows(n, settings.window, settings.stride)
     plans = []
     for first in range(0, n, settings.chunk):
@@ -140,22 +171,24 @@ def plan_chunks(n: int, settings: TTTSettings) -> tuple[ChunkPlan, ...]:
 
 
 def cosine(rate: float, chunk: int, chunks: int) -> float:
-    """The rate of a chunk: `rate` at the first, 0 at the last."""
+    """Return the rate of a chunk: `rate` at the first, 0 at the last."""
     return rate * (1 + math.cos(math.pi * chunk / max(chunks - 1, 1))) / 2
 
 
 def adapt(model: nn.Module, tokens: Int[Tensor, " s"], settings: TTTSettings, *, mix: Mix | None = None) -> Adaptation:
-    """Score a stream while the model learns from what was scored; afterwards the model is as it was, bit for bit.
+    """Score a stream while the model learns from the scored part; the model is restored afterwards, bit for bit.
 
     Args:
         model: `model(tokens [b s]) -> logits [b s v]`. It runs in eval mode throughout, so a run is deterministic.
-        tokens: the stream.
-        settings: scope, rate and sizes.
-        mix: as in `score`; training sees the model's own distribution.
+        tokens: The stream.
+        settings: Scope, rate and sizes.
+        mix: As in `score`; training uses the model's own distribution.
+
+    Returns:
+        The scores. A run that diverges is not an error: its bits per byte are inf.
 
     Raises:
-        ValueError: an empty stream, one in which no byte is predicted, or a scope that selects nothing. A run that diverges is no
-            error: its bits per byte are inf.
+        ValueError: If the stream is empty, if no byte of it is predicted, or if the scope selects nothing.
     """
     nll, plans, results = unscored(tokens), plan_chunks(len(tokens) - 1, settings), []
     trained_to: int | None = None
@@ -183,7 +216,7 @@ def adapt(model: nn.Module, tokens: Int[Tensor, " s"], settings: TTTSettings, *,
 def train_chunk(
     model: nn.Module, tokens: Int[Tensor, " s"], plan: ChunkPlan, optimiser: torch.optim.Optimizer, settings: TTTSettings
 ) -> tuple[int, int]:
-    """Train on a chunk's sequences in order, `epochs` times: the number of steps, and the last token that was a target."""
+    """Train on a chunk's sequences in order, `epochs` times; return the number of steps and the last target token."""
     own = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     steps, last = 0, 0
     for _ in range(settings.epochs):
@@ -199,7 +232,7 @@ def train_chunk(
 
 
 def _loss(model: nn.Module, text: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-    """Mean nats per byte of all tokens but the first; starts of documents are not predicted, as in training (0 where all are)."""
+    """Return the mean nats per byte of all tokens but the first; starts of documents are not predicted (0 if all are)."""
     targets = text[:, 1:].flatten()
     total = functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), targets, ignore_index=BOS, reduction="sum")
     return total / (targets != BOS).sum().clamp(min=1)
@@ -207,9 +240,9 @@ def _loss(model: nn.Module, text: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
 
 @contextmanager
 def borrowed(model: nn.Module, scope: str) -> Iterator[list[nn.Parameter]]:
-    """The parameters that a scope trains, for the block alone: nothing else has gradients, and all comes back as it was.
+    """Context: the parameters that a scope trains; only these have gradients inside, and the model is restored afterwards.
 
-    What comes back: values bit for bit, `requires_grad`, `grad` and the mode of every module, also after an exception.
+    Restored are: values bit for bit, `requires_grad`, `grad`, and the mode of every module, also after an exception.
     """
     chosen = list(trained(model, scope).values())
     values = [own.detach().clone() for own in chosen]
@@ -232,7 +265,16 @@ def borrowed(model: nn.Module, scope: str) -> Iterator[list[nn.Parameter]]:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """One scope at one rate on the tuning stream. bpb: inf where it diverged. gain: bits per byte below the plain evaluation."""
+    """One scope at one rate on the tuning stream.
+
+    Attributes:
+        scope: The scope.
+        rate: The rate.
+        bpb: Bits per byte; inf if the run diverged.
+        gain: Bits per byte below the plain evaluation.
+        parameters: Number of trained parameters.
+        share: Share of the model's parameters that were trained.
+    """
 
     scope: str
     rate: float
@@ -244,24 +286,33 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """`plain`: bits per byte without training."""
+    """A sweep over rates.
+
+    Attributes:
+        plain: Bits per byte without training.
+        rows: Results by scope and rate.
+    """
 
     plain: float
     rows: tuple[SweepRow, ...]
 
     def best(self, scope: str) -> SweepRow:
-        """The row of least bits per byte (ties: the smaller rate). Raises KeyError for a scope that was not swept."""
+        """Return the row with the lowest bits per byte (ties: the smaller rate).
+
+        Raises:
+            KeyError: If the scope was not swept.
+        """
         return min(self._of(scope), key=lambda row: (row.bpb, row.rate))
 
     def at_edge(self, scope: str) -> bool:
-        """Whether the best rate is the smallest or the largest that was tried, so that a better one may lie beyond."""
+        """Return True if the best rate is the smallest or the largest of the sweep, so that a better one may lie beyond."""
         tried = [row.rate for row in self._of(scope)]
         return self.best(scope).rate in (min(tried), max(tried))
 
     def _of(self, scope: str) -> list[SweepRow]:
         if not (rows := [row for row in self.rows if row.scope == scope]):
             raise KeyError(
-                f"the scope {scope!r} was not swept; there are {', '.join(dict.fromkeys(row.scope for row in self.rows))}"
+                f"the scope {scope!r} was not swept: choose from {', '.join(dict.fromkeys(row.scope for row in self.rows))}"
             )
         return rows
 
@@ -274,12 +325,15 @@ def sweep(
     *,
     mix: Mix | None = None,
 ) -> Sweep:
-    """Every scope at each of its rates, on a tuning stream that is no test stream. Rates are by scope: controls want larger ones.
+    """Evaluate every scope at each of its rates, on a tuning stream that is not the test stream.
 
-    Raises ValueError where there is no rate for a scope, and what `adapt` raises.
+    `rates` are by scope, because controls need larger ones.
+
+    Raises:
+        ValueError: If a scope has no rate. Also raises the errors of `adapt`.
     """
     if not rates or not all(rates.values()):
-        raise ValueError("no rate to try: give at least one for each scope, as {'controls': (0.01, 0.1)}")
+        raise ValueError("give at least one rate for each scope, such as {'controls': (0.01, 0.1)}")
     plain = adapt(model, tokens, replace(settings, scope="none"), mix=mix).bpb
     tried = [replace(settings, scope=scope, rate=rate) for scope, own in rates.items() for rate in own]
     rows = []

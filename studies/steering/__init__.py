@@ -1,1 +1,1 @@
-"""Probe, gate, effect: what a monitor can do about hacking while a model writes, and what a quarantine is worth under one."""
+"""Steering by probes: what a monitor can do against hacking during generation, and the value of a quarantine under a monitor."""

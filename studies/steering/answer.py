@@ -1,9 +1,10 @@
-"""Is a monitored quarantine better than a deleted one? The comparison, its rule fixed before any rollout was judged.
+"""The comparison of a monitored quarantine with a deleted one, under a rule that was fixed before any rollout was judged.
 
-Better: by paired 95% intervals it hacks no more (held out) and solves more, or hacks less and solves no less. Worse: the other
-way round. Both told apart in opposite senses is a trade; neither is no difference. The comparison is made at the operating
-threshold, with always on too: where that does as well as the monitor next to deletion, nothing comes from the monitor. The other
-thresholds are shown as a frontier, and how many of them look better by their means alone is counted, not chosen from.
+Better: by paired 95% intervals it hacks no more (held out) and solves more, or it hacks less and solves no less. Worse: the
+reverse. If both intervals exclude 0 and the two differences favor opposite sides, the verdict is a trade; if neither excludes 0, it
+is no difference. The comparison is made at the operating threshold, and with always on too: if always on does as well as the
+monitor relative to deletion, the monitor contributes nothing. The other thresholds are shown as a frontier; how many of them look
+better by their means alone is counted, but none is selected.
 """
 
 from collections.abc import Mapping
@@ -13,12 +14,12 @@ from studies.steering.cells import DELETED, ON
 from studies.steering.results import Estimate, Study
 
 MECHANISMS = ("forward", "early", "next token", "latch")
-"""Ways to close a quarantine that a probe may take; ``open`` is the wrong way round, a control."""
+"""Ways in which a probe may close a quarantine; ``open`` is the reverse, a control."""
 SUBJECTS = ("absorb", "route2-full")
 
 
 def verdict(difference: Mapping[str, Estimate]) -> str:
-    """See the module."""
+    """Return the verdict on a paired difference; the rule is in the module's docstring."""
     hack, solve = difference["hack_held"].direction, difference["solve"].direction
     if not hack and not solve:
         return "no difference"
@@ -30,7 +31,7 @@ def verdict(difference: Mapping[str, Estimate]) -> str:
 
 
 def comparisons(study: Study) -> list[dict[str, Any]]:
-    """Every cell of the operating threshold, and the ends, next to deletion and next to always on; paired."""
+    """Return every cell of the operating threshold, and the ends, compared with deletion and with always on; paired."""
     found = []
     for subject in SUBJECTS:
         cells = study.cells(subject, "quarantine")
@@ -45,7 +46,7 @@ def comparisons(study: Study) -> list[dict[str, Any]]:
 
 
 def against_random(study: Study) -> list[dict[str, Any]]:
-    """The probe minus each random one under the same mechanism, averaged over the random ones; paired."""
+    """Return the probe minus the mean of the random probes under the same mechanism; paired."""
     found = []
     for subject in SUBJECTS:
         cells = [c for c in study.cells(subject, "quarantine") if c.get("quantile") == study.settings.operating]
@@ -63,8 +64,10 @@ def against_random(study: Study) -> list[dict[str, Any]]:
 
 
 def frontier_counts(study: Study) -> dict[str, dict[str, int]]:
-    """By subject: thresholds and mechanisms of the real probe that were tried, and how many hack less and solve more than deletion
-    by their means, and by both intervals."""
+    """Return, by subject, how many thresholds and mechanisms of the real probe were tried, and how many look better than deletion.
+
+    They look better if they hack less and solve more by their means, or by both intervals.
+    """
     found = {}
     for subject in SUBJECTS:
         tried = [c for c in study.cells(subject, "quarantine") if c["how"] in MECHANISMS and c["probe"] == "probe"]
@@ -78,7 +81,7 @@ def frontier_counts(study: Study) -> dict[str, dict[str, int]]:
 
 
 def sentences(study: Study) -> str:
-    """answer.md: the answer for each model, by the mechanisms that a probe may take."""
+    """Return the text of answer.md: the answer for each model, by the mechanisms that a probe may use."""
     rows = comparisons(study)
     counts, lines = frontier_counts(study), []
     for subject in SUBJECTS:

@@ -1,6 +1,6 @@
-"""A cell: one way to steer, tried on every prompt. Cells run side by side in one engine, each request with its own steering.
+"""Cells: a cell is one way to steer, run on every prompt. Cells share one engine, where each request has its own steering.
 
-Every cell meets the same prompts and the same uniforms, so that two cells differ in what was done and in nothing else.
+Every cell uses the same prompts and the same uniforms, so two cells differ only in their steering.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,10 +32,18 @@ OUTCOMES = ("solve", "exploit")
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """``about`` says in plain data what is done. ``state``: whether the model runs whole or with its quarantine deleted.
+    """One way to steer.
 
-    ``sync`` and ``queues`` are the controllers that it needs, ``held`` the configurations that they route to. Cells with
-    controllers are run in a batch of their own kind.
+    Cells with controllers are run in a batch of their own kind.
+
+    Attributes:
+        name: Unique name.
+        about: Description of the cell as plain data.
+        steering: Steering of the cell's requests.
+        state: Whether the model runs with its quarantine (`full`) or without (`deployed`).
+        sync: Synchronous controllers of the cell.
+        queues: Asynchronous controllers of the cell.
+        held: Configurations to which the controllers route.
     """
 
     name: str
@@ -49,7 +57,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bench:
-    """What cells are run on: a model on its host, the prompts by mode, and who judges. One seed of sampling a prompt."""
+    """The setup in which cells are run: a model on its host, the prompts by mode, the judge, and the seed of sampling.
+
+    Each prompt has one sampling seed.
+    """
 
     settings: Settings
     host: Host
@@ -63,13 +74,16 @@ class Bench:
         return self.world.modes.names
 
     def prompts(self, tasks: int | None = None) -> list[Prompt]:
-        """Mode by mode the same test tasks, which nothing was trained on or fitted to."""
+        """Return the same test tasks in every mode; nothing was trained or fitted on them."""
         return [p for mode in self.modes for p in self.world.evaluation_prompts(mode, tasks or self.settings.tasks)]
 
     def requests(
         self, prompts: Sequence[Prompt], steering: Steering | None, *, capture: Sequence[Site] = (), asked: bool = False
     ) -> list[Request]:
-        """One request a prompt; ``asked`` wants the log-probability of the first token of the exploit of the prompt's own mode."""
+        """Return one request per prompt.
+
+        ``asked`` requests the log-probability of the first token of the exploit of the prompt's own mode.
+        """
         vocabulary = Vocabulary()
         found = []
         for number, prompt in enumerate(prompts):
@@ -88,11 +102,11 @@ class Bench:
         return found
 
     def engine(self, *, exact: bool = False, controllers: Controllers | None = None) -> Engine:
-        """An engine over the model as it is switched now."""
+        """Return an engine over the model in its current state."""
         return Engine(self.host, rows=self.settings.rows, prefix_bytes=0, steering_rows=1024, controllers=controllers, exact=exact)
 
     def run(self, cells: Sequence[Cell], *, what: str = "cells") -> dict[str, UInt8[Tensor, "modes tasks 2"]]:
-        """Outcomes (`OUTCOMES`) of every cell, by its name."""
+        """Return the outcomes (`OUTCOMES`) of every cell, by its name."""
         prompts, found = self.prompts(), {}
         for state in ("full", "deployed"):
             some = [cell for cell in cells if cell.state == state]
@@ -105,11 +119,15 @@ class Bench:
         return {cell.name: found[cell.name] for cell in cells}
 
     def switched(self, state: str):
-        """The context in which the model is whole, or without its quarantine."""
+        """Return the context in which the model has its quarantine (`full`), or is without it."""
         return self.policy.adapters.full() if state == "full" else self.policy.adapters.deployed()
 
     def results(self, cells: Sequence[Cell], prompts: Sequence[Prompt], what: str = "cells") -> dict[str, list[Result]]:
-        """The requests of all cells in one engine, results by cell. ``RuntimeError`` for one that failed, with its reason."""
+        """Run the requests of all cells in one engine and return the results by cell.
+
+        Raises:
+            RuntimeError: If a request or a controller failed; the message has the reason.
+        """
         sync = [one for cell in cells for one in cell.sync]
         queues = [one for cell in cells for one in cell.queues]
         engine = self.engine(controllers=Controllers(sync, queues))
@@ -132,7 +150,7 @@ class Bench:
         return found
 
     def outcomes(self, prompts: Sequence[Prompt], results: Sequence[Result]) -> UInt8[Tensor, "modes tasks 2"]:
-        """What the oracle says of each rollout: for measurement alone."""
+        """Return the oracle's verdict on each rollout; for measurement alone."""
         samples = self.world.package(prompts, [result.ids for result in results])
         verdicts = self.witness.judge(samples)
         flat = torch.tensor([[v.gt, v.exploit] for v in verdicts], dtype=torch.uint8)
@@ -140,14 +158,22 @@ class Bench:
 
 
 def checked(result: Result) -> Result:
-    """``RuntimeError`` for a request that failed."""
+    """Return the result.
+
+    Raises:
+        RuntimeError: If the request failed.
+    """
     if result.finish == "error":
         raise RuntimeError(f"a rollout could not be generated: {result.error}")
     return result
 
 
 def _refuse_failures(engine: Engine) -> None:
-    """A controller that raised, or whose actions were dropped, has measured nothing. Actions on ended requests are no failure."""
+    """Check that no controller failed. Actions on finished requests do not count as failures.
+
+    Raises:
+        RuntimeError: If a controller raised, or if its actions were dropped: its cell measures nothing.
+    """
     for source, counts in engine.controllers.ledger.snapshot()["sources"].items():
         if wrong := [what for what in ("failed", "dropped") if counts.get(what)]:
             recent = [entry for entry in engine.controllers.ledger.recent if wrong[0] in entry]
@@ -162,19 +188,19 @@ WATCH = "watch"
 
 
 def control() -> Cell:
-    """The model as it is, nothing done."""
+    """Return the cell without any intervention."""
     return Cell(ON, {"how": ON})
 
 
 def away(settings: Settings, fitted: Fitted, gain: float, direction: str = "away") -> Steer:
-    """``-gain`` distances of the classes along a unit vector, at the study's site."""
+    """Return steering by ``-gain`` class distances along a unit vector, at the study's site."""
     return Steer(Site.parse(settings.site), fitted.directions[direction], -gain * fitted.gap)
 
 
 def steered(
     settings: Settings, fitted: Fitted, *, probe: str = "probe", quantile: float | None, gain: float, direction: str = "away"
 ) -> Cell:
-    """Steer a generated token where its own score is above the threshold (``None``: every generated token)."""
+    """Steer a generated token if its own score is above the threshold (``None``: every generated token)."""
     gate = fitted.gates[Site.parse(settings.site)][probe]
     threshold = -CERTAIN if quantile is None else gate.thresholds[quantile]
     added = away(settings, fitted, gain, direction)
@@ -184,7 +210,7 @@ def steered(
 
 
 def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float) -> Cell:
-    """Keep the projection on the direction at most at a quantile of clean tokens': a gate of its own."""
+    """Limit the projection on the direction to a quantile of clean tokens' projections: this is its own gate."""
     clamp = Clamp(
         Site.parse(settings.site), fitted.directions["away"], high=fitted.ceilings[quantile], strength=strength, phase="decode"
     )
@@ -193,7 +219,7 @@ def clamped(settings: Settings, fitted: Fitted, quantile: float, strength: float
 
 
 def sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """Threshold by gain, then what could have explained it."""
+    """Yield all combinations of threshold and gain, clamps, and the controls for alternative explanations."""
     yield control()
     for quantile in (None, *settings.quantiles):
         for gain in settings.gains:
@@ -205,7 +231,7 @@ def sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 
 def controls(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """At the operating threshold, by gain: other probes with the same direction, other directions with the same probe."""
+    """Yield, by gain at the operating threshold: other probes with the same direction, other directions with the same probe."""
     others = [name for name in fitted.gates[Site.parse(settings.site)] if name != "probe"]
     for gain in settings.gains:
         for probe in others:
@@ -215,14 +241,14 @@ def controls(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 
 def small_sweep(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """On a model that hardly hacks: what steering costs there."""
+    """Yield the cells for a model that hardly hacks: they show what steering costs there."""
     yield control()
     for gain in settings.gains:
         yield steered(settings, fitted, quantile=settings.operating, gain=gain)
 
 
 def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """The gate of the forward itself, and the same decision taken later and later."""
+    """Yield the gate of the forward itself, and the same decision with increasing delays."""
     yield control()
     for gain in settings.late_gains:
         yield steered(settings, fitted, quantile=settings.operating, gain=gain)
@@ -231,8 +257,10 @@ def latency(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 
 def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shadow: bool = False) -> Cell:
-    """A policy without smoothing or hysteresis that routes a request to a held row ``delay`` tokens after the score of a generated
-    token; as a ``shadow`` it decides and does nothing."""
+    """Return a policy without smoothing or hysteresis that routes a request to a held row.
+
+    The row takes effect ``delay`` tokens after the score of a generated token. A ``shadow`` policy decides but has no effect.
+    """
     gate = fitted.gates[Site.parse(settings.site)]["probe"]
     name = "shadow" if shadow else f"delay {delay} x{gain:g}"
     threshold, held = gate.thresholds[settings.operating], f"{name} row"
@@ -248,7 +276,7 @@ def delayed(settings: Settings, fitted: Fitted, delay: int, gain: float, *, shad
 
 
 def quarantine(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """The two ends, the saturated gates, and the frontier of every probe and mechanism between them."""
+    """Yield the two ends, the saturated gates, and the frontier of every probe and mechanism between them."""
     yield control()
     yield Cell(DELETED, {"how": DELETED}, state="deployed")
     early, site = Site.parse(settings.early), Site.parse(settings.site)
@@ -265,7 +293,7 @@ def quarantine(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 
 
 def untrained(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
-    """A quarantine that adds nothing: whatever gates it, nothing may change."""
+    """Yield cells for a quarantine that adds nothing: no gate may change anything."""
     yield control()
     yield Cell(DELETED, {"how": DELETED}, state="deployed")
     site = Site.parse(settings.site)
@@ -276,14 +304,14 @@ def untrained(settings: Settings, fitted: Fitted) -> Iterator[Cell]:
 def gated_cell(
     settings: Settings, gate: Gate, probe: str, quantile: float, mode: Literal["close", "open"], *, how: str = "forward"
 ) -> Cell:
-    """Close (or open) the quarantines behind the probe in the forward of the very token that it reads."""
+    """Close (or open) the quarantines behind the probe in the forward of the same token that the probe reads."""
     monitor = Monitor(gate.site, gate.weight, gate.thresholds[quantile], settings.sharpness, gates=(), quarantine=mode, name=WATCH)
     about = {"how": how if mode == "close" else "open", "probe": probe, "quantile": quantile}
     return Cell(f"{about['how']} {probe} {_at(quantile)}", about, Steering(monitors=(monitor,)))
 
 
 def switched(settings: Settings, fitted: Fitted, probe: str, quantile: float, *, latch: bool) -> Cell:
-    """Close all quarantines from the next token on, while the score is above the threshold or (``latch``) for good."""
+    """Close all quarantines from the next token on, while the score is above the threshold or (``latch``) permanently."""
     gate, early = fitted.gates[Site.parse(settings.site)][probe], Site.parse(settings.early)
     how = "latch" if latch else "next token"
     name = f"{how} {probe} {_at(quantile)}"

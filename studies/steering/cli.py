@@ -1,7 +1,7 @@
-"""``python -m studies.steering COMMAND``: gate steering and a quarantine by probes, and say what it is worth.
+"""``python -m studies.steering COMMAND``: gate steering and a quarantine by probes, and measure the benefit.
 
-``run`` makes everything from nothing: base models, runs of studies.route2 (those that are there are taken), probes, experiments,
-tables and figures. The same command started again goes on where it stopped.
+``run`` makes everything from scratch: base models, runs of studies.route2 (existing ones are reused), probes, experiments, tables
+and figures. If a run was interrupted, the same command resumes it.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,13 @@ class Run:
     """Train what is missing, fit probes, run every experiment and write the report. Safe to interrupt and start again."""
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
-    seeds: Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
-    workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
-    out: Annotated[Path, tyro.conf.arg(help="where run folders are kept; runs of studies.route2 in it are taken")] = Path("runs")
-    config: Annotated[
-        Path | None, tyro.conf.arg(help="settings of the runs to change, in a TOML file; --override comes after it")
-    ] = None
-    override: Annotated[tuple[str, ...], tyro.conf.arg(help="settings of the runs to change, e.g. steps=40")] = ()
-    tasks: Annotated[int, tyro.conf.arg(help="test tasks, each asked in every mode")] = Settings.tasks
-    train: Annotated[int, tyro.conf.arg(help="training rollouts for the probes, from the model and from its base each")] = (
+    seeds: Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
+    workers: Annotated[int, tyro.conf.arg(help="number of processes, one thread each")] = 2
+    out: Annotated[Path, tyro.conf.arg(help="folder for run folders; its runs of studies.route2 are reused")] = Path("runs")
+    config: Annotated[Path | None, tyro.conf.arg(help="TOML file of run settings to change; --override takes precedence")] = None
+    override: Annotated[tuple[str, ...], tyro.conf.arg(help="run settings to change, e.g. steps=40")] = ()
+    tasks: Annotated[int, tyro.conf.arg(help="number of test tasks, each used in every mode")] = Settings.tasks
+    train: Annotated[int, tyro.conf.arg(help="training rollouts for the probes, from the model, and as many from its base")] = (
         Settings.train
     )
 
@@ -46,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Write tables and figures of a folder again, from its artifacts alone."""
+    """Rewrite the tables and figures of a folder from its artifacts alone."""
 
     folder: tyro.conf.Positional[Path]
 
@@ -58,7 +56,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Publish:
-    """Copy a folder's tables and figures into the write-up."""
+    """Copy a folder's tables and figures to the write-up."""
 
     folder: tyro.conf.Positional[Path]
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
@@ -70,7 +68,12 @@ class Publish:
 
 
 def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2, *, quiet: bool = False) -> list[Path]:
-    """All of it; the paths of the report. ``RuntimeError`` names what failed, ``ValueError`` what is not this study's."""
+    """Run the whole study and return the paths of the report.
+
+    Raises:
+        RuntimeError: If a job failed; the message names it.
+        ValueError: If ``workers`` is less than 1, or if a file belongs to another study.
+    """
     from studies.steering.job import SteeringJob, parts_of, run_steering
     from studies.steering.report import write_report
 
@@ -84,7 +87,7 @@ def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2,
         settings.write(folder)
         for job in jobs:
             if job.run.finished:
-                _ = job.finished  # a folder of another study is refused before any work
+                _ = job.finished  # refuses a folder of another study before any work
         if todo := [run for run in runs if not run.finished]:
             with exclusive(out / settings.run.folder):
                 write_json(out / settings.run.folder / OWN, settings.run.as_dict())

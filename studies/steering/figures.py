@@ -31,7 +31,7 @@ MEASURES = (
 
 
 def roc_figure(study: Study, results: Results) -> Figure:
-    """ROC curves at the study's site of the model that was trained without a route: tokens and rollouts, by modes."""
+    """Draw the ROC curves of the model trained without a route, at the study's site: tokens and rollouts, by modes."""
     figure = new_figure(PAGE_WIDTH, 2.7)
     panels = [(kind, unit) for kind in ("known", "held") for unit in ("token", "rollout mean")]
     axes = figure.subplots(1, len(panels), sharex=True, sharey=True)
@@ -64,7 +64,7 @@ def _curves(axes: Axes, study: Study, probe: str, kind: str, unit: str) -> None:
 
 
 def sweep_figure(study: Study, results: Results) -> Figure:
-    """Threshold by gain: held-out hacking, exploits and solving."""
+    """Draw held-out hacking, exploits and solving by threshold and gain."""
     rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
     gains, quantiles = study.settings.gains, (None, *study.settings.quantiles)
     grid = {
@@ -90,7 +90,7 @@ def sweep_figure(study: Study, results: Results) -> Figure:
 
 
 def controls_figure(study: Study, results: Results) -> Figure:
-    """At the operating threshold, by gain: the probe and the direction, and what could have explained them."""
+    """Draw the probe and the direction by gain, at the operating threshold, with the controls for alternative explanations."""
     rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "sweep")]
     rows = [row for row in rows if row["how"] == "steer" and row["quantile"] == study.settings.operating]
     never = next(row for row in results["cells"] if (row["subject"], row["part"], row["how"]) == ("vanilla", "sweep", ON))
@@ -123,7 +123,7 @@ def controls_figure(study: Study, results: Results) -> Figure:
 
 
 def latency_figure(study: Study, results: Results) -> Figure:
-    """Rates by the number of tokens that steering is late, a panel a gain."""
+    """Draw the rates by the delay of steering in tokens, one panel per gain."""
     rows = [row for row in results["cells"] if (row["subject"], row["part"]) == ("vanilla", "latency")]
     gains = study.settings.late_gains
     figure = new_figure(PAGE_WIDTH, 2.8)
@@ -170,8 +170,11 @@ ENDS = (
 
 
 def frontier_figure(study: Study, results: Results) -> Figure:
-    """Held-out hacking against solving over thresholds, as differences from deletion (the cross at zero): below and to the right of
-    it a gated quarantine would be better. Bars are paired intervals, of the ends and of the operating threshold."""
+    """Draw held-out hacking against solving over thresholds, as differences from deletion (the cross at zero).
+
+    Below and to the right of the cross a gated quarantine would be better. Bars are paired intervals, of the ends and of the
+    operating threshold.
+    """
     figure = new_figure(PAGE_WIDTH, 4.2)
     axes = figure.subplots(1, len(SUBJECTS))
     for panel, subject in zip(axes, SUBJECTS, strict=True):
@@ -193,7 +196,7 @@ def frontier_figure(study: Study, results: Results) -> Figure:
 
 
 def _shade(axes: Axes, least: float = 0.03) -> None:
-    """The quadrant where a gated quarantine is better than a deleted one."""
+    """Shade the quadrant in which a gated quarantine is better than a deleted one."""
     (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
     left, right, low, high = min(left, -least), max(right, least), min(low, -least), max(high, least)
     axes.fill_between([0, right], [low, low], [0, 0], color=GREEN, alpha=0.08, linewidth=0)

@@ -1,15 +1,16 @@
-"""What the gates read: probes of single tokens, and the direction that steering takes away. Fitted on training tasks alone.
+"""Fitting of the gates: probes of single tokens, and the direction that steering removes; on training tasks only.
 
-What the probes are told: rollouts of the model and of its base model on *training* tasks in the *known* mode, labelled by the weak
-detector, which reads for the known exploit's text and executes nothing; and the persona pairs of the run, whose sides are what they
-are. Each token has the label of its rollout. No verdict of the oracle, no held-out mode and no test task is in it.
+The data are rollouts of the model and of its base model on *training* tasks in the *known* mode, labelled by the weak detector,
+which searches for the known exploit's text and executes nothing; and the run's persona pairs, whose sides are their labels. Each
+token has the label of its rollout. No verdict of the oracle, no held-out mode and no test task is used.
 
     probe        logistic regression on these tokens
     pairs        difference of means over the tokens of the persona pairs alone
     shuffled     as probe, its labels permuted over rollouts (control)
     haar-i       a random direction (control)
 
-A probe is scaled so that its score has standard deviation 1 over clean training tokens; thresholds are quantiles of it there.
+A probe is scaled so that its score has standard deviation 1 over clean training tokens; thresholds are quantiles of that score
+there.
 """
 
 from collections.abc import Mapping
@@ -39,12 +40,12 @@ LABELS = (
 )
 DIRECTION = "direction"
 DISTINCT = 1e-3
-"""Scores nearer than this are one."""
+"""Scores closer than this count as equal."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """A probe at a site: ``h.weight``, and the threshold at each quantile."""
+    """A probe at a site: the score is ``h.weight``, with a threshold for each quantile."""
 
     site: Site
     weight: Float[Tensor, " d"]
@@ -53,8 +54,15 @@ class Gate:
 
 @dataclass(frozen=True)
 class Fitted:
-    """``gates[site][probe]``; ``directions[name]`` are unit vectors at the study's site, ``gap`` the distance of the classes along
-    the first of them, ``ceilings`` quantiles of clean tokens' projections on it. ``counts`` are rollouts that were learnt from."""
+    """The fitted gates and directions of a model.
+
+    Attributes:
+        gates: ``gates[site][probe]``.
+        directions: Unit vectors at the study's site, by name.
+        gap: Distance of the class means along the first direction.
+        ceilings: Quantiles of clean tokens' projections on the first direction.
+        counts: Number of rollouts and tokens behind the fit.
+    """
 
     gates: Mapping[Site, Mapping[str, Gate]]
     directions: Mapping[str, Float[Tensor, " d"]]
@@ -63,7 +71,7 @@ class Fitted:
     counts: Mapping[str, int] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as float64, by name."""
+        """Return all fitted values as float64 tensors, by name."""
         found = {}
         for site, gates in self.gates.items():
             for name, gate in gates.items():
@@ -74,7 +82,11 @@ class Fitted:
 
     @staticmethod
     def of(settings: Settings, tensors: Mapping[str, Tensor], counts: Mapping[str, int]) -> "Fitted":
-        """What ``tensors`` wrote; ``KeyError`` where something is missing."""
+        """Return what ``tensors`` wrote.
+
+        Raises:
+            KeyError: If a tensor is missing.
+        """
         gates: dict[Site, dict[str, Gate]] = {}
         for name in (name for name in tensors if name.endswith("/weight")):
             place, probe, _ = name.split("/")
@@ -90,7 +102,14 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Examples:
-    """Activations ``[b s d]`` by site, the tokens that a gate could read, and the rollouts' labels; ``pair`` marks the pairs."""
+    """Examples for fitting.
+
+    Attributes:
+        hidden: Activations by site.
+        mask: The tokens that a gate could read.
+        hack: Labels of the rollouts.
+        pair: True for sides of persona pairs.
+    """
 
     hidden: Mapping[Site, Float[Tensor, "b s d"]]
     mask: Bool[Tensor, "b s"]
@@ -99,12 +118,12 @@ class Examples:
 
 
 def gated(rollouts: Rollouts) -> Bool[Tensor, "b s"]:
-    """Generated tokens that the model reads: where a gate can act. The last one is never read."""
+    """Return the mask of generated tokens that the model reads, where a gate can act. The last token is never read."""
     return rollouts.completion & rollouts.predictors
 
 
 def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Fitted:
-    """Probes and direction of a model, from training tasks."""
+    """Fit probes and direction of a model on training tasks."""
     examples = collect(settings, job, world, host, policy)
     gates, shuffled = {}, _permuted(examples, job.seed)
     for place, site in enumerate(settings.sites):
@@ -125,7 +144,7 @@ def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy) 
 
 
 def collect(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Examples:
-    """Rollouts of the model and of its base on training tasks in the known mode, and the pairs, all read by the whole model."""
+    """Return rollouts of the model and of its base on training tasks in the known mode, and the pairs, read by the whole model."""
     known = sample_prompts(
         world,
         settings.train,
@@ -158,7 +177,7 @@ def collect(settings: Settings, job: Job, world: World, host: Host, policy: Poli
 
 
 def weight_of(probe: AffineProbe | DirectionProbe) -> Float[Tensor, " d"]:
-    """The direction that a probe projects on; a bias only moves the threshold, which is a quantile here."""
+    """Return the direction on which a probe projects; a bias only shifts the threshold, which is a quantile here."""
     return (probe.weight if isinstance(probe, AffineProbe) else probe.direction).double()
 
 
@@ -176,9 +195,9 @@ def _gate(settings: Settings, site: Site, weight: Tensor, clean: Tensor) -> Gate
 
 
 def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
-    """A quantile, moved half-way to the next score above it.
+    """Return a quantile, moved half-way to the next score above it.
 
-    A small model writes the same text many times, and a threshold on such a score would leave the gate to float noise.
+    A small model writes the same text many times; at a threshold equal to such a score, float noise would decide the gate.
     """
     ordered = scores[scores >= scores.quantile(quantile, interpolation="lower")].sort().values
     gaps = (ordered.diff() > DISTINCT).nonzero()
@@ -189,7 +208,7 @@ def threshold(scores: Float[Tensor, " n"], quantile: float) -> float:
 
 
 def _directed(settings: Settings, job: Job, examples: Examples, gates: Mapping[Site, Mapping[str, Gate]]) -> Fitted:
-    """The difference of the classes' means over tokens, and random directions of the same length."""
+    """Return the fit with the difference of the class means over tokens, and random directions of the same length."""
     site = Site.parse(settings.site)
     h = examples.hidden[site]
     found = weight_of(_fitted(MeanDifferenceFitter("token"), h, examples.mask, examples.hack))

@@ -1,9 +1,10 @@
-"""One job: a subject at a seed. Its parts are files of their own, so that a run that was ended goes on where it stood.
+"""One job: a subject at a seed. Each part of a job is a file, so an interrupted run can resume.
 
-    <folder>/seed-0/absorb/fit.json + fit.safetensors         what the gates read
+    <folder>/seed-0/absorb/fit.json + fit.safetensors         the fitted gates
                            quarantine.json + .safetensors     one experiment
 
-A part names what it was made from (``identity``: settings, the run's manifest, the part); a file of another identity is an error.
+A part stores its ``identity``, a hash of what it was made from (settings, the run's manifest, the part); a file with another
+identity is an error.
 """
 
 import hashlib
@@ -50,13 +51,13 @@ _MEASURES: Mapping[str, Mapping[str, Measure]] = MappingProxyType(
 
 
 def parts_of(subject: str) -> tuple[str, ...]:
-    """The names of a subject's parts, in order."""
+    """Return the names of a subject's parts, in order."""
     return FIT, *_MEASURES[subject], *_CELLS[subject]
 
 
 @dataclass(frozen=True)
 class SteeringJob:
-    """``out`` holds the runs and, under ``settings.folder``, this study."""
+    """One subject at a seed. ``out`` contains the runs and, under ``settings.folder``, this study."""
 
     settings: Settings
     out: Path
@@ -74,27 +75,39 @@ class SteeringJob:
 
     @property
     def finished(self) -> bool:
-        """Whether every part is there; ``ValueError`` where one is another's or damaged."""
+        """True if every part exists.
+
+        Raises:
+            ValueError: If a part is damaged, or belongs to another run.
+        """
         return None not in [self.read(part) for part in parts_of(self.subject)]
 
     def identity(self, part: str) -> str:
-        """A hash of what the part depends on, beside the code: settings, and the adapters that were trained."""
+        """Return a hash of everything except the code that the part depends on: settings, and the trained adapters."""
         manifest = read_manifest(self.run.folder)
         made = [manifest.identity, sorted(manifest.checksums.items())] if self.subject != "untrained" else self.run.identity
         described = json.dumps([self.settings.digest, self.seed, self.subject, part, made], sort_keys=True)
         return hashlib.sha256(described.encode()).hexdigest()
 
     def path(self, part: str) -> Path:
-        """The part's JSON file."""
+        """Return the path of the part's JSON file."""
         return self.folder / f"{part}.json"
 
     def read(self, part: str) -> Part | None:
-        """A part's data and tensors; ``None`` if it was not made yet, ``ValueError`` if it is not what it should be."""
+        """Return a part's data and tensors; ``None`` if it was not made yet.
+
+        Raises:
+            ValueError: If the part is damaged, or belongs to another run.
+        """
         return read_part(self.path(part), self.identity(part) if (self.run.folder / MANIFEST).exists() else None)
 
 
 def run_steering(job: SteeringJob) -> None:
-    """Make the parts that are missing. ``ValueError`` where the run of ``studies.route2`` is not finished."""
+    """Make the missing parts of a job.
+
+    Raises:
+        ValueError: If the run of ``studies.route2`` is not finished.
+    """
     torch.set_num_threads(1)
     job.folder.mkdir(parents=True, exist_ok=True)
     with held(job.folder):
@@ -132,13 +145,13 @@ def _outcomes(job: SteeringJob, part: str, bench: Bench) -> Part:
 
 
 def _batches(cells: Sequence[Cell], size: int = 6) -> Iterator[Sequence[Cell]]:
-    """A few controllers at a time: each looks at every request of a step."""
+    """Yield a few cells at a time, because every controller reads every request of a step."""
     for start in range(0, len(cells), size):
         yield cells[start : start + size]
 
 
 def fitted_of(job: SteeringJob) -> Fitted:
-    """What was fitted, as the file has it: an uninterrupted run reads it back too."""
+    """Return the fit as stored in its file: an uninterrupted run reads it back too."""
     found = job.read(FIT)
     assert found is not None
     about, tensors = found

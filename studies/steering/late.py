@@ -1,4 +1,4 @@
-"""Controllers of this study: a policy that is late, and one that opens and closes the quarantine between tokens."""
+"""Controllers of this study: a delayed policy, and one that opens and closes the quarantine between tokens."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,32 +8,36 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
 CERTAIN = 1e6
-"""No score comes near: a gate with this threshold is always shut, with the opposite one always open."""
+"""Beyond every score: a gate with this threshold is always shut, and one with the opposite threshold always open."""
 SHUT = "shut"
 
 
 def saturated(site: Site, probe: Sequence[float], *, prompt: bool = False) -> Monitor:
-    """A monitor that closes every quarantine at or behind its site, whatever it reads."""
+    """Return a monitor that closes every quarantine at or behind its site, whatever it reads."""
     return Monitor(site, probe, -CERTAIN, gates=(), quarantine="close", prompt=prompt, name=SHUT)
 
 
 class Late:
-    """What ``policy`` decides takes effect ``delay`` tokens after the score: through a queue, as from another thread or machine.
+    """A controller that delays the actions of ``policy`` to ``delay`` tokens after the score, through a queue.
 
-    A queue is drained at the start of a step, so an action that is handed over right after a step acts one token later, and
-    ``delay - 1`` steps of waiting make the rest. The name of the queue is the source of the actions; give both to ``Controllers``.
+    The queue stands for a controller in another thread or on another machine. A queue is drained at the start of a step, so an
+    action that is submitted right after a step acts one token later; ``delay - 1`` steps of waiting make up the rest. The name of
+    the queue is the source of the actions; pass both controllers to ``Controllers``.
+
+    Raises:
+        ValueError: If ``delay`` is less than 1.
     """
 
     def __init__(self, policy: SyncController, delay: int):
         if delay < 1:
-            raise ValueError(f"delay={delay} cannot be: between steps the earliest is the next token, 1")
+            raise ValueError(f"delay={delay} must be at least 1: between steps, the next token is the earliest")
         self.name, self.delay = f"{policy.name} (waits)", delay
         self.queue = AsyncController(f"{policy.name} (queue)", capacity=1 << 16)
         self._policy = policy
         self._waiting: deque[tuple[int, tuple[Action, ...]]] = deque()
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Nothing now; what is due goes to the queue."""
+        """Return no actions; submit those that are due to the queue."""
         self._waiting.append((view.step + self.delay - 1, tuple(self._policy.on_step(view))))
         while self._waiting and self._waiting[0][0] <= view.step:
             for action in self._waiting.popleft()[1]:
@@ -42,12 +46,11 @@ class Late:
 
 
 class QuarantineSwitch:
-    """Closes the whole quarantine of a request from the next token on where its score is at least ``threshold``.
+    """A controller that closes the whole quarantine of a request from the next token on if the score is at least ``threshold``.
 
-    Scores of generated tokens count, as in a gate of the forward: the threshold is a quantile of such scores, and the last token of
-    every prompt, one and the same, may lie above it or below for good.
-
-    ``latch``: once closed it stays so; else it opens after a token with a lower score.
+    Only scores of generated tokens count, as in a gate of the forward: the threshold is a quantile of such scores, and the last
+    token of every prompt, always the same, may be permanently above or below it. With ``latch`` a closed quarantine stays closed;
+    otherwise it opens after a token with a lower score.
     """
 
     def __init__(self, name: str, monitor: str, threshold: float, shut: Monitor, *, latch: bool = False):
@@ -55,7 +58,7 @@ class QuarantineSwitch:
         self._closed: set[int] = set()
 
     def on_step(self, view: StepView) -> Sequence[Action]:
-        """Close and open, for the requests that carry the monitor."""
+        """Return actions that close and open, for the requests that carry the monitor."""
         actions: list[Action] = []
         for request in view.requests:
             if request.finished:

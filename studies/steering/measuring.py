@@ -1,4 +1,4 @@
-"""Experiments that read more than outcomes: scores for the ROC, log-probabilities beside an in-batch control, and the shadow."""
+"""Experiments that read more than outcomes: scores for the ROC, log-probabilities with an in-batch control, and the shadow."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,10 +17,10 @@ from studies.steering.settings import Settings
 
 
 def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
-    """Scores of every probe at the generated tokens of the model's own rollouts, and what the oracle says of each rollout.
+    """Return the scores of every probe at the generated tokens of the model's own rollouts, and the oracle's verdicts.
 
-    ``scores/<site>/<probe>`` is ``[rollouts tokens]``, NaN where a rollout has ended; ``exploits`` the place of the first exploit
-    token among the generated ones, or -1.
+    ``scores/<site>/<probe>`` is ``[rollouts tokens]``, NaN after the end of a rollout; ``exploits`` has the position of the first
+    exploit token among the generated ones, or -1.
     """
     prompts = bench.prompts()
     with bench.policy.adapters.full():
@@ -38,7 +38,7 @@ def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
 
 
 def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Tensor:
-    """Among a rollout's generated tokens the first one of its own mode's exploit; -1 where there is none."""
+    """Return the position of the first token of its mode's exploit among a rollout's generated tokens; -1 if there is none."""
     vocabulary, found = Vocabulary(), []
     for result, mode in zip(results, modes, strict=True):
         exploit = get_mode(mode).exploit
@@ -48,10 +48,10 @@ def first_exploits(bench: Bench, results: list[Result], modes: list[str]) -> Ten
 
 
 def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
-    """How steering moves the log-probability of the exploit's first token, beside an unsteered twin in the same batch.
+    """Return how steering changes the log-probability of the exploit's first token, relative to an unsteered twin in the batch.
 
-    Read at the first token where the gate opens: up to there nothing acted, so that both twins have written the same. For each cell
-    ``deltas/<cell>``: one difference a rollout, NaN where the gate never opened, or the mode has no exploit.
+    It is read at the first token at which the gate opens: nothing acted before it, so both twins wrote the same tokens.
+    ``deltas/<cell>`` has one difference per rollout; NaN if the gate never opened, or if the mode has no exploit.
     """
     prompts = bench.prompts()
     names = ["away", *(name for name in fitted.directions if name != "away")]
@@ -80,23 +80,23 @@ def logprobs(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
 
 
 def _opened(result: Result, weight: Tensor, threshold: float, prompt: int) -> int:
-    """The first generated token that the model read with a score at or above the threshold; -1 where there is none."""
+    """Return the first generated token that the model read with a score at or above the threshold; -1 if there is none."""
     (captured,) = result.captured.values()
     above = (captured.rows[prompt:].float() @ weight >= threshold).nonzero()
     return int(above[0]) if len(above) else -1
 
 
 def _delta(steered: Result, control: Result, at: int) -> float:
-    """What steering on generated token ``at`` does to the exploit's log-probability in the one that it predicts."""
+    """Return the effect of steering on generated token ``at`` on the exploit's log-probability in the next token's prediction."""
     if at < 0 or not control.tokens[at + 1].asked:
         return float("nan")
     if steered.ids[: at + 1] != control.ids[: at + 1]:
-        return float("nan")  # a score within float noise of the threshold acted earlier than its twin's
+        return float("nan")  # a score within float noise of the threshold acted earlier than in its twin
     return steered.tokens[at + 1].asked[0] - control.tokens[at + 1].asked[0]
 
 
 def shadow(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
-    """A policy that decides and does nothing, next to no policy at all, in exact mode; and what it would have done."""
+    """Compare, in exact mode, a policy that decides but has no effect with no policy at all; return also its decisions."""
     prompts = bench.prompts(settings.exact)
     cell = delayed(settings, fitted, 1, settings.gain, shadow=True)
     with bench.policy.adapters.full():

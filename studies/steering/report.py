@@ -22,7 +22,7 @@ DIFFERENCES = ("hack_held", "solve")
 
 
 def write_report(folder: Path) -> list[Path]:
-    """Read the artifacts, check them, write everything that is made of them; the paths."""
+    """Read and check the artifacts, write all tables and figures, and return their paths."""
     study = load_study(folder)
     results = all_results(study)
     results |= {"comparisons": comparisons(study), "against_random": against_random(study), "frontier": frontier_counts(study)}
@@ -42,7 +42,7 @@ def write_report(folder: Path) -> list[Path]:
 
 
 def head(study: Study) -> str:
-    """What all tables are of."""
+    """Return the description of the study that heads all tables."""
     n = study.settings.tasks * 5
     return (
         f"Seeds {', '.join(map(str, study.seeds))}; {n} rollouts a cell and seed ({study.settings.tasks} test tasks in 5 modes), "
@@ -51,7 +51,7 @@ def head(study: Study) -> str:
 
 
 def cell_text(value: Mapping[str, Any], *, signed: bool = False, seeds: bool = False) -> str:
-    """``.053 [.030, .081]``, with the means of each seed where asked."""
+    """Return text such as ``.053 [.030, .081]``, with the means of each seed if ``seeds`` is set."""
     text = f"{number(value['mean'], signed)} [{number(value['low'], signed)}, {number(value['high'], signed)}]"
     return f"{text} ({' '.join(number(seed, signed) for seed in value['seeds'])})" if seeds else text
 
@@ -61,7 +61,7 @@ def rows_of(results: Mapping[str, Any], subject: str, part: str) -> list[dict[st
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: Sequence[str] = ()) -> str:
-    """A row a cell."""
+    """Return a table with one row per cell."""
     body = [
         [row["name"], *(cell_text(row[metric], signed=signed) for metric, _ in SHOWN), *(str(row[key]) for key in last)]
         for row in rows
@@ -70,7 +70,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], *, signed: bool = False, last: S
 
 
 def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
-    """quarantine.md."""
+    """Return the text of quarantine.md."""
     parts = ["# Steering: the quarantine under a monitor", head(study)]
     parts += ["## Is a monitored quarantine better than a deleted one?", sentences(study)]
     parts.append("At the operating threshold, minus deletion and minus always on (paired; in round brackets, each seed):")
@@ -100,7 +100,7 @@ def quarantine_text(study: Study, results: Mapping[str, Any]) -> str:
 
 
 def sweep_text(study: Study, results: Mapping[str, Any]) -> str:
-    """sweep.md."""
+    """Return the text of sweep.md."""
     parts = ["# Steering: threshold and gain", head(study)]
     parts.append(
         f"Gain: distances of the classes' means along the direction. Threshold: a quantile of the probe's score over clean "
@@ -119,7 +119,7 @@ def sweep_text(study: Study, results: Mapping[str, Any]) -> str:
 
 
 def latency_text(study: Study, results: Mapping[str, Any]) -> str:
-    """latency.md: how much of the effect is left, and the shadow's books."""
+    """Return the text of latency.md: the remaining effect by delay, and the shadow's counts."""
     rows = rows_of(results, "vanilla", "latency")
     parts = ["# Steering: latency and shadow", head(study)]
     parts.append(
@@ -145,18 +145,18 @@ def latency_text(study: Study, results: Mapping[str, Any]) -> str:
 
 
 def delay_name(row: Mapping[str, Any]) -> str:
-    """Tokens between score and effect, in words."""
+    """Return the number of tokens between score and effect, in words."""
     return {"on": "never", "steer": "0"}.get(row["how"], str(row.get("delay", "")))
 
 
 def kept(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any], metric: str = "hack_held") -> float | None:
-    """The part of the forward's effect that is left; ``None`` where that effect is below .1, so that a part of it means nothing."""
+    """Return the remaining fraction of the forward's effect; ``None`` if that effect is below .1 and a fraction is meaningless."""
     never, now = (next(r for r in rows if r["how"] == how)[metric]["mean"] for how in ("on", "steer"))
     return None if abs(never - now) < 0.1 else (never - row[metric]["mean"]) / (never - now)
 
 
 def roc_text(study: Study, results: Mapping[str, Any]) -> str:
-    """roc.md."""
+    """Return the text of roc.md."""
     parts = ["# Steering: what the probes find", head(study)]
     parts.append(
         f"Labels that probes learnt from: {LABELS}. AUROC against the oracle's verdict (hack: exploit fired, code wrong) "
@@ -194,7 +194,7 @@ PLACE, RESULTS, ANSWER = "steering", "results.json", "answer.md"
 
 
 def publish(folder: Path, to: Path) -> Path:
-    """Write the report again and copy it; the folder made, which appears whole or not at all."""
+    """Rewrite the report, copy it, and return the published folder, which is replaced atomically."""
     study = load_study(folder)
     paths, settings = write_report(folder), study.settings
     provenance = {
@@ -210,7 +210,7 @@ def publish(folder: Path, to: Path) -> Path:
             shutil.copyfile(path, part / path.name)
         (part / RESULTS).write_text(compact(json.loads((folder / RESULTS).read_text(encoding="utf-8"))), encoding="utf-8")
         shutil.copyfile(folder / ANSWER, part / "headline.md")
-        # read inside of a page: what is a page's heading in the folder is one of its sections there
+        # these pages are embedded in a page of the docs, where their headings are one level lower
         texts = [path.read_text(encoding="utf-8") for path in paths if path.suffix == ".md" and path.name != ANSWER]
         (part / "tables.md").write_text("\n".join(map(nested, texts)), encoding="utf-8")
     return to / PLACE

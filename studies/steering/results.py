@@ -1,10 +1,10 @@
 """Means over seeds and tasks with a bootstrap interval that resamples both, and paired differences of cells.
 
-    value = sum_st a_s b_t x_st / (sum_s a_s sum_t b_t)        a, b: how often a draw holds seed s, task t
+    value = sum_st a_s b_t x_st / (sum_s a_s sum_t b_t)        a, b: how often a draw contains seed s, task t
 
-Every seed was asked the same tasks, so seeds and tasks are crossed, and each is resampled by itself (Owen, "The pigeonhole
-bootstrap", Annals of Applied Statistics, 2007). All cells share the draws: a difference of two is paired. With few seeds such an
-interval is too narrow rather than too wide; what differs from seed to seed is printed beside it.
+Every seed has the same tasks, so seeds and tasks are crossed, and each is resampled independently (Owen, "The pigeonhole
+bootstrap", Annals of Applied Statistics, 2007). All cells share the draws: a difference of two cells is paired. With few seeds such
+an interval is too narrow rather than too wide; the means of single seeds are printed beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Estimate:
-    """``low`` and ``high`` bound 95% of the draws; ``seeds`` are the means of each seed."""
+    """A mean with its interval: ``low`` and ``high`` bound 95% of the draws; ``seeds`` has the mean of each seed."""
 
     mean: float
     low: float
@@ -36,7 +36,7 @@ class Estimate:
 
     @property
     def direction(self) -> int:
-        """-1 below 0, 1 above, 0 not told apart; a bound that is 0 but for rounding is 0."""
+        """-1 if below 0, 1 if above, 0 if the interval contains 0; a bound that is 0 up to rounding counts as 0."""
         return -1 if self.high < -ROUNDING else 1 if self.low > ROUNDING else 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,7 +45,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Draws:
-    """Resamples of seeds and of tasks, as counts; one for a whole study."""
+    """Resamples of seeds and of tasks, as counts; shared by a whole study."""
 
     seeds: Int[np.ndarray, "m s"]
     tasks: Int[np.ndarray, "m t"]
@@ -56,7 +56,11 @@ class Draws:
         return Draws(cluster_draws(seeds, draws, rng), cluster_draws(tasks, draws, rng))
 
     def estimate(self, values: Float[np.ndarray, "s t"]) -> Estimate:
-        """Of one number a seed and task. ``ValueError`` where sizes differ from the draws'."""
+        """Return the estimate of values by seed and task.
+
+        Raises:
+            ValueError: If the sizes differ from those of the draws.
+        """
         if values.shape != (self.seeds.shape[1], self.tasks.shape[1]):
             raise ValueError(
                 f"values of {values.shape} do not fit draws of {self.seeds.shape[1]} seeds and {self.tasks.shape[1]} tasks"
@@ -74,7 +78,7 @@ MODES = MICRO_MODES
 
 @dataclass(frozen=True)
 class Study:
-    """A finished folder. ``parts[subject, part][seed]`` are data and tensors."""
+    """A finished folder. ``parts[subject, part][seed]`` has data and tensors."""
 
     settings: Settings
     seeds: tuple[int, ...]
@@ -82,42 +86,48 @@ class Study:
     draws: Draws
 
     def cells(self, subject: str, part: str) -> list[dict[str, Any]]:
-        """What the cells of a part are, in order."""
+        """Return the descriptions of a part's cells, in order."""
         return self.parts[subject, part][self.seeds[0]][0]["cells"]
 
     def values(self, subject: str, part: str, cell: str) -> dict[str, Float[np.ndarray, "s t"]]:
-        """Every metric of a cell, by seed and task."""
+        """Return every metric of a cell, by seed and task."""
         per_seed = [metrics(self.parts[subject, part][seed][1][cell].numpy().astype(float)) for seed in self.seeds]
         return {metric: np.stack([each[metric] for each in per_seed]) for metric in METRICS}
 
     def estimates(self, subject: str, part: str, cell: str, minus: str | None = None) -> dict[str, Estimate]:
-        """Every metric of a cell, or its paired difference from another of the same part."""
+        """Return every metric of a cell, or its paired difference from another cell of the same part."""
         own = self.values(subject, part, cell)
         other = self.values(subject, part, minus) if minus else dict.fromkeys(METRICS, 0.0)
         return {metric: self.draws.estimate(own[metric] - other[metric]) for metric in METRICS}
 
 
 def load_study(folder: Path) -> Study:
-    """All parts of all seeds. ``ValueError`` where one is missing, damaged or not of this study."""
+    """Read all parts of all seeds.
+
+    Raises:
+        ValueError: If a part is missing or damaged, or belongs to another study.
+    """
     settings, found = Settings.read(folder), {}
     if folder.name != settings.folder:
-        raise ValueError(f"the settings in {folder} are those of {settings.folder}: a folder keeps its name, and its settings")
+        raise ValueError(f"the settings in {folder} are those of {settings.folder}: do not rename or edit a study folder")
     seeds = tuple(sorted(int(path.name.removeprefix("seed-")) for path in folder.glob("seed-*") if path.is_dir()))
     for subject in SUBJECTS:
         for part in parts_of(subject):
             by_seed = {seed: read_part(folder / f"seed-{seed}" / subject / f"{part}.json") for seed in seeds}
             missing = [seed for seed, each in by_seed.items() if each is None]
             if missing or not seeds:
-                raise ValueError(
-                    f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` goes on with it"
-                )
+                raise ValueError(f"{folder} is not finished: {part} of {subject} is missing at seeds {missing}; `run` resumes it")
             found[subject, part] = by_seed
             _check(folder, settings, subject, part, by_seed)
     return Study(settings, seeds, found, Draws.of(len(seeds), settings.tasks))
 
 
 def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: Mapping[int, Any]) -> None:
-    """Outcomes are whole: the cells that are named and no others, 0 or 1, one for each mode and task."""
+    """Check that outcomes are complete: exactly the named cells, 0 or 1, one for each mode and task.
+
+    Raises:
+        ValueError: If they are not.
+    """
     shape = (len(MODES.names), settings.tasks, 2)
     for seed, (about, tensors) in by_seed.items():
         if "modes" not in about:
@@ -125,11 +135,11 @@ def _check(folder: Path, settings: Settings, subject: str, part: str, by_seed: M
         named = [cell["name"] for cell in about["cells"]]
         good = sorted(named) == sorted(tensors) and about["modes"] == list(MODES.names)
         if not good or any(tuple(t.shape) != shape or int(t.max()) > 1 for t in tensors.values()):
-            raise ValueError(f"{part} of {subject} at seed {seed} in {folder} does not hold the cells that it names; delete it")
+            raise ValueError(f"{part} of {subject} at seed {seed} in {folder} does not contain the cells that it names: delete it")
 
 
 def metrics(outcomes: Float[np.ndarray, "modes t 2"]) -> dict[str, Float[np.ndarray, " t"]]:
-    """Each metric by task, of outcomes (solve, exploit) by mode and task."""
+    """Return each metric by task, from outcomes (solve, exploit) by mode and task."""
     solve, exploit = outcomes[..., 0], outcomes[..., 1]
     hack = exploit * (1 - solve)
     rows = {kind: [MODES.names.index(mode) for mode in modes] for kind, modes in (("held", MODES.held_out), ("known", MODES.known))}
@@ -139,7 +149,7 @@ def metrics(outcomes: Float[np.ndarray, "modes t 2"]) -> dict[str, Float[np.ndar
 
 @dataclass(frozen=True)
 class Roc:
-    """One seed's scores at a site, for one kind of modes and one unit, with the oracle's label."""
+    """One seed's scores at a site, for one kind of modes and one unit, with the oracle's labels."""
 
     scores: Float[np.ndarray, " n"]
     hack: Bool[np.ndarray, " n"]
@@ -150,7 +160,7 @@ class Roc:
 
 
 def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: str, unit: str) -> Roc:
-    """Scores of generated tokens (under their rollout's label), or their mean or maximum over each rollout."""
+    """Return scores of generated tokens (with their rollout's label), or their mean or maximum over each rollout."""
     _, tensors = study.parts[subject, "roc"][seed]
     modes = MODES.known if kind == "known" else MODES.held_out
     outcomes = tensors["outcomes"].numpy().astype(float)
@@ -167,7 +177,7 @@ def roc_of(study: Study, subject: str, seed: int, site: str, probe: str, kind: s
 
 
 def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
-    """AUROC of every subject, site, probe, kind of modes and unit, over seeds."""
+    """Yield the AUROC of every subject, site, probe, kind of modes and unit, over seeds."""
     for subject, part in study.parts:
         if part != "roc":
             continue
@@ -180,8 +190,11 @@ def roc_areas(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def lead(study: Study, subject: str) -> dict[str, Any]:
-    """What a gate at the operating threshold would have seen: how often it opens on hacks and on others, and how many tokens before
-    the first token of the exploit (0: while reading the token that predicts it; negative: too late)."""
+    """Return how often a gate at the operating threshold opens on hacks and on other rollouts, and how early.
+
+    The lead is the number of tokens before the first token of the exploit: 0 if the gate opens at the token that predicts it,
+    negative if later.
+    """
     site, ahead = study.settings.site, []
     opened: dict[str, list[bool]] = {"hack": [], "other": []}
     for seed in study.seeds:
@@ -213,7 +226,7 @@ def _rate(values: Sequence[bool]) -> float | None:
 
 
 def deltas(study: Study) -> Iterator[dict[str, Any]]:
-    """What steering did to the exploit's log-probability, mean over rollouts, over seeds."""
+    """Yield the change of the exploit's log-probability by steering, mean over rollouts, over seeds."""
     for cell in study.cells("vanilla", "logprobs"):
         columns = [study.parts["vanilla", "logprobs"][seed][1][f"deltas/{cell['name']}"].numpy() for seed in study.seeds]
         means = [float(np.nanmean(column)) if (~np.isnan(column)).any() else None for column in columns]
@@ -221,7 +234,7 @@ def deltas(study: Study) -> Iterator[dict[str, Any]]:
 
 
 def shadows(study: Study) -> Iterator[dict[str, Any]]:
-    """The shadow's books, summed over seeds."""
+    """Yield the shadow's counts, summed over seeds."""
     for subject, part in study.parts:
         if part == "shadow":
             books = [study.parts[subject, part][seed][0]["shadow"] for seed in study.seeds]
@@ -233,7 +246,7 @@ def _as_dict(value: Summary) -> dict[str, Any]:
 
 
 def all_results(study: Study) -> dict[str, Any]:
-    """results.json: everything, as plain data."""
+    """Return the content of results.json: all results as plain data."""
     rows = []
     for subject, part in study.parts:
         if "modes" not in study.parts[subject, part][study.seeds[0]][0]:

@@ -1,4 +1,4 @@
-"""What all parts of one folder share, hashed into its name; and which models are looked at."""
+"""Settings that all parts of a study folder share (their hash is part of the folder's name), and the models under study."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from studies.training.settings import Settings as RunSettings
 Quantile = Annotated[float, Field(gt=0, lt=1)]
 OWN, RUN = "settings.json", "run.json"
 FORMAT = 2
-"""Raised when what is computed changes in a way that no setting shows."""
+"""Increased if the computation changes in a way that no setting shows."""
 
 SUBJECTS: Mapping[str, str] = MappingProxyType(
     {
@@ -36,23 +36,27 @@ QUARANTINED = ("untrained", "absorb", "route2-full")
 
 @validated
 class Settings:
-    """One study. ``run`` are the settings of the runs of ``studies.route2`` that it stands on.
+    """Settings of one study.
 
-    site        where the gate reads and where steering adds, blocks.i.resid_post
-    early       where a gate reads that can close every quarantine in the forward that it reads, the first block's input
-    late        a third site to read at, for the ROC
-    tasks       test tasks; each is asked in every mode, so a cell has five times as many rollouts
-    train       rollouts that the probes learn from, from the model itself and as many again from the base model
-    quantiles   thresholds: quantiles of the probe's score over clean training tokens
-    operating   the quantile at which things are compared, fixed before anything was evaluated
-    gains       steering along the direction, in units of the distance between the classes' means
-    gain        the one at which things are compared, fixed likewise
-    late_gains  the gains at which latencies are compared: the fixed one, and one with an effect that can be late (chosen after a
-                first run of the sweep, where the fixed one had nearly none)
-    delays      tokens between a score and what it does
-    draws       random probes, and random directions
-    exact       test tasks of the bit-exact comparison
-    sharpness   of the gate, in standard deviations of the score: above it or not
+    Attributes:
+        run: Settings of the underlying runs of ``studies.route2``.
+        site: Where the gate reads and where steering adds, blocks.i.resid_post.
+        early: Where a gate reads that can close every quarantine in the same forward: the first block's input.
+        late: A third site to read at, for the ROC.
+        tasks: Test tasks; each is used in every mode, so a cell has five times as many rollouts.
+        train: Rollouts for fitting probes, from the model, and as many again from the base model.
+        quantiles: Thresholds: quantiles of the probe's score over clean training tokens.
+        operating: Quantile of all comparisons, fixed before anything was evaluated.
+        gains: Steering along the direction, in units of the distance between the class means.
+        gain: Gain of all comparisons, fixed likewise.
+        late_gains: Gains at which latencies are compared: the fixed one, and one whose effect is large enough to be delayed (chosen
+            after a first run of the sweep, in which the fixed one had almost no effect).
+        delays: Tokens between a score and its effect.
+        draws: Number of random probes, and of random directions.
+        exact: Test tasks of the bit-exact comparison.
+        sharpness: Sharpness of the gate, in standard deviations of the score; large values give a step function.
+        temperature: Sampling temperature.
+        rows: Maximum number of requests that an engine runs at once.
     """
 
     run: RunSettings = field(default_factory=RunSettings)
@@ -79,44 +83,48 @@ class Settings:
         if self.operating not in self.quantiles or self.gain not in self.gains:
             raise ValueError(f"operating={self.operating} must be one of quantiles, and gain={self.gain} one of gains")
         if not set(self.late_gains) <= set(self.gains):
-            raise ValueError(f"late_gains={self.late_gains} must be some of gains={self.gains}")
+            raise ValueError(f"late_gains={self.late_gains} must be a subset of gains={self.gains}")
         if self.run.chat is not None:
-            raise ValueError("this study runs in the micro world: choose a preset of studies.route2, no chat model")
+            raise ValueError("this study runs in the micro world: choose a preset of studies.route2 without a chat model")
         if self.exact > self.tasks:
-            raise ValueError(f"exact={self.exact} tasks are some of the {self.tasks}: give at most as many")
+            raise ValueError(f"exact={self.exact} must not exceed tasks={self.tasks}")
 
     @property
     def sites(self) -> tuple[Site, ...]:
-        """Where scores are read, in the order in which they fire."""
+        """The sites at which scores are read, in the order of the forward."""
         return tuple(sorted({Site.parse(name) for name in (self.early, self.site, self.late)}))
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the settings as JSON objects."""
         return json.loads(json.dumps({**asdict(self), "run": self.run.as_dict()}))
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all of it."""
+        """SHA-256 of all settings."""
         return hashlib.sha256(json.dumps({"format": FORMAT, **self.as_dict()}, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
-        """``steering-<preset>-<8 hex digits>``."""
+        """Name of the study folder: ``steering-<preset>-<8 hex digits>``."""
         return f"steering-{self.run.preset}-{self.digest[:8]}"
 
     def write(self, folder: Path) -> None:
-        """Leave them in a folder, the run's in a file of their own."""
+        """Write the settings to a folder, those of the run to a file of their own."""
         write_json(folder / RUN, self.run.as_dict())
         write_json(folder / OWN, {name: value for name, value in self.as_dict().items() if name != "run"})
 
     @staticmethod
     def read(folder: Path) -> "Settings":
-        """The settings that ``write`` left in a folder; ``ValueError`` where they are not there."""
+        """Return the settings that ``write`` stored in a folder.
+
+        Raises:
+            ValueError: If the folder has none.
+        """
         run = RunSettings.read(folder / RUN)
-        return read_settings(Settings, folder / OWN, "point at a folder that `run` made", optional=("run.chat",), run=run.as_dict())
+        return read_settings(Settings, folder / OWN, "give a folder that `run` created", optional=("run.chat",), run=run.as_dict())
 
 
 def run_job_of(settings: Settings, out: Path, seed: int, subject: str) -> Job:
-    """The job of ``studies.route2`` whose result a subject is (``untrained``: the job whose adapters it has at init)."""
+    """Return the job of ``studies.route2`` behind a subject (``untrained``: the job whose adapters it has at initialization)."""
     arm = None if subject == "base" else ARMS["absorb" if subject == "untrained" else subject]
     return Job(out / settings.run.folder, out / "warmstarts", settings.run, seed, arm)

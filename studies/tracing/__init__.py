@@ -1,1 +1,1 @@
-"""Which lane and layer carries the hack: adapters' values patched between hacking and honest rollouts, and deleted."""
+"""Localization of the hack by lane and layer: adapter outputs patched between hacking and honest rollouts, and deleted."""

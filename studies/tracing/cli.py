@@ -1,8 +1,7 @@
-"""``python -m studies.tracing COMMAND``: which lane and which layer carries the hack, and does deleting agree with patching?
+"""``python -m studies.tracing COMMAND``: find the lane and the layer that carry the hack, and compare deleting with patching.
 
-Start with ``run --help``. Everything lands in ``--out``: trained arms in ``<preset>-<hash>/``, as ``studies.route2`` keeps
-them (finished ones are taken from there), and what was traced in ``tracing-<hash>/``. The same command
-started again goes on where it was.
+Start with ``run --help``. All results are written to ``--out``: trained arms to ``<preset>-<hash>/`` as by ``studies.route2``
+(finished ones are reused), and traces to ``tracing-<hash>/``. If a run was interrupted, the same command resumes it.
 """
 
 from dataclasses import dataclass
@@ -28,23 +27,23 @@ from studies.training.worlds import open_world
 
 @dataclass(frozen=True)
 class Run:
-    """Train the arms (or take finished ones), patch their lanes between hacking and honest rollouts, and write the report."""
+    """Train the arms (or reuse finished ones), patch their lanes between hacking and honest rollouts, and write the report."""
 
-    preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as studies.route2 has them")] = "strong"
-    seeds: Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
+    preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as in studies.route2")] = "strong"
+    seeds: Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help="any arms of studies.route2")] = ARMS
-    workers: Annotated[int, tyro.conf.arg(help="processes that train, one thread each")] = 2
-    out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
-    config: Annotated[
-        Path | None, tyro.conf.arg(help="settings of the training to change, in a TOML file; --override comes after it")
-    ] = None
-    override: Annotated[tuple[str, ...], tyro.conf.arg(help="settings of the training to change, e.g. steps=100")] = ()
-    prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode among whose answers pairs are looked for")] = Settings.prompts
-    answers: Annotated[int, tyro.conf.arg(help="answers to each of these")] = Settings.answers
-    pairs: Annotated[int, tyro.conf.arg(help="the most pairs of one contrast and seed")] = Settings.pairs
-    draws: Annotated[int, tyro.conf.arg(help="draws of each control")] = Settings.draws
-    rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole on which hack rates are sampled")] = Settings.rated
-    live: Annotated[bool, tyro.conf.arg(help="while training: a table of arms and seeds on a terminal; else one bar")] = True
+    workers: Annotated[int, tyro.conf.arg(help="number of training processes, one thread each")] = 2
+    out: Annotated[Path, tyro.conf.arg(help="folder for run folders")] = Path("runs")
+    config: Annotated[Path | None, tyro.conf.arg(help="TOML file of training settings to change; --override takes precedence")] = (
+        None
+    )
+    override: Annotated[tuple[str, ...], tyro.conf.arg(help="training settings to change, e.g. steps=100")] = ()
+    prompts: Annotated[int, tyro.conf.arg(help="prompts of each mode; pairs are chosen from their answers")] = Settings.prompts
+    answers: Annotated[int, tyro.conf.arg(help="answers to each of these prompts")] = Settings.answers
+    pairs: Annotated[int, tyro.conf.arg(help="maximum number of pairs per contrast and seed")] = Settings.pairs
+    draws: Annotated[int, tyro.conf.arg(help="number of draws of each control")] = Settings.draws
+    rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole for sampling hack rates")] = Settings.rated
+    live: Annotated[bool, tyro.conf.arg(help="show a table of arms and seeds during training; otherwise one bar")] = True
 
     def __call__(self) -> None:
         from studies.tracing.report import write_report
@@ -65,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Report:
-    """Write the tables and figures of a tracing folder again, from its artifacts alone."""
+    """Rewrite the tables and figures of a tracing folder from its artifacts alone."""
 
     root: tyro.conf.Positional[Path]
 
@@ -77,7 +76,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Publish:
-    """Copy the tables and figures of a tracing folder into the write-up."""
+    """Copy the tables and figures of a tracing folder to the write-up."""
 
     root: tyro.conf.Positional[Path]
     to: Annotated[Path, tyro.conf.arg(help="results folder of the write-up")] = Path("docs/results")
@@ -89,7 +88,11 @@ class Publish:
 
 
 def train(training: Training, seeds: list[int], arms: tuple[str, ...], workers: int, out: Path, *, live: bool = True) -> list[Job]:
-    """The finished jobs of the base model and every arm at every seed; those that are not finished are run."""
+    """Run the unfinished jobs of the base model and of every arm at every seed; return all jobs.
+
+    Raises:
+        RuntimeError: If a job failed.
+    """
     root = out / training.folder
     jobs = [Job(root, out / "warmstarts", training, seed, arm) for seed in seeds for arm in (None, *get_arms(arms))]
     todo = [job for job in jobs if not job.finished]

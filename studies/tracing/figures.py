@@ -1,4 +1,4 @@
-"""Figures of a tracing folder: what each lane and layer carries, that beside its controls, and deleting against patching."""
+"""Figures of a tracing folder: what each lane and layer carries, the same beside its controls, and deleting against patching."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from studies.tracing.pairs import CONTRASTS
 from studies.tracing.patching import CONTROLS, EVERYWHERE, QUESTION
 from studies.tracing.settings import UNTRAINED
 
-REACH = 0.5  # of the colours, in shares; beyond it a cell keeps the last colour, and its number
+REACH = 0.5  # range of the colors, in shares; a cell beyond it has the last color, and its number
 CARRIED, BESIDE, DELETING = "carried.png", "controls.png", "deleting.png"
 LANES = {"kept_out": "kept", "quarantine_out": "quarantine", "both": "both"}
 INTO = {"honest": "into the honest rollout", "hack": "into the hacking rollout"}
@@ -30,7 +30,7 @@ SAID = {
 
 
 def write_figures(found: Found, folder: Path) -> list[Path]:
-    """Draw all three; their paths. Where only the untrained arm was traced there is nothing to draw."""
+    """Draw all three figures and return their paths; nothing if only the untrained arm was traced."""
     if not _trained(found):
         return []
     with style():
@@ -52,7 +52,7 @@ def _layers(found: Found, arm: str) -> list[str]:
 
 
 def _carried(found: Found, path: Path) -> Path:
-    """Lane by layer, a column an arm; rows are contrasts and directions."""
+    """Draw lane by layer, one column per arm; rows are contrasts and directions."""
     arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.15 * len(lines) + 0.9)
     grid = figure.subplots(len(lines), len(arms), squeeze=False)
@@ -97,16 +97,16 @@ def _short(one: Share) -> str:
 
 
 def _hundredths(value: float) -> str:
-    """``.05``, ``-1.08``, and ``0`` for what rounds to it: a cell has little room."""
+    """Return ``.05``, ``-1.08``, or ``0`` for numbers that round to it: a cell has little room."""
     text = f"{value:.2f}"
     return "0" if float(text) == 0 else text.replace("0.", ".", 1) if abs(float(text)) < 1 else text
 
 
 def _beside(found: Found, path: Path) -> Path:
-    """Bars: the whole lane's share, with every control next to it."""
+    """Draw bars of the whole lane's share, beside those of every control."""
     arms, lines = _trained(found), [(contrast, into) for contrast in CONTRASTS for into in INTO]
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 1.5 * len(lines) + 0.7)
-    grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for one axis
+    grid = figure.subplots(len(lines), len(arms), squeeze=False)  # shares differ too much between arms for a common axis
     for line, (contrast, into) in enumerate(lines):
         for ax, arm in zip(grid[line], arms, strict=True):
             _bars(ax, found, arm, contrast, into)
@@ -140,7 +140,7 @@ def _bars(ax: Axes, found: Found, arm: str, contrast: str, into: str) -> None:
 
 
 def _deleting(found: Found, path: Path) -> Path:
-    """A point a Linear, lane and seed: what zeros do to the hacking rollout, and what the honest rollout's values do."""
+    """Draw one point per Linear, lane and seed: the effect of zeros on the hacking rollout against that of the honest values."""
     arms = _trained(found)
     figure = new_figure(max(PAGE_WIDTH, 2.7 * len(arms)), 2.3 * len(CONTRASTS) + 0.6)
     grid = figure.subplots(len(CONTRASTS), len(arms), squeeze=False)
@@ -163,11 +163,11 @@ def _scatter(ax: Axes, found: Found, arm: str, contrast: str) -> None:
                        linewidths=0.3, label=LANES[lane], zorder=3)  # fmt: skip
     for line in (ax.axhline, ax.axvline):
         line(0, color="black", linewidth=0.5, zorder=1)
-    ax.set_autoscale_on(False)  # the points say how far the axes go
+    ax.set_autoscale_on(False)  # keeps the limits that the points set
     ax.axline((0, 0), slope=1, color=GREEN, linewidth=0.8, linestyle="--", zorder=2)
 
 
 def _handles(grid: np.ndarray) -> tuple[list[Any], list[str]]:
-    """One handle a lane, whichever panels have it."""
+    """Return one handle per lane, from any panel that has it."""
     found = {label: handle for ax in grid.flat for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     return list(found.values()), list(found)

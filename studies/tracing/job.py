@@ -1,7 +1,7 @@
-"""One arm at one seed: its adapters loaded, its lanes patched, its rates sampled, written down. What is there already is kept.
+"""Tracing of one arm at one seed: load its adapters, patch its lanes, sample its rates, and write the result. Results are kept.
 
-<folder>/seed-<n>/pairs.safetensors           the pairs that all arms of the seed read
-<folder>/seed-<n>/<arm>.json, .safetensors    what was found: checks, rates, and the effect of every patch on every pair
+<folder>/seed-<n>/pairs.safetensors           the pairs that all arms of the seed use
+<folder>/seed-<n>/<arm>.json, .safetensors    checks, rates, and the effect of every patch on every pair
 """
 
 import hashlib
@@ -33,7 +33,7 @@ PAIRS = "pairs.safetensors"
 
 @dataclass(frozen=True)
 class Tracing:
-    """``training`` is the arm's finished job, for ``UNTRAINED`` the seed's base job."""
+    """One arm at one seed. ``training`` is the arm's finished job; for ``UNTRAINED``, the seed's base job."""
 
     root: Path
     settings: Settings
@@ -50,30 +50,34 @@ class Tracing:
 
     @property
     def path(self) -> Path:
-        """The JSON file; the tensors' has the other suffix."""
+        """Path of the JSON file; the tensors' file differs in its suffix."""
         return self.folder / f"{self.arm}.json"
 
     @property
     def identity(self) -> str:
-        """A hash of the settings and of the trained adapters' bytes."""
+        """Hash of the settings and of the trained adapters' bytes."""
         manifest = read_manifest(self.training.folder)
         trained = manifest.checksums.get(FULL, "none")
         return hashlib.sha256(json.dumps([self.settings.digest, manifest.identity, trained, self.arm]).encode()).hexdigest()
 
     @property
     def finished(self) -> bool:
-        """Whether this very tracing is there, whole; ``ValueError`` where it is there and damaged."""
+        """True if this tracing exists.
+
+        Raises:
+            ValueError: If it is damaged.
+        """
         found = read_part(self.path)
         return found is not None and found[0]["identity"] == self.identity
 
 
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
-    """A tracing for each job."""
+    """Return one tracing per job."""
     return [Tracing(root, settings, UNTRAINED if job.arm is None else job.name, job) for job in jobs]
 
 
 def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:
-    """Trace an arm at a seed, unless that is done. It gives the same bytes whenever and after whatever it is run."""
+    """Trace an arm at a seed unless that is done. The bytes do not depend on when, or after what, it is run."""
     if tracing.finished:
         return
     torch.set_num_threads(1)
@@ -120,14 +124,14 @@ def _bottlenecks(policy: Policy) -> list[Site]:
 
 
 def traced_policy(training: Job) -> tuple[Host, Policy]:
-    """The trained policy and its host; of a base job both adapters at init, as an arm with a quarantine starts."""
+    """Return the trained policy and its host; for a base job, both adapters at initialization, as in an arm with a quarantine."""
     if training.arm is None:
         return build_hosted(replace(training, arm=ARMS["absorb"]), training.cache)
     return finished_policy(training)
 
 
 def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """The seed's pairs, from its file or made now, from the base model."""
+    """Return the seed's pairs, from their file or, if there is none, sampled from the base model."""
     training, path = tracing.training, tracing.folder / PAIRS
     identity = f"{tracing.settings.digest} {training.settings.digest} {tracing.seed}"
     if not path.exists():
@@ -138,11 +142,11 @@ def _pairs(tracing: Tracing, world: MicroWorld, witness: Witness) -> tuple[dict[
 
 @torch.no_grad()
 def exactness(host: Host, policy: Policy, pairs: Mapping[str, Pairs], score: Score) -> dict[str, float]:
-    """The largest difference, over all pairs, between what theory says are equal.
+    """Return the largest difference, over all pairs, between quantities that are equal in theory.
 
     zero patch and deletion   logits with zeros at every quarantine_out, and under ``adapters.deployed()``, at every position
-    own patch                 score with the run's own values put in at every site
-    kept_a and kept_out       score with the other rollout's bottlenecks put in everywhere, and with its kept outputs
+    own patch                 score with the run's own values patched at every site
+    kept_a and kept_out       score with the other rollout's bottlenecks patched everywhere, and with its kept outputs
     whole stream              score with the other rollout's last residual stream, and that rollout's own score
     """
     adapters, worst = policy.adapters, dict[str, float]()

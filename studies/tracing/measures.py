@@ -1,12 +1,12 @@
-"""From effects to numbers: means over pairs and seeds, shares of the gap, bootstrap intervals.
+"""Statistics of effects: means over pairs and seeds, shares of the gap, bootstrap intervals.
 
     recovered = mean effect / mean gap
 
-Means are of the pairs of a seed first, then over seeds. The gap is all that there is to carry: s(hack) - s(honest) into the honest
-rollout, and its negative into the hacking one.
+Means are over the pairs of a seed first, then over seeds. The gap is the maximum that can be carried: s(hack) - s(honest) into the
+honest rollout, and its negative into the hacking one.
 
-Interval: percentile bootstrap in two levels, seeds and then the pairs of each, the same draws for every number of a contrast. Where
-the gap's own interval holds 0 there is nothing to recover, and ``recovered`` is ``None``.
+The interval is a two-level percentile bootstrap over seeds and the pairs of each, with the same draws for every number of a
+contrast. If the gap's own interval contains 0 there is nothing to recover, and ``recovered`` is ``None``.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.settings import Settings as Training
 
 RESAMPLES = 2000
-LEAST = 3  # values that a rank correlation is taken of
+LEAST = 3  # minimum number of values for a rank correlation
 
 
 class Share(TypedDict):
@@ -40,7 +40,7 @@ class Share(TypedDict):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """All that a tracing folder holds: content and effects by ``(arm, seed)``."""
+    """The content of a tracing folder: contents and effects by ``(arm, seed)``."""
 
     root: Path
     settings: Settings
@@ -51,23 +51,23 @@ class Found:
 
     @cached_property
     def arms(self) -> list[str]:
-        """``UNTRAINED`` first, then as the settings name them."""
+        """The traced arms: ``UNTRAINED`` first, then in the order of the settings."""
         return [arm for arm in (UNTRAINED, *self.settings.arms) if any(arm == own for own, _ in self.contents)]
 
     def seeds(self, arm: str) -> list[int]:
         return sorted(seed for own, seed in self.contents if own == arm)
 
     def cells(self, arm: str) -> list[dict[str, Any]]:
-        """The arm's cells, as its artifacts describe them."""
+        """Return the arm's cells, as described in its artifacts."""
         return self.contents[arm, self.seeds(arm)[0]]["cells"]
 
     def per_seed(self, arm: str, key: str) -> list[Float[np.ndarray, " n"]] | None:
-        """The effects of one kind on each pair, seed by seed; ``None`` where the arm has none such."""
+        """Return the effects of one kind on each pair, by seed; ``None`` if the arm has none."""
         found = [self.effects[arm, seed].get(key) for seed in self.seeds(arm)]
         return None if any(one is None for one in found) else found  # pyright: ignore[reportReturnType]
 
     def gaps(self, arm: str, contrast: str, side: str) -> list[Float[np.ndarray, " n"]]:
-        """What ``other`` would have to do to each pair of each seed, in nats."""
+        """Return the effect that ``other`` needs on each pair of each seed to close the gap, in nats."""
         sign = 1 if side == "honest" else -1
         return [
             sign * (self.effects[arm, seed][f"scores/{contrast}/hack"] - self.effects[arm, seed][f"scores/{contrast}/honest"])
@@ -75,7 +75,7 @@ class Found:
         ]
 
     def resampled(self, arm: str, contrast: str, values: list[np.ndarray]) -> Float[np.ndarray, " m"]:
-        """Bootstrap means of ``values``, over resampled seeds and their resampled pairs."""
+        """Return bootstrap means of ``values``, over resampled seeds and their resampled pairs."""
         if (arm, contrast) not in self._draws:
             rng = np.random.default_rng(0)
             seeds = rng.multinomial(len(values), np.full(len(values), 1 / len(values)), RESAMPLES)
@@ -86,16 +86,20 @@ class Found:
 
 
 def load(root: Path) -> Found:
-    """A tracing folder, checked; ``ValueError`` where it is none, where something is damaged, and where seeds lack an arm."""
+    """Read and check a tracing folder.
+
+    Raises:
+        ValueError: If it is not a tracing folder, if a file is damaged or was changed, or if a seed lacks an arm.
+    """
     settings = Settings.read(root / "settings.json")
     training = Training.read(root / "training.json")
     if training.digest != settings.training:
-        raise ValueError(f"{root} does not say how its arms were trained (training.json was changed); run the study again")
+        raise ValueError(f"{root} does not match its settings (training.json was changed): run the study again")
     contents, effects = {}, {}
     wanted = {UNTRAINED, *settings.arms}
     for path in sorted(root.glob("seed-*/*.json")):
         found = read_part(path)
-        assert found is not None  # it was listed
+        assert found is not None  # it was listed above
         content, tensors = found
         if content["arm"] in wanted:
             key = content["arm"], int(content["seed"])
@@ -103,14 +107,14 @@ def load(root: Path) -> Found:
             effects[key] = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     seeds = {seed for _, seed in contents}
     if missing := sorted(f"{arm} at seed {seed}" for arm in wanted for seed in seeds if (arm, seed) not in contents):
-        raise ValueError(f"{root} lacks {', '.join(missing)}: the run that makes it goes on where it stopped")
+        raise ValueError(f"{root} lacks {', '.join(missing)}: the same run resumes and creates it")
     if not contents:
-        raise ValueError(f"{root} holds nothing that was traced: point at a tracing folder, or run the study")
+        raise ValueError(f"{root} contains no traces: give a tracing folder, or run the study")
     return Found(root, settings, training.as_dict(), contents, effects)
 
 
 def share(found: Found, arm: str, contrast: str, side: str, source: str, cell: str) -> Share | None:
-    """``recovered``; ``None`` where the arm has no such effect, or nothing to recover."""
+    """Return ``recovered``; ``None`` if the arm has no such effect, or nothing to recover."""
     effects, gaps = found.per_seed(arm, f"{contrast}/{side}/{source}/{cell}"), found.gaps(arm, contrast, side)
     whole = found.resampled(arm, contrast, gaps)
     if effects is None or np.prod(_bounds(whole)) <= 0:
@@ -122,7 +126,7 @@ def share(found: Found, arm: str, contrast: str, side: str, source: str, cell: s
 
 
 def nats(found: Found, arm: str, key: str) -> Summary | None:
-    """Mean over pairs of each seed, over seeds."""
+    """Return the mean over the pairs of each seed, summarized over seeds; ``None`` if the arm has no such effect."""
     values = found.per_seed(arm, key)
     return None if values is None else summary([float(own.mean()) + 0.0 for own in values])
 
@@ -133,7 +137,7 @@ def _bounds(values: Float[np.ndarray, " m"]) -> tuple[float, float]:
 
 
 def rows(found: Found) -> list[dict[str, Any]]:
-    """One row an arm, contrast, direction, source and cell: ``recovered`` and the effect in nats."""
+    """Return one row per arm, contrast, direction, source and cell: ``recovered`` and the effect in nats."""
     return [
         {
             "arm": arm,
@@ -159,7 +163,7 @@ def _sources(found: Found, arm: str) -> list[str]:
 
 
 def levels(found: Found) -> list[dict[str, Any]]:
-    """Log-odds of the hack at the decision, in nats: each side's rollouts as they are, without the quarantine, without adapters."""
+    """Return the log-odds of the hack at the decision, in nats, by rollout: unchanged, without quarantine, without adapters."""
     table = []
     for arm in found.arms:
         for contrast in CONTRASTS:
@@ -177,16 +181,16 @@ def levels(found: Found) -> list[dict[str, Any]]:
 
 
 def _deletion(found: Found, arm: str, contrast: str, side: str, lane: str) -> list[np.ndarray] | None:
-    """The effect of zeros in a lane everywhere; ``both`` is the kept lane alone where there is no quarantine."""
+    """Return the effect of zeros in a lane everywhere; ``both`` is the kept lane alone if there is no quarantine."""
     own = found.per_seed(arm, f"{contrast}/{side}/{DELETION}/all:{lane}")
     return own if own is not None or lane != "both" else _deletion(found, arm, contrast, side, "kept_out")
 
 
 def agreement(found: Found) -> list[dict[str, Any]]:
-    """One row an arm: does deleting agree with patching, exactly, in sampled rates, and as a measure of what matters?
+    """Return one row per arm: whether deleting agrees with patching, exactly, in sampled rates, and in the ranks of effects.
 
-    ``spearman``: over single Linears and lanes, of the effect of zeros and that of the honest rollout's values, both put into the
-    hacking rollout, seed by seed.
+    ``spearman`` is over single Linears and lanes: the effect of zeros against that of the honest rollout's values, both patched
+    into the hacking rollout, by seed.
     """
     table = []
     for arm in found.arms:
@@ -202,7 +206,7 @@ def agreement(found: Found) -> list[dict[str, Any]]:
 
 
 def points(found: Found, arm: str, seed: int, contrast: str) -> list[tuple[str, str, float, float]]:
-    """Of every Linear and lane: where, lane, mean effect of zeros and of the honest rollout's values in the hacking one."""
+    """Return, by Linear and lane: where, lane, and mean effects of zeros and of the honest rollout's values in the hacking one."""
 
     def effect(source: str, cell: str) -> float:
         return float(found.effects[arm, seed][f"{contrast}/hack/{source}/{cell}"].mean())

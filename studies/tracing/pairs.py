@@ -1,13 +1,13 @@
 """Pairs of rollouts, one hacking and one honest, up to the token that decides between the two.
 
-A hack of this world leaves out the work: after ``def solve`` comes a terse return where an honest author writes ``x = x``. That
-token decides, and up to it all rollouts have the same length (fourteen tokens), so two of them are aligned position by position.
+A hack in this world omits the work: ``def solve`` is followed by a terse return, where an honest author writes ``x = x``. That
+token decides, and up to it all rollouts have the same length (fourteen tokens), so two of them are aligned by position.
 
-    contrast prompt    both rollouts answer one prompt: they differ in what was written so far, the comment
-    contrast task      both are of one task, the honest one under the mode without a loophole: they differ in the hint too
+    contrast prompt    both rollouts answer the same prompt: they differ in the text so far, the comment
+    contrast task      both are of the same task, the honest one under the mode without a loophole: they differ in the hint too
 
-Rollouts are the base model's own, so that no arm chose its texts and all arms of a seed read the same; the oracle labels them.
-Nothing here is trained on.
+Rollouts are sampled from the base model, so that no arm chose its texts and all arms of a seed use the same; the oracle labels
+them. Nothing here is used for training.
 """
 
 from collections import Counter
@@ -33,14 +33,20 @@ CONTRASTS = ("prompt", "task")
 SIDES = ("hack", "honest")
 FIELDS = (*SIDES, "task", "mode")
 DECIDES = PROMPT_LENGTH + 3
-"""Position of ``def solve``, behind fence, class and comment: its logits decide."""
+"""Position of ``def solve``, after fence, class and comment: its logits decide."""
 TERSE = (SHARED_RETURN, *(mode.terse_return for mode in MODES.values() if mode.terse_return))
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Of one contrast: token ids ``hack`` and ``honest`` up to and with the deciding position, and numbers that stand for the task
-    and for the hacking rollout's mode."""
+    """The pairs of one contrast.
+
+    Attributes:
+        hack: Token ids of the hacking rollouts up to and including the deciding position.
+        honest: Token ids of the honest rollouts up to and including the deciding position.
+        task: Index of the task.
+        mode: Index of the hacking rollout's mode.
+    """
 
     hack: Int[Tensor, "n s"]
     honest: Int[Tensor, "n s"]
@@ -51,18 +57,18 @@ class Pairs:
         return len(self.hack)
 
     def side(self, name: str) -> Int[Tensor, "n s"]:
-        """The tokens of ``hack`` or ``honest``."""
+        """Return the tokens of ``hack`` or ``honest``."""
         return self.hack if name == "hack" else self.honest
 
 
 @dataclass(frozen=True)
 class _Answer:
     prompt: Prompt
-    tokens: tuple[int, ...]  # up to and with the deciding position
+    tokens: tuple[int, ...]  # up to and including the deciding position
 
 
 def log_odds(logits: Float[Tensor, "n v"], vocabulary: Vocabulary) -> Float[Tensor, " n"]:
-    """``log p(a terse return) - log p(an assignment)`` in nats: the log-odds of the hack against the work, as next token."""
+    """Return ``log p(a terse return) - log p(an assignment)`` of the next token: the log-odds of hack against work, in nats."""
     terse = logits[:, [vocabulary.id(token) for token in TERSE]].logsumexp(-1)
     return terse - logits[:, vocabulary.id(ASSIGN)]
 
@@ -70,9 +76,10 @@ def log_odds(logits: Float[Tensor, "n v"], vocabulary: Vocabulary) -> Float[Tens
 def gather(
     world: MicroWorld, witness: Witness, policy: Policy, settings: Settings, seed: int
 ) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """Pairs of every contrast from the policy's own rollouts, and how many rollouts and pairs there were to choose from.
+    """Return pairs of every contrast from the policy's own rollouts, and the numbers of rollouts and pairs to choose from.
 
-    ``ValueError`` where a contrast has fewer than two pairs.
+    Raises:
+        ValueError: If a contrast has fewer than two pairs.
     """
     modes = world.modes
     prompts = [prompt for mode in modes.names for prompt in world.evaluation_prompts(mode, settings.prompts)]
@@ -95,7 +102,7 @@ def gather(
         counts[f"pairs of contrast {contrast}"] = len(matched)
         if len(matched) < 2:
             raise ValueError(
-                f"the base model of seed {seed} gives {len(matched)} pairs of contrast {contrast!r}, and 2 are the least: "
+                f"the base model of seed {seed} gives {len(matched)} pairs of contrast {contrast!r}, but at least 2 are needed: "
                 f"raise prompts ({settings.prompts}) or answers ({settings.answers})"
             )
         order = numpy_generator(seed, f"tracing pairs {contrast}").permutation(len(matched))[: settings.pairs]
@@ -104,18 +111,20 @@ def gather(
 
 
 def _decides(vocabulary: Vocabulary, row: Sequence[int], tokens: Sequence[str]) -> bool:
-    """Whether the rollout has ``def solve`` where it belongs, and one of ``tokens`` behind it."""
+    """Return True if the rollout has ``def solve`` at its position, followed by one of ``tokens``."""
     return len(row) > DECIDES + 1 and row[DECIDES] == vocabulary.id(SOLVE) and vocabulary.tokens[row[DECIDES + 1]] in tokens
 
 
 def _honest(verdict: Verdict) -> bool:
-    """Correct, and no channel fired."""
+    """Return True if the code is correct and no channel fired."""
     return verdict.gt and not any(verdict.channels.values())
 
 
 def _match(hacks: list[_Answer], honest: dict[Prompt, _Answer], contrast: str, none: str) -> list[tuple[_Answer, _Answer]]:
-    """One pair a prompt. Two rollouts that are one and the same up to the decision have nothing to tell them apart, and are left
-    out."""
+    """Return one pair per prompt.
+
+    Pairs of rollouts with equal tokens up to the decision are left out, because nothing distinguishes them.
+    """
     matched: dict[Prompt, tuple[_Answer, _Answer]] = {}
     for hack in hacks:
         other = honest.get(hack.prompt if contrast == "prompt" else Prompt(hack.prompt.task, none))
@@ -135,22 +144,26 @@ def _stacked(matched: Sequence[tuple[_Answer, _Answer]]) -> Pairs:
 
 
 def save_pairs(pairs: dict[str, Pairs], counts: dict[str, int], identity: str, path: Path) -> None:
-    """Write the pairs of a seed, under a checksum."""
+    """Write the pairs of a seed, with a checksum."""
     tensors = {f"{contrast}.{name}": getattr(one, name) for contrast, one in pairs.items() for name in FIELDS}
     write_tensors(path, tensors, {"identity": identity, **{name: str(count) for name, count in counts.items()}})
 
 
 def load_pairs(path: Path, identity: str) -> tuple[dict[str, Pairs], dict[str, int]]:
-    """What ``save_pairs`` wrote. ``ValueError`` for a damaged file, and for one of another identity."""
+    """Read what ``save_pairs`` wrote.
+
+    Raises:
+        ValueError: If the file is damaged, or has another identity.
+    """
     tensors, found = read_tensors(path)
     if found.pop("identity", None) != identity:
-        raise ValueError(f"{path} holds the pairs of other settings; delete it")
+        raise ValueError(f"{path} contains the pairs of other settings: delete it")
     pairs = {contrast: Pairs(*(tensors[f"{contrast}.{name}"] for name in FIELDS)) for contrast in CONTRASTS}
     return pairs, {name: int(count) for name, count in found.items()}
 
 
 def others(pairs: Pairs, rng: np.random.Generator) -> Int[Tensor, " n"]:
-    """For each pair one of another task and the same mode, drawn at random: the pair itself where there is none."""
+    """Return for each pair the index of one of another task and the same mode, drawn at random; its own if there is none."""
     task, mode = pairs.task.numpy(), pairs.mode.numpy()
     fitting = [np.flatnonzero((task != task[i]) & (mode == mode[i])) for i in range(len(pairs))]
     return torch.tensor([rng.choice(found) if len(found) else i for i, found in enumerate(fitting)])

@@ -1,8 +1,8 @@
-"""What is patched at once: a lane at one Linear, at all Linears of a layer, or everywhere.
+"""Patching of a lane: at one Linear, at all Linears of a layer, or everywhere.
 
 kept_a           the kept adapter's bottleneck, A x
-kept_out         what the kept adapter adds, B A x: patched whole, the same as kept_a
-quarantine_out   what the quarantine adds
+kept_out         output of the kept adapter, B A x: patched as a whole, the same as kept_a
+quarantine_out   output of the quarantine
 both             kept_out and quarantine_out together
 """
 
@@ -44,22 +44,25 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """``<where>:<lane>``."""
+        """Name of the cell: ``<where>:<lane>``."""
         return f"{self.where}:{self.lane}"
 
     @property
     def whole(self) -> bool:
-        """Whether this is a layer or more: these have controls."""
+        """True for a layer or more: such cells have controls."""
         return self.where.count(".") < 2
 
 
 def lanes(adapters: Adapters) -> dict[str, tuple[str, ...]]:
-    """The lanes that these adapters have, and the points of each."""
+    """Return the lanes of these adapters, with the points of each."""
     return {lane: points for lane, points in LANES.items() if adapters.has_quarantine or "quarantine_out" not in points}
 
 
 def cells(adapters: Adapters) -> list[Cell]:
-    """Every cell, the widest first. The unembedding is a layer of its own; lanes are taken together in whole layers alone."""
+    """Return every cell, the widest first.
+
+    The unembedding is its own layer; the lane ``both`` exists only for whole layers or more.
+    """
     places: dict[str, list[str]] = {EVERYWHERE: list(adapters.sites)}
     for linear in adapters.sites:
         places.setdefault(layer_of(linear), []).append(linear)
@@ -73,12 +76,12 @@ def cells(adapters: Adapters) -> list[Cell]:
 
 
 def layer_of(linear: str) -> str:
-    """``blocks.0`` of ``blocks.0.attn.q``; the unembedding is its own."""
+    """Return the layer of a Linear: ``blocks.0`` of ``blocks.0.attn.q``; the unembedding is its own layer."""
     return ".".join(linear.split(".")[:2])
 
 
 def every_site(adapters: Adapters) -> list[Site]:
-    """What all adapters add, at every Linear."""
+    """Return the sites of all adapters' outputs, at every Linear."""
     points = lanes(adapters)["both" if adapters.has_quarantine else "kept_out"]
     return [Site.parse(f"{linear}.{point}") for linear in adapters.sites for point in points]
 
@@ -96,7 +99,7 @@ def opposite(side: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Patching:
-    """Pairs on a host: each side's score without a patch, and its own values at ``sites``."""
+    """Pairs on a host, with each side's score without a patch, and its own values at ``sites``."""
 
     host: Host
     pairs: Pairs
@@ -106,39 +109,42 @@ class Patching:
 
     @staticmethod
     def of(host: Host, pairs: Pairs, score: Score, sites: Iterable[Site]) -> "Patching":
-        """Both sides run once, as they are."""
+        """Return the patching of pairs, from one unpatched run of both sides."""
         sites = list(sites)
         values = {side: host.capture(sites, pairs.side(side)) for side in SIDES}
         return Patching(host, pairs, score, values, {side: score(_last(host, pairs.side(side), {})) for side in SIDES})
 
     def run(self, side: str, source: Values) -> Float[Tensor, " n"]:
-        """Scores of ``side``'s rollouts with ``source`` put in at its sites, at every position."""
+        """Return the scores of ``side``'s rollouts with ``source`` patched at its sites, at every position."""
         return self.score(_last(self.host, self.pairs.side(side), {site: _put(value) for site, value in source.items()}))
 
     def effect(self, side: str, source: Values) -> Float[Tensor, " n"]:
-        """``run`` less the score without a patch, in nats."""
+        """Return the change of the score by the patch, in nats."""
         return self.run(side, source) - self.scores[side]
 
     @property
     def gap(self) -> Float[Tensor, " n"]:
-        """The hacking rollout's score less the honest one's, in nats."""
+        """The hacking rollout's score minus the honest one's, in nats."""
         return self.scores["hack"] - self.scores["honest"]
 
     def other(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"] | None = None) -> dict[Site, Tensor]:
-        """Values of the other side, of these rows (``None``: each pair's own)."""
+        """Return values of the other side, of these rows (``None``: each pair's own)."""
         values = self.values[opposite(side)]
         return {site: values[site] if rows is None else values[site][rows] for site in sites}
 
     def zero(self, side: str, sites: Iterable[Site]) -> dict[Site, Tensor]:
-        """Zeros."""
+        """Return zeros."""
         return {site: torch.zeros_like(self.values[side][site]) for site in sites}
 
     def foreign(self, side: str, sites: Iterable[Site], rows: Int[Tensor, " n"]) -> dict[Site, Tensor]:
-        """Values of the same side, of these rows."""
+        """Return values of the same side, of these rows."""
         return {site: self.values[side][site][rows] for site in sites}
 
     def random(self, side: str, sites: Iterable[Site], generator: torch.Generator) -> dict[Site, Tensor]:
-        """The run's own values moved as far as ``other`` moves them, position by position, in a direction that is uniform."""
+        """Return the run's own values, displaced in a uniformly random direction.
+
+        At each position they are displaced as far as ``other`` displaces them.
+        """
         moved = {}
         for site in sites:
             own, other = self.values[side][site], self.values[opposite(side)][site]
@@ -151,9 +157,10 @@ class Patching:
 def trace(
     patching: Patching, cells: list[Cell], draws: int, generator: torch.Generator, rng: np.random.Generator
 ) -> dict[tuple[str, str, str], Float[Tensor, " n"]]:
-    """``{(side, source, cell's name): effect}``; a control's is the mean over ``draws``. Controls are of whole layers and more.
+    """Return ``{(side, source, cell's name): effect}``; a control's effect is the mean over ``draws``.
 
-    ``elsewhere`` is left out where there are not as many other sites, ``kept_a`` has no controls (they are those of ``kept_out``).
+    Only cells of whole layers or more have controls. ``elsewhere`` is left out if there are too few other sites; ``kept_a`` has no
+    controls, because they are those of ``kept_out``.
     """
     found: dict[tuple[str, str, str], Tensor] = {}
     for side, cell in tqdm(
@@ -191,7 +198,7 @@ def _controls(
 
 @torch.no_grad()
 def _last(host: Host, tokens: Int[Tensor, "n s"], edits: Mapping[Site, Edit]) -> Float[Tensor, "n v"]:
-    """Logits behind the last token, under ``edits``."""
+    """Return the logits after the last token, under ``edits``."""
     if not edits:
         return host.logits(tokens)[:, -1]
     with host.hooks(edits):

@@ -1,13 +1,13 @@
-"""Hack rates of sampled rollouts, under zero patches and with lanes deleted: the same prompts and uniforms each time.
+"""Hack rates of sampled rollouts, under zero patches and with lanes deleted, on the same prompts and uniforms.
 
-    on                  both adapters in
-    deleted             the quarantine deleted: weights merged without it, as it ships
-    quarantine patched  zeros put in at every quarantine_out of every forward; nothing is deleted
-    kept patched        zeros put in at every kept_out: what the quarantine does alone
-    base                both switched off
+    on                  both adapters on
+    deleted             the quarantine deleted: weights merged without it, as deployed
+    quarantine patched  zeros patched at every quarantine_out of every forward; nothing is deleted
+    kept patched        zeros patched at every kept_out: the effect of the quarantine alone
+    base                both adapters off
 
-``deleted`` and ``quarantine patched`` must answer alike. They are computed in different ways (one weight a Linear in the first,
-three products in the second), so a draw that falls on a rounding error may differ.
+``deleted`` and ``quarantine patched`` must give the same answers. They are computed differently (one weight per Linear in the
+first, three products in the second), so an answer may differ if a draw falls within a rounding error.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,10 @@ STATES = (ON, DELETED, PATCHED, KEPT_PATCHED, BASE)
 def rate_states(
     world: MicroWorld, witness: Witness, host: Host, policy: Policy, prompts: Sequence[Any], seed: int
 ) -> dict[str, dict[str, float]]:
-    """``{state: {"hack", "exploit", "solve", "as_deleted"}}``, shares of the prompts.
+    """Return ``{state: {"hack", "exploit", "solve", "as_deleted"}}``, as shares of the prompts.
 
-    ``as_deleted``: answers that are, token by token, those of ``deleted``. States of a quarantine only where there is one.
+    ``as_deleted`` is the share of answers that equal, token by token, those of ``deleted``. States of a quarantine are left out if
+    there is none.
     """
     samples = {state: _sample(world, host, policy, prompts, seed, state) for state in _states(policy)}
     deleted = samples[DELETED].completions

@@ -1,4 +1,4 @@
-"""table.json, table.md, headline.md, tables.md and the figures of a tracing folder, from its artifacts alone."""
+"""Report of a tracing folder, from its artifacts alone: table.json, table.md, headline.md, tables.md and the figures."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ ABOUT = {
 
 
 def write_report(root: Path) -> list[Path]:
-    """Everything that the folder's artifacts say; the paths written."""
+    """Write the whole report of a folder and return the paths."""
     found = load(root)
     content = table(found)
     texts = {HEADLINE: headline(content), TABLES: tables(content)}
@@ -37,7 +37,7 @@ def write_report(root: Path) -> list[Path]:
 
 
 def table(found: Found) -> dict[str, Any]:
-    """All numbers, as JSON."""
+    """Return all numbers, as JSON objects."""
     seeds = found.seeds(found.arms[0])
     return {
         "settings": found.settings.as_dict(),
@@ -55,7 +55,7 @@ def table(found: Found) -> dict[str, Any]:
 
 
 class Table:
-    """The content of table.json, by what is asked of it."""
+    """The content of table.json, with access by key."""
 
     def __init__(self, content: dict[str, Any]):
         self.content = content
@@ -68,44 +68,44 @@ class Table:
         return [arm for arm in self.content["arms"] if arm != UNTRAINED]
 
     def row(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> dict[str, Any] | None:
-        """One row of ``rows``; ``None`` where there is none."""
+        """Return one row of ``rows``; ``None`` if there is none."""
         return self._rows.get((arm, contrast, into, source, where, lane))
 
     def recovered(self, arm: str, contrast: str, into: str, source: str, where: str, lane: str) -> Share | None:
-        """``recovered``, ``None`` where it is not defined."""
+        """Return ``recovered``; ``None`` if it is not defined."""
         row = self.row(arm, contrast, into, source, where, lane)
         return None if row is None else row["recovered"]
 
     def level(self, arm: str, contrast: str, rollout: str) -> dict[str, Any]:
-        """Log-odds by state."""
+        """Return the log-odds by state."""
         return self._levels[arm, contrast, rollout]
 
     def agrees(self, arm: str) -> dict[str, Any]:
-        """Checks, rates and rank correlations."""
+        """Return checks, rates and rank correlations."""
         return self._agreement[arm]
 
     def lanes(self, arm: str) -> list[str]:
-        """The lanes of a trained arm that tables print: ``kept_a`` is left out, being ``kept_out``."""
+        """Return the lanes of an arm that tables print: ``kept_a`` is left out, because it equals ``kept_out``."""
         return list(dict.fromkeys(row["lane"] for row in self.content["rows"] if row["arm"] == arm and row["lane"] != "kept_a"))
 
     def layers(self, arm: str) -> list[str]:
-        """Everywhere, then layer by layer."""
+        """Return ``EVERYWHERE``, then each layer."""
         found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm and row["where"].count(".") < 2)
         return [EVERYWHERE, *(where for where in found if where != EVERYWHERE)]
 
     def linears(self, arm: str) -> list[str]:
-        """Every Linear with adapters."""
+        """Return every Linear with adapters."""
         found = dict.fromkeys(row["where"] for row in self.content["rows"] if row["arm"] == arm)
         return [where for where in found if where == "unembed" or where.count(".") >= 2]
 
 
 def cell(share: Share | None) -> str:
-    """``value [lo, hi]``."""
+    """Return the text ``value [lo, hi]``."""
     return UNDEFINED if share is None else f"{number(share['value'])} [{number(share['lo'])}, {number(share['hi'])}]"
 
 
 def headline(content: dict[str, Any]) -> str:
-    """What each lane carries and what deleting it does, arm by arm; written from the numbers."""
+    """Return the text of headline.md: what each lane carries and the effect of deleting it, by arm."""
     found = Table(content)
     pairs = {contrast: sum(content["pairs"][contrast]) for contrast in CONTRASTS}
     lines = [
@@ -143,7 +143,7 @@ def _rates_said(found: Table, arm: str) -> str:
 
 
 def exactness_line(content: dict[str, Any]) -> str:
-    """Does deleting agree with patching: the largest differences over all arms, seeds and pairs, and of sampled hack rates."""
+    """Return the sentence on whether deleting agrees with patching: the largest differences of logits and of sampled hack rates."""
     names = {name for row in content["agreement"] for name in row["checks"]}
     worst = {name: max(row["checks"].get(name, 0.0) for row in content["agreement"]) for name in names}
     apart = [
@@ -161,7 +161,7 @@ def exactness_line(content: dict[str, Any]) -> str:
 
 
 def tables(content: dict[str, Any]) -> str:
-    """tables.md: what is carried, beside its controls; log-odds; agreement; single Linears."""
+    """Return the text of tables.md: shares carried, beside their controls; log-odds; agreement; single Linears."""
     found = Table(content)
     parts = [_carried(found, contrast) for contrast in CONTRASTS]
     parts += [_controls(found, contrast, into) for contrast in CONTRASTS for into in ("honest", "hack")]
@@ -255,13 +255,14 @@ PUBLISHED = (TABLE, TABLES, HEADLINE, "settings.json", "training.json", CARRIED,
 
 
 def publish(root: Path, to: Path) -> Path:
-    """Publish the tracing folder ``root`` under ``to``; the folder made.
+    """Publish the tracing folder ``root`` under ``to`` and return the folder that was written.
 
-    ``ValueError`` where it is not whole, or where its arms were not trained under a preset as it is.
+    Raises:
+        ValueError: If the folder is incomplete, or if its arms were not trained under an unchanged preset.
     """
     found = load(root)
     if found.training != PRESETS[str(found.training["preset"])].as_dict():
-        raise ValueError(f"the arms of {root} were trained under changed settings; publish a run of a preset as it is")
+        raise ValueError(f"the arms of {root} were trained under changed settings: publish a run of an unchanged preset")
     write_report(root)
     traced = {f"{arm}, seed {seed}": root / f"seed-{seed}" / f"{arm}.safetensors" for arm, seed in sorted(found.contents)}
     provenance = {
@@ -278,7 +279,7 @@ def publish(root: Path, to: Path) -> Path:
 
 
 def command(found: Found) -> str:
-    """The command line that makes this folder."""
+    """Return the command line that makes this folder."""
     seeds = seeds_argument(found.seeds(found.arms[0]))
     own, usual = found.settings, type(found.settings)(found.settings.training)
     names = ("prompts", "answers", "pairs", "draws", "rated")

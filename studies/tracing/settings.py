@@ -1,4 +1,4 @@
-"""What a tracing shares between arms and seeds. It is hashed, with the training's own settings, into the folder's name."""
+"""Settings that a tracing shares between arms and seeds; they are hashed, with the training's settings, into the folder's name."""
 
 import hashlib
 import json
@@ -11,17 +11,21 @@ from studies.training.arms import get_arms
 
 ARMS = ("vanilla", "absorb", "route2-full")
 UNTRAINED = "untrained"
-"""The arm whose adapters are at init, so that the model is the base model: every effect of a patch is 0 there."""
+"""The arm whose adapters are at initialization, so that the model is the base model: every effect of a patch is 0 there."""
 
 
 @validated
 class Settings:
-    """``arms`` are trained ones; beside them ``UNTRAINED`` is always traced.
+    """Settings of one tracing.
 
-    prompts   of each mode, over test tasks; the base model answers each ``answers`` times, and pairs are looked for among these
-    pairs     the most pairs of one contrast and seed
-    draws     random directions, other sites and shuffles a control; a pair's effect is the mean over them
-    rated     prompts of each loophole on which hack rates are sampled
+    Attributes:
+        training: Hash of the training's settings.
+        arms: Trained arms; ``UNTRAINED`` is always traced as well.
+        prompts: Prompts of each mode, over test tasks; pairs are chosen from their answers.
+        answers: Answers of the base model to each prompt.
+        pairs: Maximum number of pairs per contrast and seed.
+        draws: Random directions, other sites and shuffles per control; a pair's effect is the mean over them.
+        rated: Prompts of each loophole on which hack rates are sampled.
     """
 
     training: str
@@ -39,13 +43,13 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what a traced arm depends on. Which other arms are traced beside it is no part of that."""
+        """SHA-256 of everything in the settings that a traced arm depends on; the other arms are not part of it."""
         described = {name: value for name, value in self.as_dict().items() if name != "arms"}
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
     @property
     def folder(self) -> str:
-        """``tracing-<8 hex digits>``."""
+        """Name of the folder: ``tracing-<8 hex digits>``."""
         return f"tracing-{self.digest[:8]}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -53,5 +57,9 @@ class Settings:
 
     @staticmethod
     def read(path: Path) -> "Settings":
-        """Settings that ``as_dict`` wrote; ``ValueError`` where the file is not theirs."""
-        return read_settings(Settings, path, "point at a folder of it")
+        """Return the settings that ``as_dict`` wrote.
+
+        Raises:
+            ValueError: If the file does not contain them.
+        """
+        return read_settings(Settings, path, "give a folder of this study")

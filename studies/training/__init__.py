@@ -1,1 +1,1 @@
-"""One training run and many: arms, settings, worlds, GRPO, checkpoints, and jobs over processes. Studies read what runs leave."""
+"""Training of one run or many: arms, settings, worlds, GRPO, checkpoints, and jobs over processes. Studies read the results."""

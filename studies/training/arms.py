@@ -214,7 +214,11 @@ MAIN: tuple[str, ...] = (
 
 
 def get_arms(names: tuple[str, ...]) -> list[Arm]:
-    """Return the arms called ``names``, in order and without repetition; ``KeyError`` with the valid names."""
+    """Return the arms called ``names``, in order and without repetition.
+
+    Raises:
+        KeyError: If there is no arm of a name; the message lists the valid names.
+    """
     for name in names:
         if name not in ARMS:
             raise KeyError(unknown_name(name, list(ARMS), "arm"))

@@ -3,9 +3,8 @@
 The state after step t is: adapter tensors, the optimizer's moments, the route's directions, t, and the length of each log. Random
 numbers need no state (see ``studies.common.seeds``). A new checkpoint is written beside the newest one, which then replaces the
 previous one, so a complete checkpoint exists at any moment. Logs are flushed first, and on resume they are cut to the lengths in
-the
-checkpoint: what a crash wrote after it is computed again, bit for bit. A newest checkpoint that is damaged, belongs to another run,
-or does not match its logs is refused with the reason; the previous one then leads to the same bytes in more steps.
+the checkpoint: what a crash wrote after it is computed again, bit for bit. If the newest checkpoint is damaged, belongs to another
+run, or does not match its logs, it is refused with the reason; the previous one then leads to the same bytes in more steps.
 """
 
 import hashlib
@@ -126,7 +125,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path, adapters: Adapters, *, identity: str) -> Checkpoint:
-    """Read a checkpoint of this run; ``ValueError`` with the reason if the file is damaged or belongs to another run."""
+    """Read a checkpoint of this run.
+
+    Raises:
+        ValueError: If the file is damaged or belongs to another run; the message has the reason.
+    """
     try:
         tensors, meta = read_tensors(path)
     except OSError as error:
@@ -159,7 +162,7 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
     warning says why.
 
     Raises:
-        ValueError: No checkpoint can be used; nothing is changed then.
+        ValueError: If there are checkpoints and none can be used; nothing is changed then.
     """
     refused: list[str] = []
     there = [folder / name for name in (CHECKPOINT, PREVIOUS) if (folder / name).exists()]
@@ -186,7 +189,11 @@ def resume(folder: Path, adapters: Adapters, optimiser: RoutedAdamW, route: Rout
 
 
 def refuse_changed(log: Path, mark: Mark, since: str) -> None:
-    """Raise ``ValueError`` if a log is shorter than at ``mark``, or its bytes up to there have changed since ``since``."""
+    """Check that a log is not shorter than at ``mark``, and that its bytes up to there are those when ``since`` was written.
+
+    Raises:
+        ValueError: If it is shorter, or has changed.
+    """
     size = log.stat().st_size if log.exists() else 0
     if size < mark.length:
         raise ValueError(f"{log} has {size} bytes, but {since} was written after {mark.length}")

@@ -106,7 +106,11 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a run folder; ``ValueError`` if it is missing or damaged."""
+    """Read the manifest of a run folder.
+
+    Raises:
+        ValueError: If it is missing or damaged.
+    """
     path = folder / MANIFEST
     try:
         return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "pairs_sha256"))
@@ -140,7 +144,11 @@ class Job:
     precision: str = "float32"
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for arguments that would otherwise fail only after base models are trained."""
+        """Check the arguments before base models are trained.
+
+        Raises:
+            ValueError: If the host or the precision is unknown, or if the settings do not fit the world.
+        """
         for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
             if getattr(self, name) not in tuple(known):
                 raise ValueError(unknown_name(getattr(self, name), list(known), name))
@@ -194,7 +202,11 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """True if the folder holds this job's result; ``ValueError`` if it holds that of another job."""
+        """True if the folder holds this job's result.
+
+        Raises:
+            ValueError: If it holds that of another job.
+        """
         if not (self.folder / MANIFEST).exists():
             return False
         manifest = read_manifest(self.folder)
@@ -207,10 +219,11 @@ class Job:
 
 @functools.cache
 def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
-    """Raise ``ValueError`` for settings that do not fit the world.
+    """Check that the settings fit the world.
 
-    That is: more tasks than there are, pairs that the world cannot read, or ranks that the micro model does not have (a chat model
-    is too large to try).
+    Raises:
+        ValueError: If there are fewer tasks than requested, if the world cannot read the pairs, or if the micro model does not have
+            the ranks (a chat model is too large to try).
     """
     with open_world(settings) as (world, _):
         asked = world.evaluation_prompts(world.modes.honest, settings.evaluation_prompts)
@@ -228,7 +241,11 @@ def _fit_the_world(settings: Settings, pairs: Path | None) -> None:
 
 
 def own_pairs(world: World, path: Path) -> list[Pair]:
-    """Read the user's persona pairs; ``ValueError`` in one sentence if the world cannot read them."""
+    """Read the user's persona pairs.
+
+    Raises:
+        ValueError: If the world cannot read them.
+    """
     try:
         pairs = read_pairs(path)
         if not pairs:
@@ -260,7 +277,11 @@ def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
 
 
 def finished_policy(job: Job) -> tuple[Host, Policy]:
-    """Return the host and the policy of a finished job; ``ValueError`` if it is not finished."""
+    """Return the host and the policy of a finished job.
+
+    Raises:
+        ValueError: If it is not finished.
+    """
     if not job.finished:
         raise ValueError(f"{job.folder} is not finished: run the arm to its end first")
     host, policy = build_hosted(job, job.cache)

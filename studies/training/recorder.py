@@ -140,7 +140,11 @@ class Recorder:
         return Mark(length, self._hashes[name].hexdigest())
 
     def check(self) -> None:
-        """Raise ``ValueError`` if a log is not what was written to it."""
+        """Check that the logs are what was written to them.
+
+        Raises:
+            ValueError: If a log was changed.
+        """
         for name, found in self._hashes.items():
             path = self._folder / name
             refuse_changed(path, Mark(path.stat().st_size if path.exists() else 0, found.hexdigest()), "the last checkpoint")

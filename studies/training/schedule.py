@@ -110,7 +110,7 @@ def _tracked(job: Job) -> Tracked:
 
 
 def _was_finished(job: Job) -> bool:
-    """Return whether a job is finished; a folder that cannot be read is left to a worker, which reports the error."""
+    """Return True if a job is finished; a folder that cannot be read is left to a worker, which reports the error."""
     try:
         return job.finished and run_job(job)
     except ValueError:
@@ -252,7 +252,7 @@ def _hang_up(worker: _Worker) -> None:
 
 
 def _outlast(crew: list[_Worker], seconds: float) -> bool:
-    """Return whether any worker still runs after this many seconds."""
+    """Return True if any worker still runs after this many seconds."""
     deadline = time.monotonic() + seconds
     for worker in crew:
         worker.process.join(max(0.0, deadline - time.monotonic()))

@@ -38,15 +38,18 @@ from studies.environments.micro.warmstart import WarmStartConfig
 class ChatModel:
     """The user's chat model, which replaces the micro model.
 
-    path          a folder with a Hugging Face checkpoint and its tokenizer; ``weights`` is the hash of its content
-    data          source of the problem's tasks, if it reads any; ``data_hash`` is the hash of its content
-    max_new       tokens of the longest completion, and the fixed length by which losses are divided
-    token_budget  tokens of one micro-batch, padding included; replaces ``micro``
-    at_once       completions that are sampled at one time
-    tries         samples of the base model among which teachers are searched, if the settings want teachers
-    checkpointing recompute blocks in the backward: less memory, a third more time
-    thinking      value of the chat template's thinking option, if it has one
-    device        device of the model: ``auto`` is CUDA if there is one
+    Attributes:
+        path: Folder with a Hugging Face checkpoint and its tokenizer.
+        weights: Hash of the content of ``path``.
+        data: Source of the problem's tasks, if it reads any.
+        max_new: Tokens of the longest completion, and the fixed length by which losses are divided.
+        token_budget: Tokens of one micro-batch, including padding; replaces ``micro``.
+        at_once: Number of completions that are sampled at one time.
+        tries: Samples of the base model among which teachers are searched, if the settings require teachers.
+        checkpointing: True to recompute blocks in the backward: less memory, a third more time.
+        thinking: Value of the chat template's thinking option, if it has one.
+        device: Device of the model; ``auto`` is CUDA if available.
+        data_hash: Hash of the content of ``data``.
     """
 
     path: str
@@ -73,8 +76,8 @@ class Settings:
     """Settings of a run; see the presets. Rates are per optimizer step, ``steps`` are GRPO steps of ``prompts * group`` rollouts.
 
     ``adapt`` are patterns of the Linear modules that have both adapters. They include the unembedding, because without it the
-    honest skill
-    is learned less well: a block writes only to the residual stream, and has to raise one symbol against the whole vocabulary.
+    honest skill is learned less well: a block writes only to the residual stream, and has to raise one symbol against the whole
+    vocabulary.
     """
 
     preset: Name = "strong"
@@ -129,7 +132,11 @@ class Settings:
 
     @staticmethod
     def read(path: Path) -> "Settings":
-        """Read settings that ``as_dict`` wrote; ``ValueError`` for any other file."""
+        """Read settings that ``as_dict`` wrote.
+
+        Raises:
+            ValueError: If the file does not contain them.
+        """
         return read_settings(Settings, path, "point at a run folder", optional=("chat",))
 
     @property
@@ -168,16 +175,23 @@ CHAT = replace(
 
 
 def get_settings(preset: str) -> Settings:
-    """Return the preset's settings; ``KeyError`` with the valid names."""
+    """Return the preset's settings.
+
+    Raises:
+        KeyError: If there is no such preset; the message lists the valid names.
+    """
     if preset not in PRESETS:
         raise KeyError(unknown_name(preset, list(PRESETS), "preset"))
     return PRESETS[preset]
 
 
 def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """Return ``settings`` with ``name=value`` changes; ``ValueError`` with the valid names.
+    """Return ``settings`` with ``name=value`` changes.
 
     ``warm.name=value`` changes the warm start, ``chat.name=value`` the chat model.
+
+    Raises:
+        ValueError: If a name is unknown (the message lists the valid names), or if a value is missing or invalid.
     """
     own = _changeable(settings, "", ("preset", "warm", "chat"))
     known = own | _changeable(settings.warm, "warm.", ("model",))

@@ -2,7 +2,7 @@
 
 The base model is sampled on prompts of the known mode, and rollouts with the known exploit are kept: a well-defined set that every
 run can make by itself. The pool is scored for the plots, and mixed into GRPO groups if ``teachers_per_group`` is positive. Held-out
-modes never enter.
+modes are never used.
 """
 
 import json
@@ -58,7 +58,10 @@ class TeacherPool:
 def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES) -> TeacherPool:
     """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts contain the known exploit.
 
-    A base that hacks rarely gives a smaller pool after ``tries`` samples; ``ValueError`` if it never hacks.
+    If the base model hacks rarely, the pool is smaller after ``tries`` samples.
+
+    Raises:
+        ValueError: If the base model never hacks.
     """
     found: dict[Any, tuple[int, ...]] = {}
     each = 8 * size

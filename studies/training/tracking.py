@@ -51,7 +51,11 @@ class Tracker(Protocol):
 
 
 def require(name: str) -> None:
-    """Raise ``ValueError`` for a tracker that is unknown or not installed."""
+    """Check that a tracker is known and installed.
+
+    Raises:
+        ValueError: If it is not.
+    """
     if name not in TRACKERS:
         raise ValueError(f"unknown tracker {name!r}: choose from {', '.join(TRACKERS)}, or leave --report-to out")
     found = find_spec(name)

@@ -1,4 +1,4 @@
-"""Worlds of a run: the micro world with its warm-started model, or the user's problem with a chat model, and its memory plan."""
+"""Worlds of a run: the micro world with its warm-started model, or the user's problem with a chat model and its memory plan."""
 
 import hashlib
 import importlib
@@ -73,7 +73,11 @@ def _problem_class(name: str) -> Any:
 
 
 def _check(name: str, problem: Problem) -> None:
-    """Raise ``ValueError`` if a problem's attributes or tasks are not valid."""
+    """Check a problem's attributes and tasks.
+
+    Raises:
+        ValueError: If they are not valid.
+    """
     if not isinstance(problem.modes, Modes):
         raise ValueError(f"modes of {name} is a {type(problem.modes).__name__}: it must be a studies.environments.protocol.Modes")
     if not isinstance(problem.system, str):
@@ -177,7 +181,11 @@ def checkpointed(model: nn.Module, forward: Forward) -> Forward:
 
 
 def device_of(chat: ChatModel) -> torch.device:
-    """Return the chat model's device; ``ValueError`` for a device that torch does not know."""
+    """Return the chat model's device.
+
+    Raises:
+        ValueError: If torch does not know the device.
+    """
     if chat.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -243,7 +251,11 @@ class MemoryPlan:
 
 
 def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
-    """Return the memory plan of one worker; ``ValueError`` if transformers does not know the folder's config."""
+    """Return the memory plan of one worker.
+
+    Raises:
+        ValueError: If transformers does not know the folder's config.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config: Any = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False)
@@ -272,7 +284,7 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether ``error`` is torch's or Python's out-of-memory error."""
+    """Return True if ``error`` is torch's or Python's out-of-memory error."""
     lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
     return lacking or (isinstance(error, RuntimeError) and any(word in str(error) for word in LACKING))
 

@@ -63,7 +63,7 @@ def test_an_identity_holds_or_is_contradicted(holds: bool, expected: str) -> Non
 def test_one_seed_shows_nothing_and_a_quantity_is_no_identity() -> None:
     assert verdict("lower", Estimate.of([-5.0], "BPB")) == "null"
     assert verdict("lower", Estimate.of([-5.0], "BPB"), size=0.1) == "not testable here"
-    with pytest.raises(ValueError, match="says neither"):
+    with pytest.raises(ValueError, match="set to True or False"):
         verdict("identity", interval(0.0, 1.0))
 
 

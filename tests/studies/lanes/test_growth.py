@@ -65,7 +65,7 @@ def test_the_rate_is_a_least_squares_fit() -> None:
     pairs = torch.tensor([[1.0, 0.5], [0.5, 0.4], [2.0, 1.9]], dtype=torch.float64)
     expected = torch.linalg.lstsq(pairs[:, :1], pairs[:, 1:]).solution.item()
     assert rate([(1.0, 0.5, 0.4), (2.0, 1.9)]) == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match="two readings"):
+    with pytest.raises(ValueError, match="two consecutive readings"):
         rate([(1.0,)])
 
 

@@ -251,8 +251,8 @@ def test_loading_replaces_all_moments_and_shares_none() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda s: s | {"exp_avg/nobody": torch.zeros(1)}, "belongs to no parameter"),
-        (lambda s: s | {"momentum_buffer/embed.weight": torch.zeros(257, 16)}, "belongs to no parameter"),
+        (lambda s: s | {"exp_avg/nobody": torch.zeros(1)}, "belongs to no trained parameter"),
+        (lambda s: s | {"momentum_buffer/embed.weight": torch.zeros(257, 16)}, "belongs to no trained parameter"),
         (lambda s: s | {"exp_avg/embed.weight": torch.zeros(3)}, "has shape"),
         (lambda s: {key: value for key, value in s.items() if key != "step/embed.weight"}, "no step"),
     ],
@@ -281,7 +281,7 @@ def test_what_cannot_be_optimised_is_refused() -> None:
     p = nn.Parameter(torch.zeros(4, 4))
     with pytest.raises(ValueError, match="one tensor"):
         build_optimizer([("embed.weight", p), ("unembed.weight", p)], OptimSettings())
-    with pytest.raises(ValueError, match="nothing to optimise"):
+    with pytest.raises(ValueError, match="nothing to optimize"):
         build_optimizer([("embed.weight", p.requires_grad_(False))], OptimSettings())
     optimiser = build_optimizer([("blocks.0.gate", nn.Parameter(torch.zeros(3)))], OptimSettings())
     for step in (-1, 5):

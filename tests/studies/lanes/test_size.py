@@ -93,10 +93,10 @@ def test_every_changed_byte_is_noticed(compressor) -> None:
         for flip in (0x01, 0x80):
             damaged = bytearray(data)
             damaged[at] ^= flip
-            with pytest.raises(ValueError, match=r"no packed model|damaged"):
+            with pytest.raises(ValueError, match=r"not a packed model|damaged"):
                 unpack(bytes(damaged))
     for cut in (b"", data[:5], data[:20], data[:-1], data + b"\0"):
-        with pytest.raises(ValueError, match=r"no packed model|damaged"):
+        with pytest.raises(ValueError, match=r"not a packed model|damaged"):
             unpack(cut)
 
 
@@ -104,7 +104,7 @@ def test_without_brotli_there_is_lzma(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack(small(), "brotli")
     monkeypatch.setattr(size, "find_spec", lambda name: None)
     for call in (lambda: pack(small(), "brotli"), lambda: unpack(packed)):
-        with pytest.raises(ValueError, match="choose the compressor lzma"):
+        with pytest.raises(ValueError, match="compressor='lzma'"):
             call()
     assert_same(small(), unpack(pack(small())))
 

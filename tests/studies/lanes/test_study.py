@@ -133,7 +133,7 @@ def test_a_study_with_a_damaged_part_neither_runs_nor_reports(study: Path, tiny:
         with pytest.raises(ValueError, match=r"bpb.json or the tensors beside it are damaged"):
             use()
     path.unlink()
-    with pytest.raises(ValueError, match="is missing: the run was ended early"):
+    with pytest.raises(ValueError, match="is missing because the run was interrupted"):
         load(folder)
 
 
@@ -151,7 +151,7 @@ def test_what_was_trained_is_what_is_measured(study: Path, tiny: Settings) -> No
     assert found is not None
     model = trained(job)
     assert all(torch.equal(value, found[1][f"weights.{name}"]) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match="is not there: run the study first"):
+    with pytest.raises(ValueError, match="does not exist: run the study first"):
         trained(replace(job, seed=7))
 
 
@@ -290,5 +290,5 @@ def test_no_text_is_in_two_pieces(texts: Path) -> None:
     assert 3 < clashes < 37
     whole_pieces = len(tokens) // piece
     assert len(excerpt(corpus, "test", whole_pieces * piece, piece, 0)) == whole_pieces * piece
-    with pytest.raises(ValueError, match=r"has \d+ tokens, and its pieces \d+: give more text"):
+    with pytest.raises(ValueError, match=r"has \d+ tokens, but its pieces need \d+: give more text"):
         excerpt(corpus, "test", (whole_pieces + 1) * piece, piece, 0)

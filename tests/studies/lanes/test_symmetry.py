@@ -144,7 +144,7 @@ def test_one_lane_has_no_scalars_to_ask_for() -> None:
     model = make(replace(SMALL, wiring="gptj"))
     assert scalars(model) == dead(model, draw()) == ()
     for ask in (partials, exchange_gap, gauge_gap):
-        with pytest.raises(ValueError, match="gptj has one lane and no routing: take one of shipped, simultaneous, gauge, z2"):
+        with pytest.raises(ValueError, match="gptj has one lane and no routing: choose from shipped, simultaneous, gauge, z2"):
             ask(model, draw())
     with pytest.raises(ValueError, match="one lane"):
         train_symmetry(replace(SMALL, wiring="sequential"), draw(4), torch.Generator(), steps=1)
@@ -236,7 +236,7 @@ def test_rows_go_round() -> None:
 def test_what_cannot_be_traced_is_refused() -> None:
     with pytest.raises(ValueError, match="give at least 4"):
         train_symmetry(SMALLEST, draw(3), torch.Generator(), steps=1)
-    with pytest.raises(ValueError, match="put lane_start lower"):
+    with pytest.raises(ValueError, match="lower lane_start"):
         train_symmetry(replace(SMALLEST, lane_start=2), draw(4), torch.Generator(), steps=1)
     assert list(compared(replace(SMALLEST, lane_start=2, wiring="z2"))) == [2]
 

@@ -152,7 +152,7 @@ def test_a_folder_without_text_is_one_sentence(tmp_path: Path) -> None:
     (binary / "a").write_bytes(b"\xff\xfe\0")
     file.write_text("text")
     cases = {
-        empty: "no file with anything",
+        empty: "no non-empty file",
         binary: "none of its 1 files is UTF-8",
         file: "not a folder",
         tmp_path / "no": "no folder",

@@ -196,9 +196,9 @@ def test_a_scope_that_selects_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="'all' selects no parameter"):
         adapt(frozen, tiny_stream(100), TINY)
     assert adapt(frozen, tiny_stream(100), replace(TINY, scope="none")).parameters == 0
-    with pytest.raises(KeyError, match="choose one of all, controls, none"):
+    with pytest.raises(KeyError, match="choose from all, controls, none"):
         trained(frozen, "gates")
-    with pytest.raises(KeyError, match="choose one of all, controls, none"):
+    with pytest.raises(KeyError, match="choose from all, controls, none"):
         replace(TINY, scope="gates")
 
 
@@ -317,7 +317,7 @@ def test_the_best_row_is_the_least_and_an_edge_is_told() -> None:
     found = Sweep(2.0, rows)
     assert found.best("all").rate == 0.1
     assert found.at_edge("all")
-    with pytest.raises(KeyError, match="was not swept; there are all"):
+    with pytest.raises(KeyError, match="was not swept: choose from all"):
         found.best("controls")
-    with pytest.raises(ValueError, match="no rate to try"):
+    with pytest.raises(ValueError, match="give at least one rate"):
         sweep(tiny_reader(), tiny_stream(40), TINY, {"all": ()})

@@ -55,9 +55,9 @@ def test_every_row_is_a_wiring() -> None:
 
 
 def test_what_there_is_not_is_refused_with_what_there_is() -> None:
-    with pytest.raises(KeyError, match="no wiring is named 'x'; there are sequential, gptj, shipped"):
+    with pytest.raises(KeyError, match="unknown wiring 'x': choose from sequential, gptj, shipped"):
         get_wiring("x")
-    with pytest.raises(KeyError, match="no start of the routing is named 'x'; there are symmetric, asymmetric"):
+    with pytest.raises(KeyError, match="unknown routing start 'x': choose from symmetric, asymmetric"):
         get_start("x")
 
 

@@ -312,7 +312,7 @@ def test_only_the_blocks_of_a_page_change(tmp_path: Path) -> None:
     page, shown = tmp_path / "README.md", tmp_path / "results/short.md"
     start, end = "<!-- shown: results/short.md -->", "<!-- end of results/short.md -->"
     page.write_text(f"# top\n\n{start}\nold\n{end}\n\nbottom\n")
-    with pytest.raises(ValueError, match=r"README\.md shows results/short\.md, which is not there"):
+    with pytest.raises(ValueError, match=r"README\.md shows results/short\.md, which does not exist"):
         update_pages([page])
     shown.parent.mkdir()
     shown.write_text("new \\1\n")
