@@ -1,8 +1,9 @@
 """Cost of a patch sweep relative to TransformerLens's: time per cell over the whole grid of ``resid_pre``; all cells compared.
 
-    python -m studies.benchmarks.sweeps [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks.sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
 
-The models are random Qwen3s and SmolLM2-135M. Clean and corrupt prompts differ in every token, so that each cell needs a run.
+The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token, so
+that each cell needs a run.
 TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model: a whole forward per cell. A
 sweep runs
 
@@ -19,10 +20,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import tyro
 from jaxtyping import Float
 from torch import nn
 
@@ -59,9 +61,10 @@ class Setting:
         return self.layers * self.tokens
 
 
-SETTINGS = (
-    *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m) for n, m in ((64, None), (128, 3), (256, 1))),
-    *(Setting(f"12 layers, d 64, {n} tokens", 12, 64, 192, tokens=n, most=m) for n, m in ((64, None), (128, 3), (256, 1))),
+SETTINGS = (Setting("6 layers, d 256", 6, 256, 768), Setting("12 layers, d 64", 12, 64, 192))
+LONG = (
+    *(Setting(f"6 layers, d 256, {n} tokens", 6, 256, 768, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
+    *(Setting(f"12 layers, d 64, {n} tokens", 12, 64, 192, tokens=n, most=m) for n, m in ((128, 3), (256, 1))),
     Setting("SmolLM2-135M, 16 tokens", 30, 576, 1536, heads=9, vocab=49152, tokens=16, pretrained=True, most=3),
 )
 QUICK = (Setting("tiny", 2, 32, 48, heads=2, vocab=64, tokens=6),)
@@ -201,18 +204,21 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+@dataclass(frozen=True)
 class Options(command.Benchmark):
     """Patch sweeps over resid_pre and TransformerLens's get_act_patch_resid_pre: time per cell, with both grids compared.
 
     "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how many times fewer
     FLOPs a cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many
     cells, or eager attention. Sides take turns in a random order in one process on one thread, and time is processor time, so that
-    other work on the machine is not counted. Long prompts and SmolLM2 have fewer rounds. All settings take three quarters of an
-    hour, --quick a few seconds.
+    other work on the machine is not counted. 15 rounds take some twelve minutes, --long with its fewer rounds half an hour,
+    --quick a few seconds.
     """
 
+    long: Annotated[bool, tyro.conf.arg(help="prompts of 128 and 256 tokens, and SmolLM2-135M, in fewer rounds")] = False
+
     def run(self) -> None:
-        settings = QUICK if self.quick else SETTINGS
+        settings = QUICK if self.quick else LONG if self.long else SETTINGS
         runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
         small = "; so small a model shows that every row runs, and no more" if self.quick else ""
         print(f"at most {self.turns} rounds, 1 thread; prompts that differ in every token{small}\n")
