@@ -2,8 +2,8 @@
 
     python -m studies.benchmarks.sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
 
-The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token, so
-that each cell needs a run.
+The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token,
+so that each cell needs a run.
 TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a bridge around the model: a whole forward per cell. A
 sweep runs
 

@@ -48,8 +48,8 @@ def read_part(path: Path, identity: str | None = None) -> Part | None:
     if identity is not None and found != identity:
         raise ValueError(f"{path} was made from other settings or another run; {remedy}")
     values = path.with_suffix(".safetensors")
-    tensors = read_tensors(values)[0] if values.exists() else {}
-    if sha256 != _sha256(found, content, tensors):
+    tensors, header = read_tensors(values) if values.exists() else ({}, {"identity": found})
+    if sha256 != _sha256(found, content, tensors) or header.get("identity") != found:
         raise ValueError(f"{path} or the tensors beside it are damaged: they do not match their checksum; {remedy}")
     return content, tensors
 

@@ -48,6 +48,14 @@ def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
         read_part(tmp_path / "part.json", "you")
 
 
+def test_tensors_of_another_part_are_refused_even_if_they_are_equal(tmp_path: Path) -> None:
+    for name, identity in (("one", "a"), ("other", "b")):
+        write_part(tmp_path / f"{name}.json", identity, {}, {"x": torch.zeros(3)})
+    (tmp_path / "other.safetensors").replace(tmp_path / "one.safetensors")
+    with pytest.raises(ValueError, match="do not match their checksum"):
+        read_part(tmp_path / "one.json", "a")
+
+
 def png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)
