@@ -126,7 +126,7 @@ def test_a_policy_acts_exactly_one_token_after_the_score(bench: Bench, fitted: F
 
 
 def test_a_shadow_changes_no_bit_and_keeps_its_books(bench: Bench, fitted: Fitted) -> None:
-    _, about = shadow(bench, bench.settings, fitted)
+    about, _ = shadow(bench, bench.settings, fitted)
     books = about["shadow"]
     assert books["bit_equal"] == books["rollouts"] == 5
     assert books["actions"] == 0
@@ -177,7 +177,7 @@ def test_steering_is_seen_in_log_probabilities_beside_a_twin_of_the_same_batch(b
     from studies.environments.micro.language import Vocabulary, get_mode
 
     settings, vocabulary = bench.settings, Vocabulary()
-    tensors, about = logprobs(bench, settings, fitted)
+    about, tensors = logprobs(bench, settings, fitted)
     assert len(tensors) == len(about["cells"]) == 2
     name = next(cell["name"] for cell in about["cells"] if cell["direction"] == "away")
     site, seen = Site.parse(settings.site), 0
