@@ -70,6 +70,7 @@ def whole_folder(folder: Path | str, *, overwrite: bool = False) -> Iterator[Pat
                 with path.open("rb") as written:
                     os.fsync(written.fileno())
         if target.exists():
+            shutil.rmtree(former, ignore_errors=True)  # left by a kill of a process that had this number
             target.replace(former)
         partial.replace(target)
     except (SafetensorError, OSError) as error:

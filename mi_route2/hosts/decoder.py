@@ -121,8 +121,8 @@ class Decoder:
 
     def refuse_dropout(self) -> None:
         """Raise ``RuntimeError`` if the model is in training mode and has dropout."""
-        if self._drops and self._model.training:
-            raise RuntimeError("the model is in training mode and drops activations at random: call eval() on it")
+        if self._drops and any(module.training for module in self._model.modules()):
+            raise RuntimeError("the model, or a part of it, is in training mode and drops activations at random: call eval() on it")
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's value at one token, from a forward of one token; the result is cached until ``forget``.

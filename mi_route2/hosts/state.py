@@ -51,7 +51,8 @@ class ModelState:
 
     def _quick(self) -> tuple[object, ...]:
         versions = sum(t._version for t in self._tensors if not t.is_inference())
-        return versions, tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
+        places = tuple(map(id, self._host.model.parameters()))  # a parameter that was replaced has a version of its own
+        return (versions, places), tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
 
     def _hooks(self) -> tuple[int, ...]:
         """Return the ids of all module hooks; torch never reuses an id."""

@@ -177,25 +177,30 @@ class Sweep:
         """Number of cells."""
         return len(self.targets) * len(self.pair.question.columns)
 
-    def run(self) -> Iterator[Finished]:
+    def run(self, *, alone: bool = False) -> Iterator[Finished]:
         """Yield the results forward by forward, first those that need no forward. Leaving the loop early skips the rest.
+
+        The model is compared by content before each forward; ``alone`` promises that nothing else runs between two of them.
 
         Raises:
             RuntimeError: The model was changed since the sweep was prepared, also between two forwards: the keys, values and
                 residual streams from which cells resume belong to the model before the change.
         """
-        self.state.look()
-        if self.state.current != self.prepared:
+        if self._moved():
             raise self._stale()
         if self.known:
             yield Finished(self.known)
         for group in self.groups:
-            if self.state.changed:
+            if self.state.changed or (not alone and self._moved()):
                 raise self._stale()
             rows = [self.rows[i] for i in group.cells]
             scores = self.pair.question.grader(self.forwards.run(group, rows), self.pair.clean.logits).tolist()
             cells = [Cell(row.target, self._column(row), score) for row, score in zip(rows, scores) if row.target is not None]
             yield Finished(tuple(cells), tuple(score for row, score in zip(rows, scores) if row.target is None))
+
+    def _moved(self) -> bool:
+        self.state.look()
+        return self.state.current != self.prepared
 
     def _stale(self) -> RuntimeError:
         return RuntimeError("weights, adapters' switches or hooks have changed since this sweep was prepared: prepare it again")
@@ -207,7 +212,7 @@ class Sweep:
         """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
         began, values, replicas = perf_counter(), {}, []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
-            for finished in self.run():
+            for finished in self.run(alone=True):
                 values |= {(cell.target, cell.position): cell.value for cell in finished.cells}
                 replicas += finished.replicas
                 bar.update(len(finished.cells))

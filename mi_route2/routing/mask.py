@@ -379,7 +379,7 @@ class MaskRoute(OneCall):
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
         self._given = flags
         self.directions: Directions | None = None
-        self._basis: dict[str, Tensor] | None = None
+        self._basis: tuple[object, dict[str, Tensor]] | None = None  # with the adapters that it belongs to
 
     @staticmethod
     def from_flags(
@@ -493,9 +493,9 @@ class MaskRoute(OneCall):
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
         """Return ``Vh`` at every site, computed once."""
-        if self._basis is None:
-            self._basis = coordinates(policy.adapters) if self.spec.score == "act" else {}
-        return self._basis
+        if self._basis is None or self._basis[0] is not policy.adapters:
+            self._basis = policy.adapters, coordinates(policy.adapters) if self.spec.score == "act" else {}
+        return self._basis[1]
 
     def _early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
         """Return pooled scores and flags, if they are known before the loss."""

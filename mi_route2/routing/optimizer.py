@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,9 @@ class RoutedAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None, *, unrouted: Mapping[nn.Parameter, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: None = None, *, unrouted: Mapping[Any, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if unrouted is not None and not all(isinstance(p, nn.Parameter) for p in unrouted):
+            raise ValueError("unrouted maps parameters to gradients: use {kept[name]: g for name, g in decision.unrouted.items()}")
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for p in group["params"]:

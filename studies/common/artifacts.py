@@ -26,8 +26,11 @@ def write_part(path: Path, identity: str, content: Mapping[str, Any], tensors: M
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     plain, own = json.loads(json.dumps(content, allow_nan=False)), {n: t.contiguous() for n, t in (tensors or {}).items()}
+    values = path.with_suffix(".safetensors")
     if own:
-        write_tensors(path.with_suffix(".safetensors"), own, {"identity": identity})
+        write_tensors(values, own, {"identity": identity})
+    else:
+        values.unlink(missing_ok=True)  # of an earlier part under this name
     write_json(path, {"identity": identity, "sha256": _sha256(identity, plain, own), "content": plain})
 
 

@@ -48,6 +48,12 @@ def test_a_part_of_other_settings_is_refused(tmp_path: Path) -> None:
         read_part(tmp_path / "part.json", "you")
 
 
+def test_a_part_without_tensors_takes_the_place_of_one_with_them(tmp_path: Path) -> None:
+    write_part(tmp_path / "p.json", "a", {"x": 1}, {"t": torch.ones(2)})
+    write_part(tmp_path / "p.json", "a", {"x": 2})
+    assert read_part(tmp_path / "p.json", "a") == ({"x": 2}, {})
+
+
 def test_tensors_of_another_part_are_refused_even_if_they_are_equal(tmp_path: Path) -> None:
     for name, identity in (("one", "a"), ("other", "b")):
         write_part(tmp_path / f"{name}.json", identity, {}, {"x": torch.zeros(3)})

@@ -53,6 +53,30 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).abs().max())
 
 
+# What a model is, while requests run
+
+
+def test_a_parameter_that_is_replaced_while_a_request_runs_is_an_error() -> None:
+    host = open_host("torch", make_family("Qwen3"))
+    engine = Engine(host, block=4, chunk=8, budget=128)
+    engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    mlp: Any = host.model.get_submodule("model.layers.0.mlp")
+    mlp.up_proj.weight = torch.nn.Parameter(3 * mlp.up_proj.weight)
+    with pytest.raises(RuntimeError, match="weights or adapters changed"):
+        engine.step()
+
+
+def test_a_block_that_drops_at_random_is_refused() -> None:
+    host = open_host("torch", make_family("GPT2"))
+    block: Any = host.model.get_submodule("transformer.h.0")
+    block.mlp.dropout.p = 0.3
+    engine = Engine(host)
+    block.train()
+    with pytest.raises(RuntimeError, match="a part of it, is in training mode"):
+        engine.submit(Request(PROMPT, ASK))
+
+
 # What names a block
 
 

@@ -305,6 +305,27 @@ def test_a_sweep_of_a_model_that_changed_since_is_refused_at_any_forward(how: st
         planned.grid(progress=False)
 
 
+@pytest.mark.parametrize("how", ["resumed", "whole"])
+@pytest.mark.parametrize("change", ["data", "hook", "replaced", "attached"])
+def test_a_change_between_two_forwards_of_a_sweep_is_an_error(how: str, change: str) -> None:
+    """Also one that torch does not count: cells behind it would be of another model than those before."""
+    host = open_host("torch", make_family("Qwen3"))
+    mlp: Any = host.model.get_submodule("model.layers.1.mlp")
+    asked: Any = {"clean": CLEAN, "corrupt": CORRUPT, "sites": "resid_pre", "answer": ANSWER, "foil": FOIL, "how": how, "batch": 3}
+    running = prepare(host, **asked).run()
+    next(running)
+    if change == "data":
+        mlp.up_proj.weight.data *= 2
+    elif change == "hook":
+        mlp.register_forward_hook(lambda *_: None)
+    elif change == "replaced":
+        mlp.up_proj.weight = torch.nn.Parameter(2 * mlp.up_proj.weight)
+    else:
+        host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7))
+    with pytest.raises(RuntimeError, match="prepare it again"):
+        list(running)
+
+
 def test_a_clean_run_of_other_weights_is_refused_unless_its_hash_is_left_out() -> None:
     host = open_host("torch", make_family("Qwen3"))
     run = CleanRun.capture(host, CLEAN, "resid_pre")

@@ -25,6 +25,7 @@ from mi_route2.routing import (
     TopKFitter,
     TrainBatch,
 )
+from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.routing.routes import Route
 
 N = 6
@@ -141,6 +142,37 @@ def test_a_route_from_pairs_fits_what_it_scores(kind: str) -> None:
     assert long.directions is not None
     assert short.directions.provenance == long.directions.provenance
     assert all(torch.equal(v, long.directions.vectors[site]) for site, v in short.directions.vectors.items())
+
+
+def test_a_route_of_a_second_policy_reads_in_its_own_basis() -> None:
+    first, second = make_policy(SPECS["lora"]), make_policy(SPECS["lora"])
+    with torch.no_grad():
+        for i, module in enumerate(second.adapters.sites.values()):
+            noise = torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(i), dtype=module.weight.dtype)
+            module.weight.add_(noise)
+    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
+    used, fresh = (MaskRoute.from_pairs(pairs, MaskSpec("act", refresh_every=1)) for _ in range(2))
+    rollouts = make_batch(N).rollouts
+    used.refresh(first, 0)
+    used.score(first, rollouts)
+    for route in (used, fresh):
+        route.refresh(second, 1)
+    scores, expected = used.score(second, rollouts), fresh.score(second, rollouts)
+    assert scores is not None
+    assert expected is not None
+    assert torch.equal(scores, expected)
+
+
+def test_unrouted_gradients_under_names_are_refused_by_the_optimizer() -> None:
+    policy = make_policy(SPECS["lora"])
+    route = mask_route(policy, MaskSpec("grad"), want_unrouted=True)
+    decision = route.backward(policy, make_batch(N), loss, context(route.spec, N))
+    kept = policy.adapters.kept_parameters()
+    optimizer = RoutedAdamW([{"params": list(kept.values())}], lr=0.1)
+    with pytest.raises(ValueError, match="unrouted maps parameters to gradients"):
+        optimizer.step(unrouted=decision.unrouted)  # pyright: ignore[reportArgumentType]
+    assert decision.unrouted is not None
+    optimizer.step(unrouted={kept[name]: gradient for name, gradient in decision.unrouted.items()})
 
 
 def test_an_erase_route_from_pairs_fits_their_leading_axes() -> None:
