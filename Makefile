@@ -42,7 +42,7 @@ test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts 
 	$(PYTEST) --dist worksteal -m "($(PARTS)) and not ($(WHOLE))" --durations 10
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
 
-test-all: test test-rest  ## both (fifteen to twenty minutes on two cores)
+test-all: test test-rest  ## both (some twenty minutes on two cores)
 
 check: $(STAMP)  ## ruff and pyright
 	.venv/bin/ruff check .

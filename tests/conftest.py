@@ -21,7 +21,7 @@ UNCHECKED = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--shapes``."""
-    told = "check the shapes of every call in all parameter sets of a test, or in the first: twice as fast"
+    told = "check the shapes of every call in all parameter sets of a test, or in the first: a third less time"
     parser.addoption("--shapes", choices=("all", "first"), default="all", help=told)
 
 

@@ -40,7 +40,7 @@ class ModelState:
 
     @property
     def changed(self) -> bool:
-        """True if torch counted a write to a tensor since the last ``look``, or if a switch was changed."""
+        """True if since the last ``look`` torch counted a write, a parameter was replaced or added, or a switch was changed."""
         return self._quick() != self.current[:2]
 
     def weights(self) -> str:

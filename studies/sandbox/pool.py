@@ -235,7 +235,7 @@ class Pool:
 
     @property
     def mine(self) -> bool:
-        """Whether this process started the servers; False in a fork of that process."""
+        """True if this process started the servers; False in a fork of that process."""
         return os.getpid() == self._owner
 
     def fill(self) -> tuple[frozenset[str], dict[str, str]]:

@@ -62,6 +62,16 @@ def test_tensors_of_another_part_are_refused_even_if_they_are_equal(tmp_path: Pa
         read_part(tmp_path / "one.json", "a")
 
 
+def test_a_leftover_of_a_killed_publisher_is_no_obstacle(tmp_path: Path) -> None:
+    place = tmp_path / "results" / "pub"
+    for text in ("old", "new"):
+        left = place.with_name(f".pub.{os.getpid()}.old") / "left"
+        left.mkdir(parents=True, exist_ok=True)
+        with published(place, {}) as folder:
+            (folder / "a.txt").write_text(text)
+    assert (place / "a.txt").read_text() == "new"
+
+
 def png(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG", compress_level=0)

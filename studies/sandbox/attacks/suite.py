@@ -73,7 +73,7 @@ class Finding:
 
     @property
     def live(self) -> bool:
-        """Whether the attack succeeds on this machine if nothing stops it; otherwise it proves nothing about the jail."""
+        """True if the attack succeeds on this machine if nothing stops it; otherwise it proves nothing about the jail."""
         return self.control.succeeded
 
     @property
@@ -115,7 +115,7 @@ class Run:
 
     @property
     def alone(self) -> bool:
-        """Whether the run must not share its jail with others, because the attack concerns other jobs of the same jail."""
+        """True if the run must not share its jail with others, because the attack concerns other jobs of the same jail."""
         return self.attack.evidence in ("denied", "residue")
 
 
