@@ -3,9 +3,14 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
+from browser import chromium
 
 pytestmark = pytest.mark.docs
 
@@ -22,6 +27,62 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return out
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+# How far the page sticks out of the window, how many tables have to be scrolled, which figures did not load
+LOOK = """() => ({
+    out: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    tables: [...document.querySelectorAll("article table")].filter(t => t.scrollWidth > t.parentElement.clientWidth + 1).length,
+    figures: [...document.images].filter(i => !i.naturalWidth).map(i => i.src),
+    height: document.documentElement.scrollHeight,
+})"""
+
+
+@pytest.mark.parametrize("width", [420, 1280])
+def test_pages_fit_a_phone_and_a_laptop(site: Path, address: str, width: int) -> None:
+    wrong: dict[str, object] = {}
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("pageerror", lambda error: wrong.setdefault(page.url, str(error)))
+        for path in sorted([*site.glob("index.html"), *site.glob("*/index.html"), *site.glob("results/strong-*/*/index.html")]):
+            name = path.parent.relative_to(site)
+            page.goto(f"{address}/{name}/")
+            seen = page.evaluate(LOOK)
+            assert seen["height"] > 100
+            if seen["out"] > 1 or seen["figures"] or (width == 1280 and seen["tables"]):
+                wrong[str(name)] = seen
+        assert wrong == {}
+
+
+def test_figures_turn_dark_and_open_large(address: str) -> None:
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="dark")
+        page.goto(f"{address}/gallery/")
+        figure = page.locator("article img").first
+        assert "invert" in figure.evaluate("image => getComputedStyle(image).filter")
+        narrow = figure.bounding_box()
+        figure.click()
+        large = page.locator(".glightbox-container .gslide.current img")
+        large.wait_for()
+        page.wait_for_function("document.querySelector('.gslide.current img').getBoundingClientRect().width > 0")
+        assert "invert" in large.evaluate("image => getComputedStyle(image).filter")
+        assert narrow is not None
+        page.keyboard.press("Escape")
+        large.wait_for(state="detached")
 
 
 def test_no_page_and_no_style_asks_another_host(site: Path) -> None:
