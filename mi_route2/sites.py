@@ -8,7 +8,7 @@ A pattern that selects nothing is an error that lists the nearest names.
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import total_ordering
@@ -169,8 +169,37 @@ def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Mod
 
 
 def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
-    """Return the module path of every block."""
-    return [f"{architecture.blocks}.{i}" for i, _ in enumerate(module_at(model, architecture, architecture.blocks).children())]
+    """Return the module path of every block; ``ValueError`` if two layers are one module, which has one set of hooks for both."""
+    blocks = module_at(model, architecture, architecture.blocks)._modules.items()
+    _refuse_shared(model, ((layer, block and block._modules.get(WRAPPED, block)) for layer, block in blocks))
+    return [f"{architecture.blocks}.{layer}" for layer, _ in blocks]
+
+
+def refuse_shared(model: nn.Module, architecture: Architecture) -> None:
+    """Raise ``ValueError`` if two layers share a module at which sites are read: its values would be those of either layer."""
+    points = {at.path for at in architecture.points.values() if not isinstance(at, str) and not at.linear}
+    parts = (points | {at.path for at in architecture.linears.values()}) - {""}
+    for part in sorted(parts):
+        _refuse_shared(
+            model, ((path.rpartition(".")[2], _part(model, f"{path}.{part}")) for path in block_paths(model, architecture))
+        )
+
+
+def _part(model: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return model.get_submodule(path)
+    except AttributeError:  # a booted bridge has other paths
+        return None
+
+
+def _refuse_shared(model: nn.Module, modules: Iterable[tuple[str, nn.Module | None]]) -> None:
+    layers: dict[int, str] = {}
+    for layer, module in modules:
+        if module is not None and (first := layers.setdefault(id(module), layer)) != layer:
+            raise ValueError(
+                f"layers {first} and {layer} of this {type(model).__name__} share one {type(module).__name__}, so a site of one would "
+                "be a site of both: give each layer modules of its own (their parameters may be tied)"
+            )
 
 
 def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, linear: str) -> Slot:
@@ -202,12 +231,14 @@ def slots(model: nn.Module) -> dict[str, Slot]:
     A model of no known architecture has its ``nn.Linear`` modules under their own dotted names.
 
     Raises:
-        ValueError: A known architecture whose module tree was changed, or a model that a TransformerLens bridge wraps.
+        ValueError: A known architecture whose module tree was changed, or whose layers share a module, or a model that a
+            TransformerLens bridge wraps.
     """
     refuse_booted(model)
     row = architecture_of(model)
     if row is None:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    refuse_shared(model, row)
     layers = range(len(block_paths(model, row)))
     found = [slot_at(model, row, layer, linear) for layer in layers for linear in row.linears]
     return {slot.name: slot for slot in (*found, slot_at(model, row, None, "unembed"))}

@@ -218,8 +218,8 @@ class Engine:
         if self._sequences:
             if not self.alive:
                 raise RuntimeError(
-                    f"weights or adapters changed while {len(self._sequences)} requests were in the engine: let them end before, "
-                    "or cancel them"
+                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests were in the engine: let them "
+                    "end before, or cancel them"
                 )
             self.controllers.before_step(self.steering)
             turn = self._residents.plan(self.scheduler)
@@ -229,8 +229,6 @@ class Engine:
             elif self.scheduler.waiting and not self.scheduler.running:
                 self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
             self.steps += 1
-        if not self._sequences:
-            self._runner.close()
         done, self._done = self._done, []
         return done
 
@@ -254,14 +252,13 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """True if a step can run: no weight or switch changed while requests are in the engine."""
+        """True if a step can run: no weight, module, hook or switch changed while requests are in the engine."""
         return not (self._sequences and self._state.changed)
 
     def close(self) -> None:
-        """Cancel all remaining requests and remove all hooks from the model."""
+        """Cancel all remaining requests."""
         for one in list(self._sequences.values()):
             self._end(one, "cancelled")
-        self._runner.close()
 
     def _changed(self) -> None:
         """Drop everything that depends on the model, which has changed."""
@@ -275,8 +272,6 @@ class Engine:
         for number in gone & self._sequences.keys():
             self._end(self._sequences[number], "error", "withdrawn")  # its unfinished run is not kept
         self._done = [one for one in self._done if one.request not in gone]
-        if not self._sequences:
-            self._runner.close()
 
     def _find(self, request: int) -> EngineRequest:
         if request not in self._sequences:

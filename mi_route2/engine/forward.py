@@ -58,7 +58,7 @@ def _alpha(one: Resolved, like: Tensor) -> Tensor:
 
 
 class Forward:
-    """Run layouts on a decoder. Hooks stay registered between forwards until ``close``.
+    """Run layouts on a decoder. Hooks stay registered between the forwards of a step, until ``close``.
 
     Every hook must fire in every forward: ``RuntimeError`` names the sites that did not. A failed forward captures nothing, so that
     it can be run again.
@@ -167,15 +167,18 @@ class Runner:
         self._exact, self._grain = exact, grain
         self._forward = Forward(decoder, steering)
 
-    def close(self) -> None:
-        """Remove all hooks."""
-        self._forward.close()
-
     def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
         """Compute the pieces; ``wants`` are sites to capture at the last token of each.
 
-        A forward that fails is repeated for each of its requests alone, so that only the request that cannot run ends.
+        A forward that fails is repeated for each of its requests alone, so that only the request that cannot run ends. No hook is
+        left on the model, so every hook that is there between two steps is somebody else's.
         """
+        try:
+            return self._run(pieces, wants)
+        finally:
+            self._forward.close()
+
+    def _run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site]) -> Ran:
         ran = Ran([], None, [], {}, {})
         logits: list[Tensor] = []
         waiting = deque(self._groups(pieces))

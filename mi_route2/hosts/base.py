@@ -44,7 +44,7 @@ from mi_route2.architectures import (
 )
 from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.rollouts import Policy, demand_tokens
-from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, slots
+from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, refuse_shared, slots
 
 Edit = Callable[[Tensor], Tensor | None]
 """Function of a site's value: returns ``None`` to read only, or the tensor that replaces the value."""
@@ -325,7 +325,11 @@ class Host(ABC):
 
 
 def known_architecture(model: nn.Module) -> Architecture:
-    """Return the model's row of ``ARCHITECTURES``; ``ValueError`` for an unknown architecture, or a model that is not causal."""
+    """Return the model's row of ``ARCHITECTURES``.
+
+    Raises:
+        ValueError: An unknown architecture, a model that is not causal, or layers that share a module.
+    """
     row = architecture_of(model)
     if row is None:
         classes = ", ".join(dict.fromkeys(name for row in ARCHITECTURES.values() for name in row.classes))
@@ -337,6 +341,7 @@ def known_architecture(model: nn.Module) -> Architecture:
             raise ValueError(
                 f"this {type(model).__name__} has {key}={value!r}, but hosts are for causal models: padding would leak"
             )
+    refuse_shared(model, row)
     return row
 
 

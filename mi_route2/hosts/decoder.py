@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mi_route2.adapters.linear import Branch
 from mi_route2.architectures import Architecture, config_of
 from mi_route2.hosts.base import Host, KeyValues
-from mi_route2.sites import Site, module_at
+from mi_route2.sites import Site, module_at, refuse_shared
 
 DECODERS: Mapping[str, str] = MappingProxyType(
     {"Qwen3": "transformers", "Llama": "transformers", "GPT2": "transformers", "MicroGPT": "own"}
@@ -214,8 +214,17 @@ def _plain(host: Host) -> nn.Module:
 
 
 def _block_list(model: nn.Module, row: Architecture) -> nn.ModuleList:
+    """Return the model's blocks; ``ValueError`` if two are one module, or one writes its keys and values as another layer."""
+    refuse_shared(model, row)
     blocks = module_at(model, row, row.blocks)
     assert isinstance(blocks, nn.ModuleList), type(blocks)
+    for layer, block in enumerate(blocks):
+        for module in block.modules():
+            if (own := getattr(module, "layer_idx", layer)) != layer:
+                raise ValueError(
+                    f"the {type(module).__name__} of layer {layer} has layer_idx={own}, under which it would store its keys and values: "
+                    f"set its layer_idx to {layer}"
+                )
     return blocks
 
 

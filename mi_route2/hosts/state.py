@@ -3,7 +3,8 @@
 Cached keys and values are valid for one such state only.
 """
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from mi_route2.adapters.linear import RoutedLinear, Switchboard
 from mi_route2.adapters.weights import checksum
@@ -11,15 +12,17 @@ from mi_route2.hosts.base import Host
 
 
 class ModelState:
-    """Detector of changes to a model: weights written or replaced, adapters attached or switched, hooks registered by others.
+    """Detector of changes to a model: weights written or replaced, modules exchanged, adapters switched, hooks put on or removed.
 
     ``look`` walks the whole model and reads all of its bytes (9 GB/s on one core, .05 s for 125M float32 weights), because torch's
-    version counters miss the writes of fused optimizers and writes through ``p.data``. ``changed`` is a quick check of the version
-    counters of the tensors of the last ``look``, and of the adapters' switches.
+    version counters miss the writes of fused optimizers and writes through ``p.data``. ``changed`` is a quick check of everything
+    else, over the modules of the last ``look``.
     """
 
     def __init__(self, host: Host):
         self._host = host
+        # Kept alive, so that no later module or tensor can have the id of one that was removed.
+        self._modules: list[nn.Module] = []
         self._tensors: list[Tensor] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
@@ -31,17 +34,18 @@ class ModelState:
         before = self.current
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self._tensors = list(named.values())
-        self._boards = list({id(m.board): m.board for m in model.modules() if isinstance(m, RoutedLinear)}.values())
-        self.current = (*self._quick(), checksum(named), self._hooks())
-        if before and before[2] != self.current[2]:
+        self._modules, self._tensors = list(model.modules()), list(named.values())
+        self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
+        content = checksum(named)
+        self.current = (*self._quick(), content)
+        if before and before[-1] != content:
             self._weights = None
         return self.current != before
 
     @property
     def changed(self) -> bool:
-        """True if since the last ``look`` torch counted a write, a parameter was replaced or added, or a switch was changed."""
-        return self._quick() != self.current[:2]
+        """True if since the last ``look`` torch counted a write, or a tensor, a module, a hook or a switch is another one."""
+        return self._quick() != self.current[:-1]
 
     def weights(self) -> str:
         """Return ``Host.weights_hash``, cached until a ``look`` finds other weights."""
@@ -51,9 +55,11 @@ class ModelState:
 
     def _quick(self) -> tuple[object, ...]:
         versions = sum(t._version for t in self._tensors if not t.is_inference())
-        places = tuple(map(id, self._host.model.parameters()))  # a parameter that was replaced has a version of its own
-        return (versions, places), tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
-
-    def _hooks(self) -> tuple[int, ...]:
-        """Return the ids of all module hooks; torch never reuses an id."""
-        return tuple(n for m in self._host.model.modules() for n in (*m._forward_hooks, *m._forward_pre_hooks))
+        # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
+        places = tuple(
+            id(one) for m in self._modules for one in (*m._modules.values(), *m._parameters.values(), *m._buffers.values())
+        )
+        # torch never uses the id of a hook again
+        hooks = tuple(n for m in self._modules for n in (*m._forward_hooks, *m._forward_pre_hooks))
+        everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
+        return versions, places, hooks, everywhere, tuple((board.kept, board.quarantine, board.merged) for board in self._boards)

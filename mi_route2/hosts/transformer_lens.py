@@ -322,6 +322,8 @@ class BridgeHost(Host):
         refuse_config(inner, self.architecture)
         self.bridge = model if isinstance(model, TransformerBridge) else boot(model)
         self.model = self.bridge
+        for block in self.bridge.blocks:
+            block._maybe_wire_capture_hooks()  # or the first forward would, and look like somebody who changes the model
         refuse_foreign(self.bridge)
         refuse_processed(self.bridge)
         refuse_batching(self.bridge)

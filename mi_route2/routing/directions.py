@@ -127,6 +127,14 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
         return full.features if kind == "full" else grad.features
 
 
+def feature_shapes(adapters: Adapters, kind: FeatureKind, basis: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of a direction at every site; activations are in the coordinates ``basis``."""
+    if kind == "act":
+        return {site: tuple(basis[site].shape[:1]) for site in adapters.sites}
+    full = kind == "full"
+    return {site: tuple((branch.weight if full else adapters.scored(site)).shape) for site, branch in adapters.sites.items()}
+
+
 FORMAT = "mi-route2 directions 1"
 Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
 """Cache of the SVD coordinates of the frozen base weights, filled at the first fit of an activation direction."""

@@ -43,6 +43,7 @@ from mi_route2.routing.routes import (
     Reduce,
     RouteStep,
     StepContext,
+    check_directions,
     check_kind,
     check_step,
     chunks,
@@ -380,6 +381,7 @@ class MaskRoute(OneCall):
         self._given = flags
         self.directions: Directions | None = None
         self._basis: tuple[object, dict[str, Tensor]] | None = None  # with the adapters that it belongs to
+        self._fits: tuple[object, object] = (None, None)  # the directions and adapters that were checked last
 
     @staticmethod
     def from_flags(
@@ -453,6 +455,7 @@ class MaskRoute(OneCall):
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
         check_step(self.spec, batch, context)
+        self._check_directions(policy)
         spec, indices = self.spec, chunks(batch, context.micro)
         if spec.shuffle and spec.decided_at in ("forward", "backward") and len(indices) > 1:
             raise ValueError(
@@ -496,6 +499,14 @@ class MaskRoute(OneCall):
         if self._basis is None or self._basis[0] is not policy.adapters:
             self._basis = policy.adapters, coordinates(policy.adapters) if self.spec.score == "act" else {}
         return self._basis[1]
+
+    def _check_directions(self, policy: Policy) -> None:
+        """Raise ``ValueError`` if directions that were not checked yet do not fit the policy."""
+        if self.directions is None or not self.spec.needs_direction:
+            return
+        if self._fits[0] is not self.directions or self._fits[1] is not policy.adapters:
+            check_directions(self.directions, self._kind, policy.adapters, self._basis_of(policy))
+            self._fits = self.directions, policy.adapters
 
     def _early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
         """Return pooled scores and flags, if they are known before the loss."""
@@ -545,6 +556,7 @@ class MaskRoute(OneCall):
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         if self.directions is None or not self.spec.needs_direction:
             return None
+        self._check_directions(policy)
         return pooled(collect(policy, rollouts, self._kind, self._basis_of(policy)), self.directions)
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:

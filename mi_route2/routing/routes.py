@@ -26,7 +26,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import Privileged, TrainBatch
-from mi_route2.routing.directions import Directions, Fitter, PairBatch, TopKFitter
+from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
 from mi_route2.routing.spec import EraseSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
@@ -157,7 +157,42 @@ def refit(directions: Directions | None, fitter: Fitter, every: int, policy: Pol
 def check_kind(directions: Directions, kind: str) -> None:
     """Raise ``ValueError`` for directions of another kind of feature, because their shapes may be equal."""
     if directions.provenance.kind != kind:
-        raise ValueError(f"this route scores {kind!r} features, but its fitter gives {directions.provenance.kind!r} directions")
+        raise ValueError(f"this route needs directions of {kind!r} features, but has those of {directions.provenance.kind!r} ones")
+
+
+def check_directions(
+    directions: Directions, kind: FeatureKind, adapters: Adapters, basis: Mapping[str, Tensor], *, axes: bool = False
+) -> None:
+    """Raise ``ValueError`` if ``directions``, which anybody may set, are not directions of these adapters' features.
+
+    Args:
+        directions: one vector per site, or orthonormal ``axes [k, *feature]``.
+        kind: the features.
+        adapters: the adapters that are routed.
+        basis: the coordinates of activations; empty for other features.
+        axes: True for a route that projects, which is wrong for vectors that are not orthonormal.
+    """
+    check_kind(directions, kind)
+    again = "set route.directions = None and fit them with route.refresh(policy, step)"
+    if (fitted := directions.provenance.base_hash) != (own := adapters.base_hash):
+        raise ValueError(f"the directions belong to base weights {fitted[:12]!r}, but this policy has {own[:12]!r}: {again}")
+    shapes = feature_shapes(adapters, kind, basis)
+    for names, others, what in (
+        (shapes, directions.vectors, "there is no direction at"),
+        (directions.vectors, shapes, "there are directions, and no adapters, at"),
+    ):
+        if missing := [site for site in names if site not in others]:
+            raise ValueError(f"{what} {', '.join(missing)}: {again}")
+    for site, shape in shapes.items():
+        v = directions.vectors[site]
+        if v.shape[axes:] != shape or v.ndim != len(shape) + axes:
+            raise ValueError(f"the direction at {site} has shape {list(v.shape)}, not {['k'] * axes + list(shape)}: {again}")
+        rows = v.detach().double().reshape(len(v) if axes else 1, -1)
+        gram = rows @ rows.mT
+        if not gram.isfinite().all() or not (gram.diagonal() > 0).all():
+            raise ValueError(f"the direction at {site} is 0, NaN or infinite: {again}")
+        if axes and not torch.allclose(gram, torch.eye(len(gram)).to(gram), rtol=0, atol=0.01):
+            raise ValueError(f"the axes at {site} are not orthonormal, so more than the hack component would be removed: {again}")
 
 
 def check_step(spec: RouteSpec, batch: TrainBatch, context: StepContext) -> None:
@@ -361,6 +396,7 @@ class EraseRoute(OneCall):
     def __init__(self, spec: EraseSpec, fitter: Fitter):
         self.spec, self._fitter = spec, fitter
         self.directions: Directions | None = None
+        self._fits: tuple[object, object] = (None, None)  # the directions and adapters that were checked last
 
     @staticmethod
     def from_pairs(pairs: PairBatch, spec: EraseSpec | None = None) -> "EraseRoute":
@@ -389,6 +425,9 @@ class EraseRoute(OneCall):
         check_step(self.spec, batch, context)
         if self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
+        if self._fits[0] is not self.directions or self._fits[1] is not policy.adapters:
+            check_directions(self.directions, "grad", policy.adapters, {}, axes=True)
+            self._fits = self.directions, policy.adapters
         # The quarantine of the additive form learns only the removed part, so its own gradient is discarded.
         parts = [
             Part(piece, Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing()), piece.advantages)

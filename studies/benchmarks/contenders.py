@@ -125,7 +125,7 @@ class Bench:
         else:
             shapes = {site: module.weight.shape for site, module in adapters.sites.items()}
         vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
-        return Directions(vectors, Provenance("haar", kind, "none", "none", 0, self._seed))
+        return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, self._seed))
 
     def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
         """Return ``torch.func``'s ``vmap(grad)`` over rollouts.

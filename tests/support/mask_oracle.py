@@ -52,7 +52,7 @@ def random_directions(policy: Policy, kind: str, seed: int = 5) -> Directions:
         shape = {"grad": policy.adapters.scored(site).shape, "full": module.weight.shape}.get(kind) or basis[site].shape[:1]
         draw = torch.randn(shape, generator=generator, dtype=torch.float64)
         vectors[site] = (draw / draw.norm()).to(module.weight.device, policy.adapters.scored(site).dtype)
-    return Directions(vectors, Provenance("random", kind, "none", "none", 0, seed))  # pyright: ignore[reportArgumentType]
+    return Directions(vectors, Provenance("random", kind, "none", policy.adapters.base_hash, 0, seed))  # pyright: ignore[reportArgumentType]
 
 
 def mask_route(policy: Policy, spec: MaskSpec, **options: object) -> MaskRoute:

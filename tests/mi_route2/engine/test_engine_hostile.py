@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mi_route2.adapters import Adapters
 from mi_route2.engine.controllers import Action, Controllers, StepView
@@ -21,6 +22,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.patching.patches import FromRun, Patch, resolve
+from mi_route2.patching.sweep import prepare
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import record
 from mi_route2.sites import Site
@@ -63,8 +65,68 @@ def test_a_parameter_that_is_replaced_while_a_request_runs_is_an_error() -> None
     engine.step()
     mlp: Any = host.model.get_submodule("model.layers.0.mlp")
     mlp.up_proj.weight = torch.nn.Parameter(3 * mlp.up_proj.weight)
-    with pytest.raises(RuntimeError, match="weights or adapters changed"):
+    with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed"):
         engine.step()
+
+
+def put_hook(host: Host) -> Callable[[], object]:
+    return host.model.get_submodule("model.layers.0").register_forward_hook(lambda _module, _args, out: 2 * out).remove
+
+
+def put_global_hook(_host: Host) -> Callable[[], object]:
+    return register_module_forward_pre_hook(lambda _module, args: args).remove
+
+
+def replace_buffer(host: Host) -> Callable[[], object]:
+    rotary: Any = host.model.get_submodule("model.rotary_emb")
+    old, rotary.inv_freq = rotary.inv_freq, 2 * rotary.inv_freq
+    return lambda: setattr(rotary, "inv_freq", old)
+
+
+def replace_module(host: Host) -> Callable[[], object]:
+    mlp: Any = host.model.get_submodule("model.layers.0.mlp")
+    old, mlp.act_fn = mlp.act_fn, torch.nn.Identity()
+    return lambda: setattr(mlp, "act_fn", old)
+
+
+@pytest.mark.parametrize("change", [put_hook, put_global_hook, replace_buffer, replace_module])
+def test_a_hook_a_buffer_or_a_module_that_changes_while_a_request_runs_leaves_nothing_in_the_prefix_cache(
+    change: Callable[[Host], Callable[[], object]],
+) -> None:
+    """The change is an error, and later requests get nothing that was computed under it."""
+    host, _ = adapted()
+    truth = generated(Engine(host), Request(PROMPT, ASK))[0]
+    engine = Engine(host, block=4, chunk=8)
+    number = engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    undo = change(host)
+    try:
+        assert not engine.alive
+        with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed while 1 requests"):
+            engine.step()
+    finally:
+        undo()
+    engine.cancel(number)
+    (found,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+    assert far(table(found), truth) < CLOSE
+
+
+@pytest.mark.parametrize("name", ["torch", "transformer_lens"])
+def test_engines_of_one_host_take_turns_and_leave_no_hook_between_steps(name: str) -> None:
+    """The hooks of one engine are no change of the other's model, nor of a sweep's."""
+    host, _ = adapted(name=name)
+    requests = [Request(PROMPT, ASK, capture=(Capture(SITE),)), Request(PROMPT, ASK, capture=(Capture(QUARANTINE),))]
+    truth = [generated(Engine(host), one)[0] for one in requests]
+    sweep = prepare(host, clean=PROMPT, corrupt=PROMPT[::-1], sites=SITE, answer=3, foil=4)
+    engines = [Engine(host, block=4, chunk=8) for _ in requests]
+    for engine, one in zip(engines, requests, strict=True):
+        engine.submit(one)
+    cells, results = sweep.run(), []
+    while any(engine.busy for engine in engines):
+        results += [one for engine in engines for one in engine.step()]
+        next(cells, None)
+    for found, expected in zip(results, truth, strict=True):
+        assert far(table(found), expected) < (CLOSE if name == "torch" else 1e-5)  # the bridge's softmax is float32
 
 
 def test_a_block_that_drops_at_random_is_refused() -> None:

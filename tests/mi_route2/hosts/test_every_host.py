@@ -26,6 +26,7 @@ from transformers import (
 from mi_route2.adapters import attach, from_pretrained, save_pretrained
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
+from mi_route2.hosts.decoder import Decoder
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 
@@ -303,3 +304,62 @@ def test_a_booted_model_is_for_its_bridge_alone(name: str, tmp_path: Any) -> Non
         ):
             misuse()
     assert list(from_pretrained(host, tmp_path / "a").sites) == list(adapters.sites)
+
+
+BLOCKS = {"Llama": "model.layers", "GPT2": "transformer.h", "MicroGPT": "blocks"}
+
+
+@pytest.mark.parametrize("part", ["", "mlp"])
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_layers_that_share_a_module_are_refused(name: str, opened: bool, part: str) -> None:
+    """Both before a model is opened and in a host that is open: a hook at one layer would act on, and read, both."""
+    model = make_family(name)
+    host = open_host("torch", model) if opened else None
+    blocks: Any = model.get_submodule(BLOCKS[name])
+    if part:
+        blocks[1].mlp = blocks[0].mlp
+    else:
+        blocks[1] = blocks[0]
+    sentence = rf"layers 0 and 1 of this {type(model).__name__} share one \w+, so a site of one would be a site of both"
+    if host is not None:
+        with pytest.raises(ValueError, match=sentence):
+            Decoder(host)
+        with pytest.raises(ValueError, match=sentence):
+            host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+        if not part:
+            with pytest.raises(ValueError, match=sentence):
+                host.capture([Site(1, "resid_pre")], make_tokens()[0])
+        return
+    for other in HOSTS:
+        with pytest.raises(ValueError, match=sentence):
+            open_host(other, model)
+    with pytest.raises(ValueError, match=sentence):
+        attach(model, "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+
+
+def test_layers_whose_parameters_are_tied_are_layers() -> None:
+    """Each has hooks of its own, and is equal to the same model with copies of the parameters."""
+    tied, copied = make_family("Llama"), make_family("Llama")
+    for model in (tied, copied):
+        first, second = model.get_submodule("model.layers.0"), model.get_submodule("model.layers.1")
+        for (path, p), q in zip(first.named_parameters(), second.parameters(), strict=True):
+            if model is copied:
+                q.data.copy_(p.data)
+            else:
+                owner, _, own = path.rpartition(".")
+                setattr(second.get_submodule(owner), own, p)
+    sites, tokens = [Site(layer, point) for layer in range(2) for point in ("resid_pre", "mlp_out", "z")], make_tokens()[0]
+    own, expected = (open_host("torch", model).capture(sites, tokens) for model in (tied, copied))
+    assert all(torch.equal(own[site], expected[site]) for site in sites)
+
+
+def test_a_copied_block_that_would_store_its_keys_as_another_layer_is_refused() -> None:
+    model = make_family("Llama")
+    layers: Any = model.get_submodule("model.layers")
+    layers[1] = copy.deepcopy(layers[0])
+    host = open_host("torch", model)
+    with pytest.raises(ValueError, match="of layer 1 has layer_idx=0, under which it would store its keys and values: set"):
+        Decoder(host)
+    layers[1].self_attn.layer_idx = 1
+    assert Decoder(host).layers == LAYERS

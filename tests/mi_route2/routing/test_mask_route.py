@@ -277,16 +277,6 @@ def test_a_direction_of_another_kind_is_refused() -> None:
         MaskRoute(MaskSpec(score="grad"), FixedFitter(random_directions(policy, "act"))).refresh(policy, 0)
 
 
-def test_directions_that_lack_a_module_are_an_error() -> None:
-    policy, batch = make_policy(SPECS["svd"]), make_batch(6)
-    whole = random_directions(policy, "grad")
-    foreign = Directions({**whole.vectors, "blocks.9.attn.q": torch.ones(16, dtype=torch.float64)}, whole.provenance)
-    route = MaskRoute(MaskSpec(), FixedFitter(foreign))
-    route.refresh(policy, 0)
-    with pytest.raises(RuntimeError, match=r"blocks\.9\.attn\.q"):
-        run(policy, route, batch)
-
-
 def test_a_feature_of_zero_is_not_flagged_and_not_nan() -> None:
     features = Written(torch.tensor([[0.0, 0.0], [3.0, 4.0], [-1e-20, 0.0]], dtype=torch.float64))
     scores = cosine(features, torch.tensor([1.0, 0.0], dtype=torch.float64))

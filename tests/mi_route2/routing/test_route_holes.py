@@ -26,6 +26,7 @@ from written_out import written_out
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
+    Directions,
     EraseRoute,
     EraseSpec,
     MaskRoute,
@@ -427,3 +428,59 @@ def test_verdicts_of_another_length_are_one_sentence() -> None:
         mask_route(policy, MaskSpec(score="own_channel")).begin(
             policy, make_batch(N), StepContext(torch.Generator(), privileged=Privileged(verdicts, verdicts))
         )
+
+
+# ---- directions that somebody set
+
+
+def changed(directions: Directions, how: str, kind: str) -> Directions:
+    first, *_ = directions.vectors
+    v = directions.vectors[first]
+    other = {"nan": torch.full_like(v, torch.nan), "zero": torch.zeros_like(v), "shape": v[..., :-1]}
+    if how in other:
+        return replace(directions, vectors={**directions.vectors, first: other[how]})
+    if how == "missing site":
+        return replace(directions, vectors={site: v for site, v in directions.vectors.items() if site != first})
+    if how == "foreign site":
+        return replace(directions, vectors={**directions.vectors, "blocks.9.attn.q": v})
+    given = {"kind": {"kind": "act" if kind != "act" else "grad"}, "base": {"base_hash": "1f"}}[how]
+    return replace(directions, provenance=replace(directions.provenance, **given))
+
+
+SENTENCES = {
+    "kind": "this route needs directions of",
+    "base": "belong to base weights '1f', but this policy has",
+    "missing site": "there is no direction at blocks.0.attn.q: set",
+    "foreign site": r"there are directions, and no adapters, at blocks\.9\.attn\.q: set",
+    "shape": r"at blocks.0.attn.q has shape \[",
+    "nan": "at blocks.0.attn.q is 0, NaN or infinite",
+    "zero": "at blocks.0.attn.q is 0, NaN or infinite",
+}
+
+
+@pytest.mark.parametrize("how", SENTENCES)
+@pytest.mark.parametrize("kind", ["act", "grad", "full", "erase"])
+def test_directions_that_somebody_set_are_those_of_the_policy_or_one_sentence(kind: str, how: str) -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    fitted = random_directions(policy, "grad" if kind == "erase" else kind)
+    fitter = FixedFitter(fitted)
+    route = EraseRoute(EraseSpec(), fitter) if kind == "erase" else MaskRoute(MaskSpec(score=kind), fitter)  # pyright: ignore
+    fits = fitted if kind != "erase" else replace(fitted, vectors={site: v[None] for site, v in fitted.vectors.items()})
+    route.directions = fits
+    run(policy, route, batch)
+    route.directions = changed(fits, how, kind)
+    with pytest.raises(ValueError, match=SENTENCES[how]):
+        route.begin(policy, batch, context(route.spec, N))
+    if kind != "erase":
+        with pytest.raises(ValueError, match=SENTENCES[how]):
+            route.score(policy, batch.rollouts)
+
+
+def test_axes_that_are_not_orthonormal_would_erase_more_than_the_hack_component() -> None:
+    policy, batch = make_policy(SPECS["svd"]), make_batch(N)
+    flat = random_directions(policy, "grad")
+    route = EraseRoute(EraseSpec(), FixedFitter(flat))
+    for vectors in ({s: torch.stack([v, v]) for s, v in flat.vectors.items()}, {s: 2 * v[None] for s, v in flat.vectors.items()}):
+        route.directions = replace(flat, vectors=vectors)
+        with pytest.raises(ValueError, match="not orthonormal"):
+            route.begin(policy, batch, context(route.spec, N))
