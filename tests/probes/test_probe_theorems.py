@@ -164,7 +164,9 @@ def test_a_row_has_the_same_score_alone_and_in_any_batch_to_the_last_bit(dtype, 
                     for i, j in {(0, 0), (b - 1, s - 1), (b // 2, s // 2)}:
                         alone = probe.score_tokens(h[i : i + 1, j : j + 1].clone())[0, 0]
                         assert torch.equal(alone, scores[i, j])
-                        assert torch.equal(probe.score_rollouts(h[i : i + 1, j : j + 1], torch.ones(1, 1, dtype=torch.bool))[0], alone)
+                        assert torch.equal(
+                            probe.score_rollouts(h[i : i + 1, j : j + 1], torch.ones(1, 1, dtype=torch.bool))[0], alone
+                        )
     finally:
         torch.set_num_threads(before)
 
