@@ -63,8 +63,8 @@ def inner(h: Float[Tensor, "*n d"], w: Float[Tensor, "*m d"]) -> Float[Tensor, "
 def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
     """Return the mean activation over the masked positions of every rollout, in float32 or wider.
 
-    It is a running mean in float64: that of a constant is the constant to the last bit, and neither padding nor other rollouts change
-    a bit. A feature that cancels up to rounding is 0.
+    It is a running mean in float64: that of a constant is the constant to the last bit, and neither padding nor other rollouts
+    change a bit. A feature that cancels up to rounding is 0.
 
     Raises:
         ValueError: a rollout without a masked position.

@@ -8,8 +8,8 @@ are not: it is not clipped to [0, 1], and the tables print the median and every 
 
 A value that does not exist (a ratio with denominator 0, an arm that was not trained) is `None`: it keeps its place in `seeds` and
 counts nowhere else. NaN and infinity are mistakes, and raise `ValueError`. Sums are exactly rounded (`math.fsum`), so the order of
-the seeds changes no digit, and computed on values scaled by a power of two, so that none overflows. A mean lies between the least and
-the greatest value, so that seeds that agree have exactly their value, and an interval of width 0.
+the seeds changes no digit, and computed on values scaled by a power of two, so that none overflows. A mean lies between the least
+and the greatest value, so that seeds that agree have exactly their value, and an interval of width 0.
 """
 
 import math
