@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.probe import pool, require_width, widen
+from probes.probe import inner, pool, require_width, widen
 
 
 @checked
@@ -43,5 +43,4 @@ class AffineProbe:
 
     def _score(self, h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n"]:
         require_width(h, self.weight.shape[0])
-        h = widen(h)
-        return h @ self.weight.to(h) + self.bias
+        return inner(widen(h), self.weight) + self.bias

@@ -7,6 +7,7 @@ Platt's targets are (n1 + 1)/(n1 + 2) and 1/(n0 + 2) instead of 1 and 0 (Platt, 
 the classes. Fit on rollouts that are used neither to train nor to test the probe.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -49,7 +50,7 @@ class Platt:
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""
-        return expit(self.slope * scores + self.intercept)
+        return expit(self.slope * scores.astype(np.float64) + self.intercept)
 
 
 @dataclass(frozen=True)
@@ -61,31 +62,41 @@ class Isotonic:
 
     def __call__(self, scores: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Return probabilities in [0, 1]."""
-        return np.interp(scores, self.scores, self.probabilities)
+        exponent = _exponent(np.array(self.scores))
+        return np.interp(np.ldexp(scores.astype(np.float64), -exponent), np.ldexp(self.scores, -exponent), self.probabilities)
 
 
 @checked
 def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
-    """Fit Platt scaling. ValueError without both classes, or for scores that are not finite."""
+    """Fit Platt scaling. ValueError without both classes, for scores that are not finite, or for a slope beyond any float."""
     hack = _require_fittable(scores, hack)
     positive, negative = int(hack.sum()), int((~hack).sum())
     target = np.where(hack, (positive + 1) / (positive + 2), 1 / (negative + 2))
+    # over a power of two, so that no square in the spread vanishes or overflows; it changes no bit of the result
+    exponent = _exponent(scores)
+    scaled = np.ldexp(scores.astype(np.float64), -exponent)
     # equal scores have no spread but that of rounding, which is no unit to read other scores in
-    centre, scale = scores.mean(), (scores.std() or 1.0) if np.ptp(scores) else 1.0
-    x = np.tile((scores - centre) / scale, 2)[:, None]
+    centre, scale = scaled.mean(), (scaled.std() or 1.0) if np.ptp(scaled) else 1.0
+    x = np.tile((scaled - centre) / scale, 2)[:, None]
     # A soft target t is the pair (label 1, weight t), (label 0, weight 1 - t).
     y, weight = np.repeat([1, 0], len(scores)), np.concatenate([target, 1 - target])
     model = LogisticRegression(C=np.inf, tol=1e-8, max_iter=1000).fit(x, y, sample_weight=weight)
     slope = float(model.coef_[0, 0] / scale)
-    return Platt(slope, float(model.intercept_[0] - slope * centre))
+    intercept = float(model.intercept_[0] - slope * centre)
+    try:
+        return Platt(math.ldexp(slope, -exponent), intercept)
+    except OverflowError:
+        raise ValueError("The scores are so small that the slope is larger than any float: give scores in a smaller unit.") from None
 
 
 @checked
 def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
     """Fit isotonic regression. ValueError without both classes, or for scores that are not finite."""
     hack = _require_fittable(scores, hack)
-    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(scores, hack.astype(float))
-    return Isotonic(tuple(model.X_thresholds_.tolist()), tuple(model.y_thresholds_.tolist()))
+    # on ranks, because scikit-learn takes scores closer than 1e-15 (float64) or 1e-6 (float32) for equal, in any unit
+    values, rank = np.unique(scores.astype(np.float64), return_inverse=True)
+    model = IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip").fit(rank.astype(np.float64), hack.astype(float))
+    return Isotonic(tuple(values[model.X_thresholds_.astype(int)].tolist()), tuple(model.y_thresholds_.tolist()))
 
 
 @checked
@@ -116,6 +127,11 @@ def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> lis
         confidence, rate = float(p[rows].mean()), float(hack[rows].mean())
         curve.append(ReliabilityBin(i / bins, (i + 1) / bins, int(rows.sum()), confidence, rate))
     return curve
+
+
+def _exponent(scores: Float[np.ndarray, " n"]) -> int:
+    """Return the exponent of the least power of two above every size."""
+    return int(np.frexp(np.abs(scores.astype(np.float64)).max())[1])
 
 
 def _require_probabilities(p: np.ndarray, hack: np.ndarray) -> Bool[np.ndarray, " n"]:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from mi_route2.checks import Mask, checked
-from probes.probe import Labels, pool, require_width, unit_vector, widen
+from probes.probe import Labels, inner, pool, require_width, unit_vector, widen
 
 Score = Literal["cosine", "projection"]
 
@@ -49,9 +49,9 @@ class DirectionProbe:
         require_width(h, self.direction.shape[0])
         h = widen(h)
         if self.score == "projection":
-            return h @ self.direction.to(h)
+            return inner(h, self.direction)
         h = _scaled(h)
-        return h @ self.direction.to(h) / h.norm(dim=-1).clamp_min(torch.finfo(h.dtype).tiny)
+        return inner(h, self.direction) / inner(h, h).sqrt().clamp_min(torch.finfo(h.dtype).tiny)
 
 
 def _scaled(h: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:

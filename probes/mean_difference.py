@@ -41,5 +41,8 @@ class MeanDifferenceFitter:
             clean, hack = self._counts.tolist()
             raise ValueError(f"A probe needs hack and clean examples; it has {hack} and {clean}.")
         clean, hack = self._sums / self._counts[:, None]
-        weight = unit_vector(hack - clean)
+        apart = hack - clean
+        # Sums of a constant round by their length: what they differ by is no direction.
+        apart[apart.abs() <= torch.finfo(torch.float64).eps * float(self._counts.sum()) * (hack.abs() + clean.abs())] = 0.0
+        weight = unit_vector(apart)
         return AffineProbe(weight, -float(weight @ (hack + clean)) / 2)

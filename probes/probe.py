@@ -51,15 +51,38 @@ def widen(h: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     return h.to(torch.promote_types(h.dtype, torch.float32))
 
 
+def inner(h: Float[Tensor, "*n d"], w: Float[Tensor, "*m d"]) -> Float[Tensor, "*n"]:
+    """Return `<h, w>` per row in the dtype of `h`; on a CPU, a row has the same bits alone and in any batch."""
+    # A matrix product rounds by the shape of the batch. So does a sum by the layout, and by the threads that share a long row which
+    # is alone: hence halves.
+    products = (h * w.to(h)).contiguous()
+    halves = torch.nn.functional.pad(products, (0, h.shape[-1] % 2)).unflatten(-1, (2, -1))
+    return halves.sum(dim=-1).sum(dim=-1)
+
+
 def pool(h: Float[Tensor, "b s d"], mask: Mask) -> Float[Tensor, "b d"]:
-    """Return the mean activation over the masked positions of every rollout. ValueError for a rollout without any."""
+    """Return the mean activation over the masked positions of every rollout, in float32 or wider.
+
+    It is a running mean in float64: that of a constant is the constant to the last bit, and neither padding nor other rollouts
+    change a bit. A feature that cancels up to rounding is 0.
+
+    Raises:
+        ValueError: a rollout without a masked position.
+    """
     mask = as_mask("mask", mask)
     count = mask.sum(dim=1)
     if empty := (count == 0).nonzero().flatten().tolist():
         raise ValueError(f"Rollouts {empty[:8]} have no position in the mask: drop them, or mark a predictor position.")
-    # torch.where and not a product, because 0 * NaN is NaN, and padding may hold NaN.
-    kept = torch.where(mask[..., None], widen(h), 0.0)
-    return kept.sum(dim=1) / count[:, None]
+    mean = torch.zeros(len(h), h.shape[-1], dtype=torch.float64, device=h.device)
+    size, number = mean.clone(), mask.cumsum(dim=1).double()
+    for t in range(h.shape[1]):
+        # torch.where and not a product, because 0 * NaN is NaN, and padding may hold NaN.
+        marked, x = mask[:, t, None], h[:, t].double()
+        mean = torch.where(marked, mean + (x - mean) / number[:, t, None], mean)
+        size = torch.where(marked, size + x.abs(), size)
+    # Bound of the rounding error of a running mean; a cosine would scale what is left of it up to 1.
+    cancelled = mean.abs() <= 4 * torch.finfo(torch.float64).eps * size
+    return torch.where(cancelled, 0.0, mean).to(widen(h).dtype)
 
 
 def examples(h: Float[Tensor, "b s d"], mask: Mask, hack: Labels, unit: Unit) -> tuple[Float[Tensor, "n d"], Bool[Tensor, " n"]]:

@@ -8,7 +8,8 @@ are not: it is not clipped to [0, 1], and the tables print the median and every 
 
 A value that does not exist (a ratio with denominator 0, an arm that was not trained) is `None`: it keeps its place in `seeds` and
 counts nowhere else. NaN and infinity are mistakes, and raise `ValueError`. Sums are exactly rounded (`math.fsum`), so the order of
-the seeds changes no digit, and computed on values scaled by a power of two, so that none overflows.
+the seeds changes no digit, and computed on values scaled by a power of two, so that none overflows. A mean lies between the least
+and the greatest value, so that seeds that agree have exactly their value, and an interval of width 0.
 """
 
 import math
@@ -37,9 +38,9 @@ class Summary(TypedDict):
 
 
 def mean(values: Sequence[Value]) -> float | None:
-    """Return the exactly rounded mean of the defined values; `None` if there is none."""
+    """Return the mean of the defined values; `None` if there is none."""
     scaled, exponent = _scaled(values)
-    return math.ldexp(math.fsum(scaled) / len(scaled), exponent) if scaled else None
+    return math.ldexp(_centre(scaled), exponent) if scaled else None
 
 
 def median(values: Sequence[Value]) -> float | None:
@@ -48,14 +49,14 @@ def median(values: Sequence[Value]) -> float | None:
     if not ordered:
         return None
     middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else ordered[middle - 1] / 2 + ordered[middle] / 2
+    return ordered[middle] if len(ordered) % 2 else mean(ordered[middle - 1 : middle + 1])
 
 
 def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | None, float | None]:
     """Return the Student-t interval of the mean of the defined values; `(None, None)` for fewer than two values.
 
     Raises:
-        ValueError: a level outside of (0, 1).
+        ValueError: a level outside of (0, 1), or a bound larger than any float.
     """
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval lies strictly between 0 and 1, not {level}")
@@ -63,10 +64,13 @@ def interval(values: Sequence[Value], level: float = LEVEL) -> tuple[float | Non
     n = len(scaled)
     if n < 2:
         return None, None
-    centre = math.fsum(scaled) / n
+    centre = _centre(scaled)
     deviation = math.sqrt(math.fsum((value - centre) ** 2 for value in scaled) / (n - 1))
     half = float(stdtrit(n - 1, (1 + level) / 2)) * deviation / math.sqrt(n)
-    return math.ldexp(centre - half, exponent), math.ldexp(centre + half, exponent)
+    try:
+        return math.ldexp(centre - half, exponent), math.ldexp(centre + half, exponent)
+    except OverflowError:
+        raise ValueError(f"the interval of {values} is larger than any float: give the values in a larger unit") from None
 
 
 def summary(values: Sequence[Value], level: float = LEVEL) -> Summary:
@@ -93,13 +97,16 @@ def outliers(values: Sequence[Value], scale: float = 3.0, least: float = 0.1) ->
     1.4826 makes the median absolute deviation an estimate of a normal's standard deviation; `least` keeps irrelevant differences in
     a tight group of seeds from being marked. Fewer than three defined values have no outlier.
     """
-    centre = median(values)
-    if centre is None or len(_defined(values)) < 3:
+    if len(_defined(values)) < 3:
         return [False] * len(values)
-    spread = median([abs(value - centre) for value in _defined(values)])
+    quarters = [None if value is None else value / 4 for value in values]  # a difference of them never overflows
+    centre = median(quarters)
+    assert centre is not None
+    distances = [None if value is None else abs(value - centre) for value in quarters]
+    spread = median(distances)
     assert spread is not None
-    limit = max(scale * 1.4826 * spread, least)
-    return [value is not None and abs(value - centre) > limit for value in values]
+    limit = max(scale * 1.4826 * spread, least / 4)
+    return [distance is not None and distance > limit for distance in distances]
 
 
 def _defined(values: Sequence[Value]) -> list[float]:
@@ -107,6 +114,11 @@ def _defined(values: Sequence[Value]) -> list[float]:
     if not all(map(math.isfinite, defined)):
         raise ValueError(f"{values} holds NaN or infinity: correct its computation, or give None for a value that does not exist")
     return defined
+
+
+def _centre(scaled: Sequence[float]) -> float:
+    """Return the mean, which rounding may put an ulp outside of the values."""
+    return min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
 
 
 def _scaled(values: Sequence[Value]) -> tuple[list[float], int]:

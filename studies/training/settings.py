@@ -212,25 +212,47 @@ def read_changes(path: Path | None) -> tuple[str, ...]:
     Tables are prefixes: ``steps = 300`` under ``[warm]`` is ``warm.steps=300``. Lists are joined by commas.
 
     Raises:
-        ValueError: The file cannot be read, or is not TOML.
+        ValueError: The file cannot be read, is not TOML, gives a setting twice, or holds a value that no setting takes.
     """
     if path is None:
         return ()
+    words: dict[str, str] = {}
     try:
-        return tuple(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
+        for name, value in _flat(tomllib.loads(path.read_text(encoding="utf-8-sig")), ""):
+            if name in words:
+                raise ValueError(f"it gives {name} twice: remove one of them")
+            words[name] = _word(name, value)
     except OSError as error:
         raise ValueError(f"--config {path} cannot be read ({error.strerror}): give a TOML file of settings") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except RecursionError as error:
+        raise ValueError(f"--config {path} is nested too deeply: write lines as steps = 100") from error
+    except ValueError as error:
         raise ValueError(f"--config {path} is not a TOML file of settings ({error}): write lines as steps = 100") from error
+    return tuple(f"{name}={word}" for name, word in words.items())
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
         else:
-            entries = value if isinstance(value, list) else [value]
-            yield f"{prefix}{name}={','.join(str(one).lower() if isinstance(one, bool) else str(one) for one in entries)}"
+            yield f"{prefix}{name}", value
+
+
+def _word(name: str, value: Any) -> str:
+    """Return the text of a value on a command line."""
+    if "=" in name:
+        raise ValueError(f"the name {name!r} has an equals sign")
+    if not isinstance(value, list):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    for entry in value:
+        if isinstance(entry, list | Mapping):
+            raise ValueError(
+                f"{name} must be one value or a list of values, not a list that holds the {type(entry).__name__} {entry}"
+            )
+        if "," in str(entry):
+            raise ValueError(f"{name} has the entry {entry!r} with a comma: give each as an entry of its own")
+    return ",".join(_word(name, entry) for entry in value)
 
 
 def _changeable(settings: Any, prefix: str, fixed: tuple[str, ...]) -> dict[str, Any]:

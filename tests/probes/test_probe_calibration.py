@@ -133,6 +133,46 @@ def test_a_score_that_is_the_same_everywhere_says_the_rate_everywhere(n):
 
 
 @pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
+@pytest.mark.parametrize("power", [-1000, -200, -30, 30, 200, 1000])
+def test_a_power_of_two_in_the_units_of_the_score_changes_no_bit_of_a_probability(fit, power):
+    p, hack = drawn(300)
+    for scores in (p, p - 0.5, -p):
+        scaled = np.ldexp(scores, power)
+        np.testing.assert_array_equal(fit(scaled, hack)(scaled), fit(scores, hack)(scores))
+
+
+@pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_narrow_scores_have_the_probabilities_of_the_same_numbers_in_float64(fit, dtype):
+    p, hack = drawn(300)
+    for scale in (1e-7, 1.0, 60_000.0):
+        scores = (scale * p).astype(dtype)
+        narrow, wide = fit(scores, hack), fit(scores.astype(np.float64), hack)
+        assert narrow == wide
+        np.testing.assert_array_equal(narrow(scores), wide(scores.astype(np.float64)))
+
+
+@pytest.mark.parametrize("value", [1.0, -3e-300, 5e-324, 5e307])
+def test_isotonic_ranks_scores_that_differ_in_the_last_bit_alone(value):
+    hack = np.arange(60) % 3 > 0
+    below = np.nextafter(value, -np.inf)
+    assert fit_isotonic(np.where(hack, value, below), hack)(np.array([below, value])).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
+def test_the_widest_scores_have_finite_probabilities(fit):
+    scores, hack = np.array([-1.7e308] * 6 + [1.7e308] * 6), np.arange(12) >= 6
+    p = fit(scores, hack)(np.array([-1.7e308, 0.0, 1.7e308]))
+    assert p[0] < 0.2 < p[1] < 0.8 < p[2]
+
+
+def test_scores_too_small_for_a_slope_are_refused_by_platt():
+    scores = np.array([0.0] * 6 + [5e-324] * 6)
+    with pytest.raises(ValueError, match="slope is larger than any float: give scores in a smaller unit"):
+        fit_platt(scores, np.arange(12) >= 6)
+
+
+@pytest.mark.parametrize("fit", [fit_platt, fit_isotonic])
 def test_a_calibrator_needs_both_classes_and_finite_scores(fit):
     with pytest.raises(ValueError, match="both classes"):
         fit(np.array([0.0, 1.0]), np.array([True, True]))

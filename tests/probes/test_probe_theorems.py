@@ -103,6 +103,88 @@ def test_bfloat16_activations_are_pooled_and_scored_in_float32(name):
     torch.testing.assert_close(scores, probe.score_rollouts(h.double(), mask).float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_mean_of_a_constant_activation_is_that_activation_to_the_last_bit(dtype):
+    """Otherwise the rounding of a mean tells how long a rollout was, and a scaler makes unit variance of it."""
+    length = torch.arange(1, 100)
+    mask = torch.arange(100) < length[:, None]
+    constant = torch.tensor([0.1, -3.3, 1e4, 1 / 7, 0.0, 6e-5], dtype=dtype)
+    pooled = pool(constant.expand(*mask.shape, -1), mask)
+    assert torch.equal(pooled, constant.to(pooled).expand_as(pooled))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", LEARNT.values())
+def test_a_layer_that_never_varies_separates_nothing_though_hacks_are_longer(kind, dtype):
+    hack = torch.arange(B) % 3 == 0
+    mask = torch.arange(100) < torch.where(hack, 77, 30)[:, None]
+    h = torch.tensor([0.1, -3.3, 1e4 / 3, 1 / 7, 1.7], dtype=dtype).expand(B, 100, D)
+    fitter = kind()
+    fitter.update(h, mask, hack)
+    if kind is MeanDifferenceFitter:
+        with pytest.raises(ValueError, match="not zero"):
+            fitter.fit()
+    else:
+        assert auroc(fitter.fit().score_rollouts(h, mask).double().numpy(), hack.numpy()) == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_mean_has_the_same_bits_alone_and_in_company_and_with_any_padding(dtype):
+    g = torch.Generator().manual_seed(0)
+    for s, d in ((1, 1), (3, 5), (17, 8), (40, 33), (150, 3)):
+        h = torch.randn(6, s, d, generator=g).to(dtype)
+        mask = torch.rand(6, s, generator=g) < 0.7
+        mask[:, 0] = True
+        whole = pool(h, mask)
+        for row in range(6):
+            padded = torch.full((2, s + 30, d), math.nan, dtype=dtype)
+            place = torch.zeros(2, s + 30, dtype=torch.bool)
+            place[1, 0] = True
+            padded[1, 0] = 1.0
+            padded[0, 11 : 11 + s], place[0, 11 : 11 + s] = h[row], mask[row]
+            assert torch.equal(pool(padded, place)[0], whole[row])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_has_the_same_score_alone_and_in_any_batch_to_the_last_bit(dtype, threads):
+    """A matrix product rounds by the shape of the batch, and equal activations would no longer tie."""
+    before, g = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    torch.set_num_threads(threads)
+    try:
+        for d in (1, 2, 5, 17, 100, 257, 40_000):
+            v = torch.randn(d, generator=g, dtype=torch.float64)
+            probes = (AffineProbe(v, 0.1), DirectionFitter(v).fit(), DirectionFitter(v, "projection").fit())
+            for b, s in ((1, 2), (3, 5), (7, 1)) if d < 40_000 else ((2, 1),):
+                h = torch.randn(b, s, d, generator=g).to(dtype)
+                strided = h.transpose(0, 1).contiguous().transpose(0, 1)
+                for probe in probes:
+                    scores = probe.score_tokens(h)
+                    assert torch.equal(probe.score_tokens(strided), scores)
+                    for i, j in {(0, 0), (b - 1, s - 1), (b // 2, s // 2)}:
+                        alone = probe.score_tokens(h[i : i + 1, j : j + 1].clone())[0, 0]
+                        assert torch.equal(alone, scores[i, j])
+                        assert torch.equal(
+                            probe.score_rollouts(h[i : i + 1, j : j + 1], torch.ones(1, 1, dtype=torch.bool))[0], alone
+                        )
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e12])
+def test_the_cosine_of_a_mean_that_cancels_is_zero_and_not_that_of_its_rounding(dtype, size):
+    """The features that do not cancel, however small, are all that it is read from."""
+    g = torch.Generator().manual_seed(0)
+    half = size * torch.randn(64, 7, D, generator=g, dtype=torch.float64).to(dtype)
+    order = torch.randperm(14, generator=g)
+    h = torch.cat([half, -half], dim=1)[:, order]
+    probe, mask = DirectionFitter(torch.arange(1.0, D + 1)).fit(), torch.ones(64, 14, dtype=torch.bool)
+    assert torch.equal(probe.score_rollouts(h, mask), torch.zeros(64, dtype=dtype))
+    h[..., 0] = 1e-9 * size
+    torch.testing.assert_close(probe.score_rollouts(h, mask), probe.direction[0].to(dtype).expand(64))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_another_width_is_refused(name):
     with pytest.raises(ValueError, match="features"):
@@ -339,7 +421,7 @@ def test_a_cosine_is_one_of_any_activation_that_is_not_zero(dtype):
     v, h = torch.ones(D, dtype=torch.float64), batch(dtype=dtype)[0]
     probe, tiny = DirectionFitter(v).fit(), torch.finfo(dtype).tiny
     expected = probe.score_tokens(h)
-    assert torch.equal(expected, h @ probe.direction.to(dtype) / h.norm(dim=-1))  # no bit is another where nothing vanishes
+    torch.testing.assert_close(expected, h @ probe.direction.to(dtype) / h.norm(dim=-1))
     for power in (-120, -90, 90, 120):
         torch.testing.assert_close(probe.score_tokens(h * 2.0**power), expected, rtol=1e-6, atol=1e-6)
     for least in (tiny, 2 * tiny, tiny / 4, torch.finfo(dtype).max / 8):

@@ -162,10 +162,33 @@ def test_large_values_of_both_signs_have_an_interval() -> None:
     assert mean([1.5e308, 1.5e308]) == median([1.5e308, 1.5e308]) == 1.5e308
 
 
+@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(2, 12))
+def test_seeds_that_agree_have_their_value_as_mean_and_median_and_an_interval_of_no_width(value: float, n: int) -> None:
+    result = summary([value] * n)
+    assert [result[key] for key in ("mean", "median", "lo", "hi")] == [value] * 4
+    assert paired_difference(dict.fromkeys(range(n), value), dict.fromkeys(range(n), 0.0))[1]["lo"] == value
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
+def test_mean_and_median_are_between_the_least_and_the_greatest(values: list[float]) -> None:
+    for statistic in (mean, median):
+        assert min(values) <= statistic(values) <= max(values)
+
+
+def test_an_interval_wider_than_a_float_names_the_remedy_and_outliers_have_none() -> None:
+    huge = [1e308, -1e308]
+    assert mean(huge) == median(huge) == 0
+    for statistic in (interval, summary):
+        with pytest.raises(ValueError, match=r"larger than any float: give the values in a larger unit"):
+            statistic(huge)
+    assert outliers([1.7e308, -1.7e308, 0.0, 1.0, -1.0, 2.0]) == [True, True, False, False, False, False]
+    assert outliers([1.7e308, -1.7e308, -1.7e308]) == [True, False, False]
+
+
 @given(SAMPLES)
 def test_the_numbers_are_those_of_the_plain_formulas_to_the_last_bit(values: list[float]) -> None:
-    """Published tables hold them."""
+    """Published tables hold them; only what rounding puts outside of the values is another."""
     n, result = len(values), summary(values)
-    centre = math.fsum(values) / n
+    centre = min(max(math.fsum(values) / n, min(values)), max(values))
     half = float(stdtrit(n - 1, 0.975)) * math.sqrt(math.fsum((v - centre) ** 2 for v in values) / (n - 1)) / math.sqrt(n)
     assert (result["mean"], result["lo"], result["hi"]) == (centre, centre - half, centre + half)

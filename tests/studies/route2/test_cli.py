@@ -112,6 +112,39 @@ def test_a_config_file_says_what_overrides_say(tmp_path: Path) -> None:
     assert read_changes(None) == ()
 
 
+WRONG_CONFIG = {
+    "too many brackets": (f"steps = {'[' * 5000}1{']' * 5000}", "is nested too deeply: write lines as steps = 100"),
+    "too many tables": (f"[{'.'.join('a' * 5000)}]\nx = 1", "is nested too deeply"),
+    "a list of lists": (
+        "betas = [[0.9, 0.99]]",
+        "betas must be one value or a list of values, not a list that holds the list [0.9, 0.99]",
+    ),
+    "a list of tables": ("[[warm]]\nsteps = 3", "warm must be one value or a list of values, not a list that holds the dict"),
+    "a name in two ways": ('"warm.steps" = 4\n[warm]\nsteps = 3', "gives warm.steps twice: remove one of them"),
+    "a comma in an entry": (
+        'adapt = ["blocks.*,unembed", "c"]',
+        "adapt has the entry 'blocks.*,unembed' with a comma: give each as an entry",
+    ),
+    "a name with an equals sign": ('"adapt=unembed" = "x"', "name 'adapt=unembed' has an equals sign"),
+    "a number of 5000 digits": (f"steps = {'9' * 5000}", "is not a TOML file of settings"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CONFIG)
+def test_a_wrong_config_file_is_one_sentence(tmp_path: Path, main: Main, what: str) -> None:
+    text, part = WRONG_CONFIG[what]
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    one_sentence(main("run", "--out", tmp_path / "runs", "--config", path), part)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_config_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text("steps = 5", encoding="utf-8-sig")
+    assert read_changes(path) == ("steps=5",)
+
+
 def test_a_value_of_another_type_is_refused_by_the_parser(tmp_path: Path, main: Main, capfd: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--workers", "two"], ["--wrokers", "2"], ["--report", "--nothing"]):
         with pytest.raises(SystemExit) as stopped:
