@@ -28,8 +28,9 @@ STUDIES = ("route2", "tracing", "steering", "lanes", "benchmarks")
 """A study imports rooms (`common`, `environments`, `sandbox`, `training`) and no other study."""
 
 FORBIDDEN = {
-    "mi_route2": ("probes", "studies"),
-    "probes": ("studies",),
+    "mi_route2": ("probes", "studies", "tests"),
+    "probes": ("studies", "tests"),
+    "studies": ("tests",),
     "mi_route2.architectures": ("mi_route2",),
     "mi_route2.files": ("mi_route2",),
     "mi_route2.plots": ("mi_route2.sites", "mi_route2.architectures", *(f"mi_route2.{room}" for room in LIBRARY)),
