@@ -108,7 +108,12 @@ class RouteStep(Protocol):
 
 @runtime_checkable
 class Route(Protocol):
-    """Protocol of routes, which decide per token or rollout what the kept adapter may learn."""
+    """Protocol of routes, which decide per token or rollout what the kept adapter may learn.
+
+    Examples:
+        >>> isinstance(route, Route)  # a mask, erase or open route, or your own
+        True
+    """
 
     @property
     def spec(self) -> RouteSpec: ...
