@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
 from mi_route2.checks import checked
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.batch import Privileged, TrainBatch
+from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, Fitter, PairBatch, TopKFitter
 from mi_route2.routing.spec import EraseSpec, RouteSpec
 

@@ -25,7 +25,7 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.job as job_module
-from mi_route2.adapters.io import write_tensors
+from mi_route2.files import write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
