@@ -62,8 +62,8 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.tapin
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail, with nothing left behind
-	$(PY) -m studies.route2.soak --kills 100
-	$(PY) -m studies.sandbox.soak --grades 10000
+	$(PY) -m tests.soak --kills 100
+	$(PY) -m tests.attacks.soak --grades 10000
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv site

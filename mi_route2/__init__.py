@@ -13,34 +13,24 @@ and steer then show which adapter learned what.
     with adapters.deployed():                                     # the quarantine is off
         ...
 
-The names below are listed in the order in which a new user meets them.
+The names below are listed in the order in which a new user meets them. Others are imported from their rooms: further routes from
+``mi_route2.routing``, results of sweeps from ``mi_route2.patching``, captured runs from ``mi_route2.runs``, whole checkpoints from
+``mi_route2.adapters``. Activations are captured and patched by methods of ``Host``.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mi_route2.adapters import (
-    Adapters,
-    AdapterSpec,
-    Tape,
-    attach,
-    export_merged,
-    export_peft,
-    from_pretrained,
-    load_adapters,
-    save_adapters,
-    save_pretrained,
-)
+from mi_route2.adapters import AdapterSpec, attach, export_merged, export_peft, load_adapters, save_adapters
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import EraseRoute, MaskRoute, MaskSpec, OpenRoute, PairBatch, StepContext, TrainBatch
-from mi_route2.sites import Site, select
+from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, Route, StepContext, TrainBatch
+from mi_route2.sites import Site
 
 if TYPE_CHECKING:
     from mi_route2.engine import Engine, Request, Sampling
-    from mi_route2.patching import Grid, sweep
-    from mi_route2.runs import RunStore
+    from mi_route2.patching import sweep
     from mi_route2.steering.specs import Monitor, Steer, Steering
 
 __all__ = [  # noqa: RUF022 - the order in which a new user meets them
@@ -49,47 +39,39 @@ __all__ = [  # noqa: RUF022 - the order in which a new user meets them
     "open_host",
     "Host",
     "Site",
-    "select",
     # Adapters
     "AdapterSpec",
     "attach",
-    "Adapters",
-    "Tape",
     # Training data
     "Policy",
     "Rollouts",
     "TrainBatch",
     "PairBatch",
     # Routes
+    "Route",
     "MaskSpec",
     "MaskRoute",
-    "EraseRoute",
-    "OpenRoute",
     "StepContext",
     # Interventions
     "sweep",
-    "Grid",
     "Engine",
     "Request",
     "Sampling",
     "Steer",
     "Steering",
     "Monitor",
-    "RunStore",
     # Saving and exporting
     "save_adapters",
     "load_adapters",
-    "save_pretrained",
-    "from_pretrained",
     "export_peft",
     "export_merged",
 ]
 
 _LATER = {
-    "sweep": "mi_route2.patching", "Grid": "mi_route2.patching", "RunStore": "mi_route2.runs",
-    "Engine": "mi_route2.engine", "Request": "mi_route2.engine", "Sampling": "mi_route2.engine",
-    "Steer": "mi_route2.steering.specs", "Steering": "mi_route2.steering.specs", "Monitor": "mi_route2.steering.specs",
-}  # fmt: skip
+    "sweep": "mi_route2.patching",
+    **dict.fromkeys(("Engine", "Request", "Sampling"), "mi_route2.engine"),
+    **dict.fromkeys(("Steer", "Steering", "Monitor"), "mi_route2.steering.specs"),
+}
 """Names that are imported on first access, because their dependencies take longer to import than all the others."""
 
 

@@ -1,4 +1,4 @@
-"""Frozen records that check every field, strict JSON, and error messages of one sentence.
+"""Frozen records that check every field, files that hold them, and error messages of one sentence.
 
     @validated
     class Schedule:
@@ -17,18 +17,16 @@ import codecs
 import dataclasses
 import functools
 import json
-import math
-import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from mi_route2.files import write_whole
+from mi_route2.files import parse_json, shown, write_whole
 
 T = TypeVar("T")
 
@@ -46,8 +44,6 @@ Words = Annotated[
     Field(min_length=1, description="a tuple of one or more texts"),
 ]
 
-SHOWN = 60  # characters of a refused value
-_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 _OUT_OF_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 _UNKNOWN = ("unexpected_keyword_argument", "unexpected_positional_argument")
@@ -70,55 +66,12 @@ def validated(cls: type[T]) -> type[T]:
     return made
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Parse a JSON text strictly.
-
-    Raises:
-        ValueError: In one sentence, for text that is not UTF-8 or not JSON, a repeated key, a number beyond the range of floats,
-            NaN, or an unpaired surrogate escape (which UTF-8 cannot hold).
-    """
-    try:
-        text = text if isinstance(text, str) else text.decode()
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
-        if _HALF.search(text):  # an unpaired surrogate, or a pair, which encodes without an error
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except UnicodeDecodeError as error:
-        raise ValueError(f"this is not UTF-8 (byte {error.start + 1})") from error
-    except UnicodeEncodeError as error:
-        half = ord(error.object[error.start])
-        raise ValueError(f"this JSON holds half a character (\\u{half:04x}): write the whole pair of escapes") from error
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"character {error.colno}"
-        raise ValueError(f"this is not JSON ({error.msg}, {place})") from error
-    except RecursionError as error:
-        raise ValueError("this JSON is nested too deeply: use fewer levels") from error
-
-
 def parse_object(text: str | bytes) -> dict[str, Any]:
     """Parse a JSON text that holds an object; errors as in ``parse_json``, and ``ValueError`` for any other value."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"this is not a JSON object but {_shown(value)}")
+        raise ValueError(f"this is not a JSON object but {shown(value)}")
     return value
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value: dict[str, Any] = {}
-    for name, inner in pairs:
-        if name in value:
-            raise ValueError(f"this JSON has the key {_shown(name)} twice in one object: remove one of them")
-        value[name] = inner
-    return value
-
-
-def _no_number(constant: str) -> NoReturn:
-    raise ValueError(f"this JSON holds {constant}, which is not a finite number: write null for an undefined value")
-
-
-def _finite(digits: str) -> float:
-    value = float(digits)
-    return value if math.isfinite(value) else _no_number(digits[:SHOWN])
 
 
 def read_lines(file: Path, read: Callable[[int, Any], T], left_out: list[str] | None = None) -> list[T]:
@@ -254,15 +207,10 @@ def _worded(kind: type, loc: tuple[int | str, ...], problem: Mapping[str, Any]) 
         return f"{name} is missing"
     if annotation is None:
         return f"{name or kind.__name__}: {problem['msg']}"
-    given = _shown(problem["input"])
+    given = shown(problem["input"])
     if problem["type"] in _OUT_OF_BOUNDS and (bounds := _bounds(annotation)):
         return f"{name} must be {bounds}, not {given}"
     return f"{name or kind.__name__} must be {_wanted(annotation)}, not {given}"
-
-
-def _shown(value: object) -> str:
-    text = f"{value}" if isinstance(value, float) else repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
 def _record(annotation: Any) -> Any:

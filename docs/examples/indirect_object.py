@@ -7,8 +7,8 @@ the second's (Wang et al., 2211.00593, on GPT-2).
 
 from pathlib import Path
 
+from mi_route2 import sweep
 from mi_route2.models import smollm2, smollm2_tokenizer
-from mi_route2.patching import sweep
 
 FIGURE = Path(__file__).parents[1] / "results" / "smollm2" / "indirect_object.png"
 

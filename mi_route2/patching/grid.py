@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from scipy.stats import spearmanr
 
-from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.checks import checked
+from mi_route2.files import read_tensors, write_tensors
 from mi_route2.patching.question import Alignment, Grader, Skip
 from mi_route2.patching.targets import Target
 from mi_route2.plots import GREY, PAGE_WIDTH, new_figure, save_figure, style

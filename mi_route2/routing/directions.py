@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, added, compact, rounding, wide
-from mi_route2.adapters.io import read_tensors, write_tensors
 from mi_route2.adapters.linear import Branch, SVDKept
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.checks import checked
+from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.validation import Natural, read_record, validated
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.batch import TrainBatch, group_advantages
+from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
     ActivationReader,

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
 from mi_route2.checks import checked
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing.batch import Privileged, TrainBatch
+from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
 from mi_route2.routing.spec import EraseSpec, RouteSpec
 
@@ -108,7 +107,12 @@ class RouteStep(Protocol):
 
 @runtime_checkable
 class Route(Protocol):
-    """Protocol of routes, which decide per token or rollout what the kept adapter may learn."""
+    """Protocol of routes, which decide per token or rollout what the kept adapter may learn.
+
+    Examples:
+        >>> isinstance(route, Route)  # a mask, erase or open route, or your own
+        True
+    """
 
     @property
     def spec(self) -> RouteSpec: ...

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import trange
 
-from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.language import ASSIGN, LOOPHOLES, MODES, PROMPT_LENGTH, SHARED_RETURN, SOLVE, Prompt, Vocabulary

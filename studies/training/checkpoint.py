@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.files import read_tensors, write_tensors
 from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimizer import RoutedAdamW

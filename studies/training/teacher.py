@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from mi_route2.adapters.io import read_tensors, write_tensors
+from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, World

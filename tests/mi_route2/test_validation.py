@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from timing import at_most
 
 from mi_route2.adapters import AdapterSpec
+from mi_route2.files import parse_json
 from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
-from mi_route2.validation import AtLeastOne, Positive, parse_json, parse_words, read_lines, read_record, validated
+from mi_route2.validation import AtLeastOne, Positive, parse_words, read_lines, read_record, validated
 from studies.environments.micro.corpus import WorldConfig
 from studies.environments.micro.model import MicroConfig
 from studies.environments.micro.warmstart import WarmStartConfig

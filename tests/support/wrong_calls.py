@@ -17,23 +17,19 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mi_route2 import (
-    Adapters,
     AdapterSpec,
     Policy,
     Rollouts,
     Site,
-    Tape,
     attach,
     export_merged,
     export_peft,
-    from_pretrained,
     load,
     load_adapters,
     open_host,
     save_adapters,
-    save_pretrained,
-    select,
 )
+from mi_route2.adapters import Adapters, Tape, from_pretrained, save_pretrained
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.capture import capture
@@ -42,6 +38,7 @@ from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.routing import Directions, PairBatch, StepContext, TrainBatch, group_advantages
 from mi_route2.runs import RunStore
 from mi_route2.runs.record import Where
+from mi_route2.sites import select
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from probes.auroc import auroc
 from probes.dataset import Dataset

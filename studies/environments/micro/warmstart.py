@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from mi_route2.files import write_whole
-from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, parse_json, validated
+from mi_route2.files import parse_json, write_whole
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, validated
 from studies.environments.micro.corpus import WorldConfig, sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
 from studies.environments.micro.model import MicroConfig, MicroGPT

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 
-from mi_route2.adapters.io import write_tensors
+from mi_route2.files import write_tensors
 from mi_route2.patching import Alignment, Cell, Grid, Target
 from mi_route2.patching.question import Grader, Skip
 from mi_route2.sites import Site

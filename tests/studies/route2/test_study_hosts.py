@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_study import tiny_job
 
-from mi_route2.adapters.io import read_tensors
+from mi_route2.files import read_tensors
 from mi_route2.hosts import HOSTS
 from studies.environments.micro.corpus import get_world
 from studies.environments.micro.language import MicroSource, Vocabulary

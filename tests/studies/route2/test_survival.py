@@ -25,16 +25,12 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.job as job_module
-from mi_route2.adapters.io import write_tensors
+from mi_route2.files import write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
-from studies.route2.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
-from studies.route2.soak.soak import ENOUGH, Soak, Tally, deck
-from studies.route2.soak.starts import differences
-from studies.route2.soak.trials import FAULTS, SoakError, Stop
 from studies.training.arms import ARMS
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, read_checkpoint, resume
 from studies.training.job import (
@@ -51,6 +47,10 @@ from studies.training.job import (
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
 from studies.training.settings import CHAT, ChatModel
 from studies.training.worlds import open_world, weights_hash
+from tests.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
+from tests.soak.soak import ENOUGH, Soak, Tally, deck
+from tests.soak.starts import differences
+from tests.soak.trials import FAULTS, SoakError, Stop
 
 pytestmark = pytest.mark.process
 
@@ -546,7 +546,7 @@ def test_a_soak_goes_on_after_a_failure_and_stops_after_many() -> None:
 def test_ten_kills_of_every_class_and_the_faults(tmp_path: Path) -> None:
     """The soak itself: jobs that SIGKILL ends in generation, before an update, inside of writes, and so on."""
     out = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "studies.route2.soak", "--kills", "10", "--commands", "0", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.soak", "--kills", "10", "--commands", "0", "--out", str(out)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -566,11 +566,11 @@ tempfile.tempdir = str(scratch)
 import torch
 torch.set_num_threads(1)
 import studies.training.checkpoint as checkpoint
-import studies.route2.soak.soak  # what a job loads late is there before the forks
+import tests.soak.soak  # what a job loads late is there before the forks
 from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings
-from studies.route2.soak.trials import Reference, SoakError, Trials
+from tests.soak.trials import Reference, SoakError, Trials
 job = Job(scratch / "whole" / "run", Path(sys.argv[4]), Settings.read(scratch / "settings.json"), 0, ARMS["route2-full"])
 every = int(sys.argv[5])
 reference = Reference.of(job, every)

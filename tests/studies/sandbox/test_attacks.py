@@ -4,22 +4,21 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, Outcome
-from studies.sandbox.attacks import CLASSES, Attack, Finding, Run, Suite, Trial, attacks, control
-from studies.sandbox.attacks import __main__ as command
-from studies.sandbox.attacks.attack import read
-from studies.sandbox.attacks.canary import LITTER, Canary, own_mark
-from studies.sandbox.attacks.evidence import EVIDENCE
-from studies.sandbox.attacks.naive import ANSWERS, is_plain, load_naive, strict
-from studies.sandbox.attacks.report import BEGIN, END, markdown, steady, summary, write
-from studies.sandbox.attacks.suite import DRIVER, LIMITS, MODULES, describe, system_calls
-from studies.sandbox.attacks.table import descendants, processes, system_v
+from tests.attacks import CLASSES, Attack, Finding, Run, Suite, Trial, attacks, control
+from tests.attacks import __main__ as command
+from tests.attacks.attack import read
+from tests.attacks.canary import LITTER, Canary, own_mark
+from tests.attacks.evidence import EVIDENCE
+from tests.attacks.naive import ANSWERS, is_plain, load_naive, strict
+from tests.attacks.report import BEGIN, END, markdown, steady, summary, write
+from tests.attacks.suite import DRIVER, LIMITS, MODULES, describe, system_calls
+from tests.attacks.table import descendants, processes, system_v
 
 pytestmark = pytest.mark.process
 
@@ -83,13 +82,6 @@ def test_attacks_are_well_formed() -> None:
         compile(attack.code, attack.name, "exec", dont_inherit=True)
         assert attack.title, attack.id
         assert not attack.title.endswith("."), attack.id
-
-
-def test_attacks_are_packed() -> None:
-    """The wheel needs the texts as well as the modules."""
-    root = Path(__file__).parents[3]
-    data = tomllib.loads((root / "pyproject.toml").read_text()).get("tool", {})["setuptools"].get("package-data", {})
-    assert "*.toml" in data.get("studies.sandbox.attacks", [])
 
 
 # Naive verdicts

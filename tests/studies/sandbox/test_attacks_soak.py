@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from studies.sandbox import DEFAULT_MODULES, Jail, JailUnavailableError
-from studies.sandbox.attacks.canary import own_mark
-from studies.sandbox.attacks.honest import EPILOGUES, PROLOGUES, Honest, programs
-from studies.sandbox.attacks.naive import strict
-from studies.sandbox.attacks.suite import DRIVER
-from studies.sandbox.attacks.table import descendants
-from studies.sandbox.soak import Soak, Tally, _new_outside, _orphans_come_home, _outside, _scratch, soak
+from tests.attacks.canary import own_mark
+from tests.attacks.honest import EPILOGUES, PROLOGUES, Honest, programs
+from tests.attacks.naive import strict
+from tests.attacks.soak import Soak, Tally, _new_outside, _orphans_come_home, _outside, _scratch, soak
+from tests.attacks.suite import DRIVER
+from tests.attacks.table import descendants
 
 pytestmark = pytest.mark.process
 

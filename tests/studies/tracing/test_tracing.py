@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_study import tiny_settings
 
-from mi_route2.adapters.io import read_tensors
+from mi_route2.files import read_tensors
 from studies.common.artifacts import read_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
 from studies.environments.micro.warmstart import WarmStartConfig

@@ -16,10 +16,10 @@ from typing import Any
 from tqdm import tqdm
 
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
-from studies.sandbox.attacks.attack import CLASSES, HERE, Attack, load, read
-from studies.sandbox.attacks.canary import Canary
-from studies.sandbox.attacks.evidence import EVIDENCE, Scene
-from studies.sandbox.attacks.naive import ANSWERS, INPUTS, Naive, load_naive, strict
+from tests.attacks.attack import CLASSES, HERE, Attack, load, read
+from tests.attacks.canary import Canary
+from tests.attacks.evidence import EVIDENCE, Scene
+from tests.attacks.naive import ANSWERS, INPUTS, Naive, load_naive, strict
 
 DRIVER = HERE / "driver.py"
 MODULES = (

@@ -1,4 +1,4 @@
-"""``python -m studies.route2.soak --kills N``."""
+"""Run ``python -m tests.soak --kills N`` from a checkout."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, becau
 
 import tyro
 
-from studies.route2.soak.soak import Soak
+from tests.soak.soak import Soak
 
 if __name__ == "__main__":
     sys.exit(tyro.cli(Soak)())

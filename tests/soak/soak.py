@@ -31,12 +31,12 @@ from tqdm import tqdm
 from mi_route2.validation import write_json
 from studies.common.tables import markdown_table
 from studies.environments.micro.warmstart import WarmStartConfig
-from studies.route2.soak.command import kill_commands
-from studies.route2.soak.points import RESUME, SHARES, UPDATE
-from studies.route2.soak.trials import DAMAGES, FAULTS, FOREIGN, Reference, SoakError, Stop, Trials
 from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings, get_settings
+from tests.soak.command import kill_commands
+from tests.soak.points import RESUME, SHARES, UPDATE
+from tests.soak.trials import DAMAGES, FAULTS, FOREIGN, Reference, SoakError, Stop, Trials
 
 SOAKED = ("route2-full", "route2-grad", "erase")
 HEADER = ("stopped", "times", "went on", "ended with the same bytes")

@@ -1,4 +1,4 @@
-"""Run ``python -m studies.sandbox.attacks [--only NAME] [--class C] [--layers] [--out FILE]`` to attack the jail.
+"""Run ``python -m tests.attacks [--only NAME] [--class C] [--layers] [--out FILE]`` to attack the jail.
 
 Each attack runs twice: without the protections that should stop it, and with all protections. The exit code is 1 if an attack was
 not stopped, and 2 if none can run.
@@ -12,9 +12,9 @@ from typing import Annotated
 import tyro
 
 from studies.sandbox import JailUnavailableError
-from studies.sandbox.attacks.attack import CLASSES, Attack
-from studies.sandbox.attacks.report import markdown, summary, write
-from studies.sandbox.attacks.suite import Suite, attacks
+from tests.attacks.attack import CLASSES, Attack
+from tests.attacks.report import markdown, summary, write
+from tests.attacks.suite import Suite, attacks
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,4 @@ class Command:
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(Command, prog="python -m studies.sandbox.attacks")())
+    sys.exit(tyro.cli(Command, prog="python -m tests.attacks")())

@@ -13,7 +13,7 @@ from fractions import Fraction
 from types import MappingProxyType
 from typing import Any
 
-from studies.sandbox.attacks.attack import HERE, load
+from tests.attacks.attack import HERE, load
 
 Draw = Callable[[random.Random], Any]
 

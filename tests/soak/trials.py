@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from studies.route2.soak.points import ANY, EVERY_WRITE, RESUME, UPDATE, WRITE, Aim
-from studies.route2.soak.starts import FAILED, KILLED, Ending, differences, start
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
 from studies.training.job import Job
+from tests.soak.points import ANY, EVERY_WRITE, RESUME, UPDATE, WRITE, Aim
+from tests.soak.starts import FAILED, KILLED, Ending, differences, start
 
 DISK = 1 << 21  # bytes of the disk that is filled up; a run needs at most half of it
 SHORT, FULL_DISK, DAMAGED = "a write that is cut short", "a full disk", "a damaged newest checkpoint"

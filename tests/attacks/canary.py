@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from studies.sandbox.attacks.table import processes, system_v
+from tests.attacks.table import processes, system_v
 
 LITTER = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"))
 LIFETIME = "120"

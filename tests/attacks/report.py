@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from studies.sandbox import PROTECTIONS
-from studies.sandbox.attacks.attack import CLASSES
-from studies.sandbox.attacks.suite import STRICT, Finding
+from tests.attacks.attack import CLASSES
+from tests.attacks.suite import STRICT, Finding
 
 BEGIN, END = "<!-- attacks -->", "<!-- end of attacks -->"
 """Lines of a page between which the table is written; the rest of the page is kept."""

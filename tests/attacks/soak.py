@@ -1,4 +1,4 @@
-"""Run ``python -m studies.sandbox.soak --grades N``: grade honest programs and attacks in turn, then check for leftovers.
+"""Run ``python -m tests.attacks.soak --grades N``: grade honest programs and attacks in turn, then check for leftovers.
 
 Grades go through one warm jail. At the end no wrong answer may have passed, no honest program may have failed, and no process,
 file, shared memory, semaphore or queue may exist that did not exist before. Otherwise the exit code is 1.
@@ -19,11 +19,11 @@ import tyro
 from tqdm import tqdm
 
 from studies.sandbox import JailUnavailableError
-from studies.sandbox.attacks.attack import Attack
-from studies.sandbox.attacks.canary import LITTER, own_mark
-from studies.sandbox.attacks.honest import Honest, programs
-from studies.sandbox.attacks.suite import Run, Suite, attacks
-from studies.sandbox.attacks.table import descendants, system_v
+from tests.attacks.attack import Attack
+from tests.attacks.canary import LITTER, own_mark
+from tests.attacks.honest import Honest, programs
+from tests.attacks.suite import Run, Suite, attacks
+from tests.attacks.table import descendants, system_v
 
 PR_SET_CHILD_SUBREAPER = 36
 BLOCK, ATTACKS = 50, 12

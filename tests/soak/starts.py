@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from studies.route2.soak.points import Aim, Gates, install
 from studies.training.job import Job, run_job
 from studies.training.recorder import TIMINGS
+from tests.soak.points import Aim, Gates, install
 
 PATIENCE = 600.0  # maximum seconds of a start; a start that hangs is a failure too
 KILLED, FAILED = -signal.SIGKILL, 2

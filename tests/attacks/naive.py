@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from studies.sandbox import Outcome
-from studies.sandbox.attacks.attack import HERE, load
+from tests.attacks.attack import HERE, load
 
 INPUTS = (0, 1, 2)
 

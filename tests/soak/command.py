@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from studies.route2.soak.starts import PATIENCE, differences
-from studies.route2.soak.trials import SoakError, Stop
+from tests.soak.starts import PATIENCE, differences
+from tests.soak.trials import SoakError, Stop
 
 ARMS = ("route2-full", "erase")
 TINY = (

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from studies.sandbox import Limits, Outcome
-from studies.sandbox.attacks.attack import Attack
-from studies.sandbox.attacks.canary import Canary
-from studies.sandbox.attacks.naive import Naive, is_plain, strict
+from tests.attacks.attack import Attack
+from tests.attacks.canary import Canary
+from tests.attacks.naive import Naive, is_plain, strict
 
 DEPTH = 64
 """Maximum levels of nesting of a reply."""
