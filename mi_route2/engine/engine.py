@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import isfinite
-from typing import Any
+from time import monotonic
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
@@ -29,11 +30,12 @@ from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.forward import Ran, Runner
-from mi_route2.engine.request import EngineRequest, Finish, Request, Result, Token, refuse
+from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.sampling import Sampling, choose
-from mi_route2.engine.scheduler import Scheduler
+from mi_route2.engine.scheduler import Scheduler, Shares
+from mi_route2.engine.text import Growing
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
@@ -45,10 +47,15 @@ from mi_route2.steering.specs import VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 
+class QueueFullError(RuntimeError):
+    """As many requests wait as the engine lets wait."""
+
+
 @checked
 class Engine:
     """Continuous batching over one model; see the module.
 
+    ``events`` are the new tokens and readings of the last step, for streams; ``paused`` is true between ``pause`` and ``resume``.
     ``steering`` holds globals, tiers and named vectors; ``prefixes`` counts hits and misses; ``steps`` and ``tokens`` count steps
     and generated tokens so far; ``last_error`` is the reason for which the last failed forward or run failed its request.
 
@@ -67,6 +74,8 @@ class Engine:
         vectors: named vectors that patches and steering may use.
         controllers: controllers that change steering between steps.
         exact: see the module.
+        queue: number of requests that may wait; ``None``: any.
+        patience: steps after which a waiting request gains a level of priority; ``None``: never.
         generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
 
     Raises:
@@ -94,8 +103,12 @@ class Engine:
         vectors: Mapping[str, VectorLike] | None = None,
         controllers: Controllers | None = None,
         exact: bool = False,
+        queue: int | None = None,
+        patience: int | None = 512,
         generator: torch.Generator | None = None,
     ):
+        if queue is not None and queue < 1:
+            raise ValueError(f"queue = {queue} is not valid: give the number of requests that may wait, or None")
         if block < 1 or prefix_bytes < 0 or patch_slots < 1:
             raise ValueError(
                 f"block = {block}, prefix_bytes = {prefix_bytes}, patch_slots = {patch_slots} are not valid: give block and "
@@ -104,7 +117,9 @@ class Engine:
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
         model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
         grain = block if exact else 1
-        self.scheduler: Scheduler[EngineRequest] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain)
+        self.scheduler: Scheduler[EngineRequest] = Scheduler(
+            rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
+        )
         self.steering = SteeringState(
             model.shape, rows=steering_rows, dtype=kind, device=device, quarantine_sites=model.quarantines()
         )
@@ -133,14 +148,26 @@ class Engine:
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
             raise ValueError("these controllers belong to another engine: give each engine its own")
         self.controllers.sync.insert(0, self._residents.rules)
+        self.queue, self.paused = queue, False
+        self.events: list[Event] = []
+        self._shares = Shares()
+        self._kept = False
+        self._late: list[EngineRequest] = []
+        """Requests that came while the engine is paused."""
+        self._deadlines: dict[EngineRequest, float] = {}
         self._sequences: dict[int, EngineRequest] = {}
         self._arrivals = 0
         self._done: list[Result] = []
 
     @property
     def busy(self) -> bool:
-        """True if a request runs or waits, or a result was not returned yet."""
-        return bool(self._sequences or self._done)
+        """True if a step would do something: a request runs or waits and is not paused, or a result was not returned yet."""
+        return bool(self._done or (self._going if self.paused else self._sequences))
+
+    @property
+    def _going(self) -> bool:
+        """Whether requests still run that ``pause("finish")`` lets end."""
+        return len(self._sequences) > len(self._late) and not self._kept
 
     @checked
     def check(self, request: Request) -> None:
@@ -156,16 +183,32 @@ class Engine:
 
         Raises:
             ValueError, KeyError: the request cannot be run.
+            QueueFullError: as many requests wait as ``queue`` says.
             RuntimeError, OSError: the model is in training mode, or the store cannot be read.
         """
         asked, patches = self._checked(request)
+        waiting = len(self.scheduler.waiting) + len(self._late)
+        if self.queue is not None and waiting >= self.queue:
+            raise QueueFullError(f"{waiting} requests wait already, which is the limit: submit this one again later")
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
         sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
+        sequence.turn = self._shares.turn(asked.owner, sequence.reach)
+        if asked.deadline is not None:
+            self._deadlines[sequence] = monotonic() + asked.deadline
+        if sampling.stop:
+            sequence.text = Growing(self.tokenizer, sampling.stop)
         self._sequences[number] = sequence
-        self.scheduler.add(sequence)
+        if self.paused:
+            self._late.append(sequence)
+        else:
+            self.scheduler.add(sequence)
         return number
+
+    def partial(self, request: int) -> Result:
+        """Return the result so far of a request that has not ended. ``KeyError`` if it is not in the engine."""
+        return self._find(request).result
 
     def cancel(self, request: int) -> None:
         """End a request at once; it still gets a result. ``KeyError`` if the request is not in the engine."""
@@ -185,7 +228,12 @@ class Engine:
 
         If a request is refused, or anything else raises, none of these requests stays in the engine. Results of requests that were
         submitted before are returned by the next ``step``.
+
+        Raises:
+            RuntimeError: the engine is paused.
         """
+        if self.paused:
+            raise RuntimeError("the engine is paused, so that no request would run: call resume() before")
         most: dict[int, int] = {}
         found: dict[int, Result] = {}
         others: list[Result] = []
@@ -215,14 +263,18 @@ class Engine:
         Raises:
             RuntimeError: the model changed while requests run, so that their keys and values are those of another model.
         """
-        if self._sequences:
+        self.events = []
+        self._expire()
+        if self._going if self.paused else self._sequences:
             if not self.alive:
                 raise RuntimeError(
-                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests were in the engine: let them "
-                    "end before, or cancel them"
+                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests ran: let them "
+                    "end before, cancel them, or pause the engine around a change of weights"
                 )
             self.controllers.before_step(self.steering)
             turn = self._residents.plan(self.scheduler)
+            for one in turn.admitted:
+                self._shares.served(one.turn)
             self._drop_failed()
             if turn.pieces:
                 self._run(turn.pieces)
@@ -235,8 +287,11 @@ class Engine:
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
         self._residents.note(pieces)
+        starts = {one: one.computed for one, _ in pieces}
         ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
+        self._read(ran)
         ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        self._tell(starts, ran)
         for one, count in pieces:
             if count > 1:
                 self._residents.publish(one)
@@ -249,6 +304,81 @@ class Engine:
         for one, finish, error in ended:
             if one.id in self._sequences:  # otherwise a controller has cancelled it
                 self._end(one, finish, error)
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed."""
+        now = monotonic() if self._deadlines else 0.0
+        for one in [one for one, ends in self._deadlines.items() if ends <= now]:
+            asked = one.request.deadline
+            self._end(one, "error", f"its deadline of {asked:g} s has passed, after {one.generated} tokens: give it more time")
+
+    def _read(self, ran: Ran) -> None:
+        """Store the monitors' readings with the requests that want them."""
+        wanted = {one: self._sequences[one] for one in self._sequences if self._sequences[one].request.readings}
+        if not wanted:
+            return
+        for readings in ran.readings:
+            for request, name, start, track in readings.each():
+                if (one := wanted.get(request)) is not None:
+                    for position, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
+                        one.note(position, {name: Reading(score, gate)})
+
+    def _tell(self, starts: Mapping[EngineRequest, int], ran: Ran) -> None:
+        """Collect the step's events."""
+        due = set(ran.due)
+        for one, start in starts.items():
+            new = one.result.tokens[-1] if one in due and one.known > one.computed else None
+            result, positions = one.result, range(start, one.computed)
+            read = {at: result.readings[at] for at in positions if at in result.readings} if one.request.readings else {}
+            norms = {at: result.norms[at] for at in positions if at in result.norms} if one.request.norms else {}
+            if new is not None or read or norms:
+                self.events.append(Event(one.id, new, read, norms))
+
+    def pause(self, mode: Literal["abort", "finish", "keep"] = "finish") -> None:
+        """Stop admitting requests, so that the model's weights may be changed; new requests wait for ``resume``.
+
+        Args:
+            mode: what happens to the requests in the engine. ``abort`` cancels them. ``finish`` lets them run to their end: call
+                ``step`` while ``busy``. ``keep`` stops them where they are; they go on after ``resume``.
+
+        Raises:
+            RuntimeError: the engine is paused already.
+        """
+        if self.paused:
+            raise RuntimeError("the engine is paused already: call resume() before")
+        if mode == "abort":
+            for one in list(self._sequences.values()):
+                self._end(one, "cancelled")
+        self.paused, self._kept = True, mode == "keep"
+        for one in list(self.scheduler.running) if self._kept else ():
+            self.scheduler.put_back(one)
+            self._residents.put_back(one)
+
+    def resume(self) -> None:
+        """Go on after ``pause``. If the model has changed, whatever depended on it is dropped.
+
+        Requests that were kept then compute their keys and values, captures and readings anew, from the tokens that they have. One
+        that writes a run or patches from one ends with an error, because these belong to the model before.
+
+        Raises:
+            RuntimeError: the engine is not paused, or ``pause("finish")`` still has requests to end.
+        """
+        if not self.paused:
+            raise RuntimeError("the engine is not paused")
+        if self._going:
+            raise RuntimeError("requests that may finish are still running: call step() while the engine is busy, then resume()")
+        if self._state.look():
+            self._changed()
+            for one in list(self._sequences.values()):
+                if one.writer is not None or any(isinstance(patch.source, FromRun) for patch in one.request.patch):
+                    self._end(one, "error", "the weights were changed while it ran, and its run belongs to those before")
+                else:
+                    one.restart()
+        self.paused = self._kept = False
+        late, self._late = self._late, []
+        for one in late:
+            if one.id in self._sequences:
+                self.scheduler.add(one)
 
     @property
     def alive(self) -> bool:
@@ -280,7 +410,7 @@ class Engine:
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
         """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
-        if not self._sequences and self._state.look():
+        if not self._sequences and not self.paused and self._state.look():
             self._changed()
         model, residents, store = self.decoder, self._residents, self._residents.store
         model.refuse_dropout()
@@ -294,7 +424,7 @@ class Engine:
         for site, count in crowded.items():
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
-        for site in {*crowded, *(capture.site for capture in request.capture), *self.steering.sites()}:
+        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self.steering.sites()}:
             model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
         self._refuse_runs(request, store)
         named = self.steering.vectors
@@ -346,7 +476,7 @@ class Engine:
             one.tokens.append(token)
             self.tokens += 1
             try:
-                stopped = token in sampling.stop_tokens or (sampling.stop and self._stopped(one))
+                stopped = token in sampling.stop_tokens or self._stopped(one, token)
             except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
                 ended.append((one, "error", _undecoded(error)))
                 continue
@@ -380,13 +510,14 @@ class Engine:
             )
         return StepView(self.steps, tuple(views))
 
-    def _stopped(self, one: EngineRequest) -> bool:
+    def _stopped(self, one: EngineRequest, token: int) -> bool:
         """Return whether a stop text has appeared; the result's text then ends before it."""
-        text = self.tokenizer.decode(one.result.ids)
-        places = [text.find(stop) for stop in one.request.sampling.stop if stop in text]
-        if places:
-            one.result.text = text[: min(places)]
-        return bool(places)
+        if one.text is None:
+            return False
+        one.text.push(token)
+        if one.text.stopped:
+            one.result.text = one.text.text
+        return one.text.stopped
 
     def _drop_failed(self) -> None:
         for one, reason in self._residents.failed:
@@ -396,12 +527,16 @@ class Engine:
 
     def _end(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         """End a request and release its resources."""
-        self.scheduler.remove(one)
+        if one in self._late:
+            self._late.remove(one)
+        else:
+            self.scheduler.remove(one)
         self._residents.leave(one)
         self._hand_out(one, finish, error)
 
     def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         del self._sequences[one.id]
+        self._deadlines.pop(one, None)
         result = one.result
         result.finish, result.error = finish, error
         if self.tokenizer is not None and result.text is None:

@@ -277,6 +277,9 @@ class Runner:
                 if columns:
                     sink = partial(one.keep, number, [start + column for column in columns])
                     work.setdefault(capture.site, Work()).captures.append((sink, [(row, column) for column in columns]))
+            for site in one.request.norms:
+                places = [(row, column) for column in range(count)]
+                work.setdefault(site, Work()).captures.append((partial(one.norm, site, start), places))
         return work
 
 

@@ -14,12 +14,14 @@ from torch import Tensor
 from mi_route2.engine.cache import Acts, Saved
 from mi_route2.engine.rules import Rule
 from mi_route2.engine.sampling import Sampling, TokenIds
+from mi_route2.engine.text import Growing
 from mi_route2.patching.patches import Patch, Resolved
 from mi_route2.runs.record import Where
 from mi_route2.runs.writer import Writer
 from mi_route2.sites import Site
+from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import At, Plain, Steering, several
-from mi_route2.validation import validated
+from mi_route2.validation import Positive, validated
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 
@@ -42,7 +44,12 @@ class Request:
         priority: higher runs first.
         rules: changes to make during generation.
         conversation: the conversation in which rules may hold beyond this request.
-        owner: owner of held configurations and set monitors; these end with the owner's last request.
+        owner: owner of held configurations and set monitors; these end with the owner's last request. Owners that wait get equal
+            shares of the engine at equal priority.
+        readings: return what the request's monitors read at each token, prompt included; the prompt is then computed anew.
+        norms: sites whose value's norm is returned for each token, prompt included.
+        deadline: seconds from its submission after which the request ends, with an error.
+        salt: requests with different salts share no cached prefix.
 
     Raises:
         ValueError: a field has the wrong type.
@@ -61,6 +68,10 @@ class Request:
     rules: Annotated[tuple[Rule, ...], several(Rule)] = ()
     conversation: str | None = None
     owner: str = "client"
+    readings: Annotated[bool, Plain] = False
+    norms: Annotated[tuple[Site, ...], several(Site)] = ()
+    deadline: Annotated[Positive, Plain] | None = None
+    salt: str = ""
 
     __eq__, __hash__ = object.__eq__, object.__hash__  # by identity: requests with equal fields are different requests
 
@@ -72,6 +83,15 @@ class Token(NamedTuple):
     logprob: float = nan
     top: Mapping[int, float] = MappingProxyType({})
     asked: tuple[float, ...] = ()
+
+
+class Event(NamedTuple):
+    """What one step did for one request: the new token, if any, and what was read at each position that was computed."""
+
+    request: int
+    token: Token | None
+    readings: Mapping[int, Mapping[str, Reading]] = MappingProxyType({})
+    norms: Mapping[int, Mapping[Site, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +108,8 @@ class Result:
 
     ``unfired`` names each capture and patch at a position that was never computed because the request ended before, and each
     capture that no token matched. ``seed`` is the request's seed, or the one that the engine drew. ``cached`` counts prompt tokens
-    whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted.
+    whose keys and values came from the prefix cache, ``preemptions`` how often the request was preempted. ``readings`` and
+    ``norms`` are by position; the last generated token is never read.
     """
 
     request: int
@@ -98,6 +119,8 @@ class Result:
     error: str | None = None
     captured: dict[Site, Captured] = field(default_factory=dict)
     unfired: list[str] = field(default_factory=list)
+    readings: dict[int, dict[str, Reading]] = field(default_factory=dict)
+    norms: dict[int, dict[Site, float]] = field(default_factory=dict)
     seed: int | None = None
     cached: int = 0
     preemptions: int = 0
@@ -118,8 +141,8 @@ class EngineRequest:
     """The engine's state of one request.
 
     ``row`` is its row of key-value slots while it runs; ``saved`` holds its keys and values while it is preempted. ``lost`` is
-    called if the run that it writes cannot go on. ``noted`` is the steering state's change count when ``acts`` was last updated for
-    generated tokens.
+    called if the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop
+    texts are looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens.
     """
 
     id: int
@@ -135,6 +158,8 @@ class EngineRequest:
     admitted: bool = False
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
+    turn: float = 0.0
+    text: Growing | None = None
     keys: list[bytes] = field(default_factory=list)
     published: int = 0
     writer: Writer | None = None
@@ -164,7 +189,9 @@ class EngineRequest:
         return self.prompt + self.request.sampling.max_new - 1
 
     def lowest_capture(self) -> int:
-        """Return the first captured position of the prompt, which must be computed, or the prompt's length if there is none."""
+        """Return the first position of the prompt that must be computed, or the prompt's length if there is none."""
+        if self.request.readings or self.request.norms:
+            return 0
         first = [capture.where.rows(self.request.prompt, 0, self.prompt)[:1] for capture in self.request.capture]
         return min((row for rows in first for row in rows), default=self.prompt)
 
@@ -177,6 +204,27 @@ class EngineRequest:
         held = self.captured.setdefault(number, ([], []))
         held[0].extend(positions)
         held[1].append(rows.detach())
+
+    def note(self, position: int, readings: Mapping[str, Reading]) -> None:
+        """Store what monitors read at a position."""
+        self.result.readings.setdefault(position, {}).update(readings)
+
+    def norm(self, site: Site, start: int, rows: Tensor) -> None:
+        """Store the norms of the values of ``site`` at the positions from ``start`` on."""
+        lengths = rows.flatten(1).to(torch.promote_types(rows.dtype, torch.float32)).norm(dim=-1).tolist()
+        for position, length in enumerate(lengths, start):
+            self.result.norms.setdefault(position, {})[site] = length
+
+    def restart(self) -> None:
+        """Forget everything that was computed, so that it is computed anew by another model."""
+        self.computed = self.published = self.result.cached = 0
+        self.saved, self.noted, self.keys = None, -1, []
+        self.acts = Acts()
+        self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
+        self.captured.clear()
+        self.kept.clear()
+        self.result.readings.clear()
+        self.result.norms.clear()
 
     def _write(self, site: Site, positions: list[int], rows: Tensor) -> None:
         """Append to the run, if it is still open; a full or closed store, or an ended run, must not affect other requests."""

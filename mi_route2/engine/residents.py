@@ -189,7 +189,7 @@ class Residents:
         one.published = len(found)
 
     def _name(self, one: EngineRequest, blocks: int) -> None:
-        salt = repr((self.state.current, self.exact)).encode()
+        salt = repr((self.state.current, self.exact, one.request.salt)).encode()
         self.prefixes.extend(one.keys, salt, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
 
     def _vacate(self, one: EngineRequest) -> None:

@@ -1,10 +1,11 @@
 """Scheduling: choose the pieces of the next step. Pure logic over lengths and priorities, without tensors.
 
-Running requests come before waiting ones, single tokens before prompt chunks, higher priority before lower, then first come, first
-served. A step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs
-out, or a request of higher priority waits for a row, the last request of the lowest priority is preempted and keeps its state. The
-first waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another
-resource is passed by: ``admit`` ensures that no later request takes that resource.
+Running requests come before waiting ones, single tokens before prompt chunks, higher priority before lower, then the owner with the
+smaller share so far, then first come, first served. A request that waits for ``patience`` steps gains a level of priority. A step
+computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
+request of higher priority waits for a row, the last request of the lowest priority is preempted and keeps its state. The first
+waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another resource
+is passed by: ``admit`` ensures that no later request takes that resource.
 """
 
 from bisect import insort
@@ -20,6 +21,7 @@ class Job(Protocol):
     """The scheduler's view of a request: ``known`` counts its prompt and generated tokens, ``computed`` those already run."""
 
     priority: int
+    turn: float
     arrival: int
     computed: int
 
@@ -39,9 +41,32 @@ class Turn(Generic[J]):
     preempted: list[J] = field(default_factory=list)  # compared by identity, because two requests may have equal fields
 
 
-def urgency(job: Job) -> tuple[int, int]:
-    """Sort key: higher priority first, then earlier arrival."""
-    return -job.priority, job.arrival
+def urgency(job: Job) -> tuple[int, float, int]:
+    """Sort key: higher priority first, then the earlier turn, then earlier arrival."""
+    return -job.priority, job.turn, job.arrival
+
+
+class Shares:
+    """Turns of requests, by which owners that wait get equal shares of the engine.
+
+    The turns of an owner's requests are as far apart as the tokens that they ask for, and begin where the engine is now (start-time
+    fair queueing; Goyal, Vin and Cheng 1996). Requests of a single owner keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._next: dict[str, float] = {}
+
+    def turn(self, owner: str, tokens: int) -> float:
+        """Return the turn of an owner's next request."""
+        turn = max(self._now, self._next.get(owner, 0.0))
+        self._next[owner] = turn + tokens
+        return turn
+
+    def served(self, turn: float) -> None:
+        """Note that a request of this turn runs now; owners who are behind it start here."""
+        self._now = max(self._now, turn)
+        self._next = {owner: after for owner, after in self._next.items() if after > self._now}
 
 
 class Scheduler(Generic[J]):
@@ -51,13 +76,19 @@ class Scheduler(Generic[J]):
     ``ValueError`` if the sizes cannot work.
     """
 
-    def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1):
+    def __init__(self, *, rows: int, budget: int, chunk: int, room: int | None = None, grain: int = 1, patience: int | None = None):
+        if patience is not None and patience < 1:
+            raise ValueError(f"patience = {patience} is not valid: give the steps after which a request is moved up, or None")
         if rows < 1 or grain < 1 or chunk < grain or budget < rows + grain - 1 or (room is not None and room < 1):
             raise ValueError(
                 f"rows = {rows}, budget = {budget}, chunk = {chunk}, room = {room} are not valid: all must be at least 1, the "
                 f"chunk at least {grain}, and the budget at least {rows + grain - 1}, so that every running request can go on"
             )
         self.rows, self.budget, self.chunk, self.room, self.grain = rows, budget, chunk, room, grain
+        self.patience = patience
+        self._turns = 0
+        self._since: dict[int, int] = {}
+        """Arrival number of each waiting request, and the turn since which it has had its priority."""
         self.waiting: list[J] = []
         self.running: list[J] = []
         self._lacking: set[int] = set()
@@ -66,11 +97,13 @@ class Scheduler(Generic[J]):
     def add(self, job: J) -> None:
         """Queue a new or preempted request."""
         insort(self.waiting, job, key=urgency)
+        self._since[job.arrival] = self._turns
 
     def remove(self, job: J) -> None:
         """Remove a request that ended, waiting or running."""
         (self.running if job in self.running else self.waiting).remove(job)
         self._lacking.discard(job.arrival)
+        self._since.pop(job.arrival, None)
 
     def put_back(self, job: J) -> None:
         """Move a running request back to the waiting queue."""
@@ -86,6 +119,8 @@ class Scheduler(Generic[J]):
             put_back: called for each preempted request, before any request is admitted.
         """
         turn: Turn[J] = Turn()
+        self._turns += 1
+        self._promote()
         self._make_way(turn, put_back)
         left = self._go_on(turn, put_back)
         for job in list(self.waiting):
@@ -97,12 +132,22 @@ class Scheduler(Generic[J]):
                 self._lacking.add(job.arrival)
                 continue
             self.waiting.remove(job)
+            self._since.pop(job.arrival, None)
             if answer == "drop":
                 continue
             self.running.append(job)
             turn.admitted.append(job)
             left -= self._give(turn, job, left)
         return turn
+
+    def _promote(self) -> None:
+        """Raise the priority of requests that have waited for ``patience`` steps, so that none waits for ever."""
+        late = [job for job in self.waiting if self.patience and self._turns - self._since[job.arrival] > self.patience]
+        for job in late:
+            job.priority += 1
+            self._since[job.arrival] = self._turns
+        if late:
+            self.waiting.sort(key=urgency)
 
     def _preempt(self, job: J, turn: Turn[J], put_back: Callable[[J], None]) -> None:
         """Move a running request back to the waiting queue and out of this turn."""

@@ -570,6 +570,14 @@ class Readings:
                 found[name] = Track(scores[start:stop], watched.gate(scores)[start:stop])
         return found
 
+    def each(self) -> Iterator[tuple[int, str, int, Track]]:
+        """Yield request, monitor, and the position of the first token that the track is about."""
+        gates = {id(watched): watched.gate(scores) for watched, scores in self.scores}
+        for watched, scores, piece, name, start, stop in self._entries():
+            assert self.layout is not None
+            one = self.layout.pieces[piece]
+            yield one.request, name, one.start, Track(scores[start:stop], gates[id(watched)][start:stop])
+
     def last(self) -> Mapping[int, Mapping[str, Reading]]:
         """Return request -> monitor -> its reading at the last token of the request in this forward."""
         found: dict[int, dict[str, Reading]] = {}

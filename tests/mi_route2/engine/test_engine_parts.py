@@ -23,6 +23,7 @@ class Job:
     priority: int
     prompt: int
     most: int
+    turn: float = 0.0
     computed: int = 0
     generated: int = 0
 
@@ -36,17 +37,20 @@ class Scheduling(RuleBasedStateMachine):
 
     @initialize(
         rows=st.integers(1, 4), spare=st.integers(0, 6), chunk=st.integers(4, 8), room=st.none() | st.integers(24, 40),
-        grain=st.sampled_from([1, 4]),
+        grain=st.sampled_from([1, 4]), patience=st.none() | st.integers(1, 5),
     )  # fmt: skip
-    def start(self, rows: int, spare: int, chunk: int, room: int | None, grain: int) -> None:
-        self.scheduler: Scheduler[Job] = Scheduler(rows=rows, budget=rows + grain - 1 + spare, chunk=chunk, room=room, grain=grain)
+    def start(self, rows: int, spare: int, chunk: int, room: int | None, grain: int, patience: int | None) -> None:
+        budget = rows + grain - 1 + spare
+        self.scheduler: Scheduler[Job] = Scheduler(
+            rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
+        )
         self.jobs: list[Job] = []
         self.arrivals = 0
         self.full = False
 
-    @rule(prompt=st.integers(1, 14), most=st.integers(1, 8), priority=st.integers(0, 2))
-    def submit(self, prompt: int, most: int, priority: int) -> None:
-        job = Job(self.arrivals, priority, prompt, most)
+    @rule(prompt=st.integers(1, 14), most=st.integers(1, 8), priority=st.integers(0, 2), turn=st.integers(0, 9))
+    def submit(self, prompt: int, most: int, priority: int, turn: int) -> None:
+        job = Job(self.arrivals, priority, prompt, most, float(turn))
         self.arrivals += 1
         self.jobs.append(job)
         self.scheduler.add(job)

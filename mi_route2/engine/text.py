@@ -1,0 +1,77 @@
+"""Text of a token sequence that grows one token at a time."""
+
+from collections.abc import Iterable
+from typing import Any
+
+SPLIT = "\ufffd"
+"""What a tokenizer decodes the bytes of an unfinished character to."""
+WAITS = 8
+"""Tokens after which bytes that still are no character are taken as they are: a character of UTF-8 has at most four bytes."""
+
+
+class Growing:
+    """Text of tokens that arrive one by one; each token costs a decoding of the last few tokens only.
+
+    A token is decoded together with the tokens before it, so that spaces, joined pieces and characters of several tokens come out
+    as ``tokenizer.decode`` writes them for the whole sequence. ``text`` is what is certain so far.
+
+    Args:
+        tokenizer: anything with ``decode(ids)``.
+        stop: texts at whose first appearance the text ends. Text that may be the beginning of one is held back.
+
+    Examples:
+        >>> growing = Growing(tokenizer)
+        >>> pieces = [growing.push(token) for token in ids] + [growing.end()]
+        >>> "".join(pieces) == tokenizer.decode(ids)
+        True
+    """
+
+    def __init__(self, tokenizer: Any, stop: Iterable[str] = ()):
+        self._decode, self._stop = tokenizer.decode, tuple(stop)
+        self._ids: list[int] = []
+        self._from = self._read = 0
+        self._whole, self._given = "", 0
+        self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text that was returned so far."""
+        return self._whole[: self._given]
+
+    def push(self, token: int) -> str:
+        """Add a token and return the text that is certain now; ``stopped`` is set if a stop text has appeared."""
+        if self.stopped:
+            return ""
+        self._ids.append(token)
+        before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        if after.endswith(SPLIT) and len(self._ids) - self._read < WAITS:
+            return ""
+        self._add(after[len(before) :])
+        self._from, self._read = self._read, len(self._ids)
+        return self._give(self._held())
+
+    def end(self) -> str:
+        """Return the text that was held back; no token follows."""
+        if not self.stopped:
+            before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+            self._add(after[len(before) :])
+            self._from = self._read = len(self._ids)
+        return self._give(0)
+
+    def _add(self, piece: str) -> None:
+        first = max(0, len(self._whole) - max(map(len, self._stop), default=0) + 1)
+        self._whole += piece
+        places = [place for stop in self._stop if (place := self._whole.find(stop, first)) >= 0]
+        if places:
+            self._whole, self.stopped = self._whole[: min(places)], True
+
+    def _held(self) -> int:
+        """Return the length of the longest end of the text that begins a stop text."""
+        if self.stopped:
+            return 0
+        return max((n for stop in self._stop for n in range(1, len(stop)) if self._whole.endswith(stop[:n])), default=0)
+
+    def _give(self, held: int) -> str:
+        new = self._whole[self._given : len(self._whole) - held]
+        self._given += len(new)
+        return new

@@ -1,0 +1,351 @@
+"""What a server needs of the engine: events, readings of every token, limits, fair shares, pauses around a change of weights."""
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mi_route2.engine import Capture, Engine, QueueFullError, Request, Result, Sampling
+from mi_route2.engine.scheduler import Scheduler, Shares
+from mi_route2.engine.text import SPLIT, Growing
+from mi_route2.hosts import open_host
+from mi_route2.hosts.base import Host
+from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.runs import RunStore
+from mi_route2.runs.record import Where
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
+from tests.support.alone import alone
+from tests.support.families import VOCAB, make_family
+
+SITE, PROMPT = Site(1, "resid_pre"), tuple(range(3, 15))
+DRAW = torch.Generator().manual_seed(2)
+PROBE, VECTOR = torch.randn(16, generator=DRAW, dtype=torch.float64), torch.randn(16, generator=DRAW, dtype=torch.float64)
+MONITOR = Monitor(SITE, PROBE, sharpness=2.0, gates=(), name="probe")
+ASK = Sampling(max_new=4, logprob_token_ids=tuple(range(VOCAB)))
+
+
+def host_of() -> Host:
+    return open_host("torch", make_family("MicroGPT", torch.float64))
+
+
+def finish(engine: Engine, most: int = 200) -> dict[int, Result]:
+    results: dict[int, Result] = {}
+    for _ in range(most):
+        if not engine.busy:
+            return results
+        results |= {one.request: one for one in engine.step()}
+    raise AssertionError(f"still busy after {most} steps")
+
+
+def right(host: Host, result: Result, request: Request) -> None:
+    """Compare with whole forwards over the request alone."""
+    assert result.finish == "length", result.error
+    truth = alone(host, request).logits.log_softmax(-1)
+    found = torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+
+
+# Events and readings
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_events_are_the_tokens_and_readings_of_the_result_and_readings_those_of_captured_values(exact: bool) -> None:
+    """In chunks, with preemption, beside others, and with the prompt in the prefix cache."""
+    host = host_of()
+    engine = Engine(host, chunk=5, rows=3, block=4, exact=exact)
+    engine.generate([Request(PROMPT, Sampling(max_new=1))])
+    asked = Request(
+        PROMPT, ASK, steering=Steering(monitors=(MONITOR,)), readings=True, norms=(SITE,), capture=(Capture(SITE, Where("all")),)
+    )
+    number, other = engine.submit(asked), engine.submit(Request(PROMPT[:5], ASK))
+    tokens, readings, norms, results = [], {}, {}, {}
+    for step in range(40):
+        results |= {one.request: one for one in engine.step()}
+        for event in engine.events:
+            if event.request == number:
+                tokens += [event.token] if event.token else []
+                assert not readings.keys() & event.readings.keys()
+                readings |= event.readings
+                norms |= event.norms
+        if step == 1:
+            engine.preempt(number)
+        if not engine.busy:
+            break
+    result = results[number]
+    assert [token.token for token in tokens] == result.ids
+    assert (readings, norms) == (result.readings, result.norms)
+    assert results[other].readings == {}
+    values = result.captured[SITE].rows
+    assert list(readings) == list(norms) == list(result.captured[SITE].positions) == list(range(len(PROMPT) + 3))
+    scores = torch.tensor([one["probe"].score for one in readings.values()], dtype=torch.float64)
+    gates = torch.tensor([one["probe"].gate for one in readings.values()], dtype=torch.float64)
+    torch.testing.assert_close(scores, values @ PROBE, rtol=0, atol=1e-10)
+    torch.testing.assert_close(gates, torch.sigmoid(2.0 * (values @ PROBE)), rtol=0, atol=1e-10)
+    torch.testing.assert_close(torch.tensor([one[SITE] for one in norms.values()]).double(), values.norm(dim=-1), rtol=1e-6, atol=0)
+
+
+def test_requests_with_different_salts_share_no_prefix_and_equal_ones_do() -> None:
+    engine = Engine(host_of(), block=4)
+    for salt, hit in (("a", 0), ("b", 0), ("a", 8), ("", 0), ("b", 8)):
+        (result,) = engine.generate([Request(PROMPT, Sampling(max_new=1), salt=salt)])
+        assert result.cached == hit, salt
+
+
+# Limits
+
+
+def test_a_full_queue_refuses_and_takes_requests_again_later() -> None:
+    engine = Engine(host_of(), rows=1, queue=2)
+    numbers = [engine.submit(Request(PROMPT, ASK)) for _ in range(2)]
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    numbers.append(engine.submit(Request(PROMPT, ASK)))
+    assert sorted(finish(engine)) == numbers
+
+
+def test_a_deadline_ends_a_request_that_runs_or_waits_and_no_other() -> None:
+    host = host_of()
+    engine, long = Engine(host, rows=2), Sampling(max_new=12)
+    free = Request(PROMPT, ASK)
+    late = [engine.submit(one) for one in (Request(PROMPT, long, deadline=0.02), free, Request(PROMPT, long, deadline=0.02))]
+    engine.step()
+    time.sleep(0.03)
+    results = finish(engine)
+    for number in (late[0], late[2]):
+        assert results[number].finish == "error"
+        assert "deadline of 0.02 s has passed" in (results[number].error or "")
+    right(host, results[late[1]], free)
+    assert not engine.scheduler.running
+    assert not engine._deadlines
+    with pytest.raises(ValueError, match="deadline"):
+        Request(PROMPT, deadline=0.0)
+
+
+# Who comes first
+
+
+def served(owners: list[str], rows: int, **given: Any) -> list[str]:
+    """Return the owners in the order in which their requests ended; all ask for as much."""
+    engine = Engine(host_of(), rows=rows, **given)
+    owner_of = {engine.submit(Request(PROMPT[:3], Sampling(max_new=2), owner=owner)): owner for owner in owners}
+    order: list[str] = []
+    while engine.busy:
+        order += [owner_of[one.request] for one in engine.step()]
+    return order
+
+
+def test_owners_that_wait_take_turns_and_one_owner_is_served_in_order() -> None:
+    assert served(["a"] * 5 + ["b"] * 2 + ["c"], rows=1) == ["a", "b", "c", "a", "b", "a", "a", "a"]
+    engine = Engine(host_of(), rows=1)
+    numbers = [engine.submit(Request(PROMPT[: 2 + i % 5], Sampling(max_new=1 + i % 3))) for i in range(8)]
+    assert list(finish(engine)) == numbers
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=1, max_size=60))
+def test_while_two_owners_wait_neither_gets_more_than_its_share_and_one_request(asked: list[tuple[str, int]]) -> None:
+    """The bound of start-time fair queueing: the tokens of two owners that both wait differ by at most a request of each."""
+    shares = Shares()
+    queue = sorted((shares.turn(owner, tokens), i, owner, tokens) for i, (owner, tokens) in enumerate(asked))
+    given_to = dict.fromkeys("abc", 0)
+    left = {owner: sum(one == owner for *_, one, _ in queue) for owner in "abc"}
+    longest = {owner: max((tokens for one, tokens in asked if one == owner), default=0) for owner in "abc"}
+    for *_, owner, tokens in queue:
+        waiting = [one for one in "abc" if left[one]]
+        for one in waiting:
+            for other in waiting:
+                assert given_to[one] - given_to[other] <= longest[one] + longest[other]
+        given_to[owner] += tokens
+        left[owner] -= 1
+
+
+def test_an_owner_that_comes_late_has_no_claim_on_the_time_before() -> None:
+    shares = Shares()
+    turns = [shares.turn("a", 10) for _ in range(5)]
+    for turn in turns[:3]:
+        shares.served(turn)
+    assert turns == [0, 10, 20, 30, 40]
+    assert [shares.turn("b", 10) for _ in range(2)] == [20, 30]
+
+
+def test_a_low_priority_does_not_wait_for_ever() -> None:
+    def steps(patience: int | None) -> int | None:
+        engine = Engine(host_of(), rows=1, patience=patience)
+        low = engine.submit(Request(PROMPT[:3], Sampling(max_new=2), priority=0))
+        for step in range(60):
+            while len(engine.scheduler.waiting) < 3:
+                engine.submit(Request(PROMPT[:3], Sampling(max_new=2), priority=3))
+            if low in [one.request for one in engine.step()]:
+                return step
+        return None
+
+    assert steps(None) is None
+    found = steps(5)
+    assert found is not None
+    assert 15 <= found <= 25
+
+
+def test_patience_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="patience = 0"):
+        Scheduler(rows=1, budget=8, chunk=8, patience=0)
+    with pytest.raises(ValueError, match="queue = 0"):
+        Engine(host_of(), queue=0)
+
+
+# Pauses
+
+
+def changed(host: Host) -> None:
+    with torch.no_grad():
+        for p in host.model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=torch.Generator().manual_seed(7), dtype=p.dtype))
+
+
+@pytest.mark.parametrize("mode", ["abort", "finish", "keep"])
+def test_weights_change_during_a_pause_and_every_result_is_of_one_model(mode: Any) -> None:
+    host = host_of()
+    engine = Engine(host, rows=2, block=4)
+    requests = [Request(PROMPT[i:], ASK, steering=Steering(base=(Steer(SITE, VECTOR, 0.5),)) if i else None) for i in range(3)]
+    before = [alone(host, request).logits.log_softmax(-1) for request in requests]
+    numbers = [engine.submit(request) for request in requests]
+    engine.step()
+    engine.step()
+    engine.pause(mode)
+    late = engine.submit(requests[0])
+    results = finish(engine)
+    assert late not in results
+    changed(host)
+    engine.resume()
+    results |= finish(engine)
+    right(host, results[late], requests[0])
+    for number, request, truth in zip(numbers, requests, before, strict=True):
+        result = results[number]
+        if mode == "abort":
+            assert result.finish == "cancelled"
+        elif mode == "finish":
+            found = torch.tensor([token.asked for token in result.tokens], dtype=torch.float64)
+            torch.testing.assert_close(found, truth, rtol=0, atol=1e-10)
+        else:  # tokens from before, which the new weights then read
+            longer = Request((*request.prompt, *result.ids[:-1]), Sampling(max_new=1), steering=request.steering)
+            found = torch.tensor(result.tokens[-1].asked, dtype=torch.float64)
+            torch.testing.assert_close(found, alone(host, longer).logits[0].log_softmax(-1), rtol=0, atol=1e-10)
+
+
+def test_a_pause_without_a_change_keeps_what_was_computed() -> None:
+    host = host_of()
+    engine = Engine(host, rows=2, block=4)
+    request = Request(PROMPT, ASK, capture=(Capture(SITE, Where("all")),))
+    number = engine.submit(request)
+    engine.step()
+    engine.pause("keep")
+    assert not engine.busy
+    with pytest.raises(RuntimeError, match="paused already"):
+        engine.pause()
+    with pytest.raises(RuntimeError, match="is paused"):
+        engine.generate([request])
+    engine.resume()
+    result = finish(engine)[number]
+    right(host, result, request)
+    assert result.captured[SITE].positions == tuple(range(len(PROMPT) + 3))
+    with pytest.raises(RuntimeError, match="not paused"):
+        engine.resume()
+
+
+def test_kept_requests_that_hold_values_of_the_weights_before_end_with_the_reason() -> None:
+    host, store = host_of(), RunStore()
+    engine = Engine(host, rows=4, block=4, store=store)
+    engine.generate([Request(PROMPT, Sampling(max_new=1), capture=(Capture(SITE),), run="before")])
+    writes = Request(PROMPT, ASK, capture=(Capture(SITE),), run="mixed")
+    reads = Request(PROMPT, ASK, patch=(Patch(SITE, 13, FromRun("before", 3)),))
+    captures = Request(PROMPT, ASK, capture=(Capture(SITE, Where("all")),))
+    numbers = [engine.submit(one) for one in (writes, reads, captures)]
+    engine.step()
+    engine.step()
+    engine.pause("keep")
+    changed(host)
+    engine.resume()
+    results = finish(engine)
+    for number in numbers[:2]:
+        assert "weights were changed while it ran" in (results[number].error or "")
+    assert list(store.runs()) == ["before"]
+    result = results[numbers[2]]
+    whole = Request((*PROMPT, *result.ids[:-1]), Sampling(max_new=1))
+    torch.testing.assert_close(result.captured[SITE].rows, alone(host, whole, SITE).values[SITE], rtol=0, atol=1e-10)
+
+
+def test_a_pause_that_lets_requests_finish_is_not_ended_before_they_have() -> None:
+    engine = Engine(host_of())
+    number = engine.submit(Request(PROMPT, ASK))
+    engine.pause("finish")
+    with pytest.raises(RuntimeError, match="still running"):
+        engine.resume()
+    assert finish(engine)[number].finish == "length"
+    engine.resume()
+
+
+# Text that grows
+
+
+class Bytes:
+    """A tokenizer whose tokens are pieces of UTF-8 of one to three bytes."""
+
+    def __init__(self, pieces: list[bytes]):
+        self.pieces = pieces
+        self.decoded = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.decoded += len(ids)
+        return b"".join(self.pieces[i] for i in ids).decode("utf-8", errors="replace")
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40), st.data())
+def test_the_pieces_of_a_text_that_grows_are_the_text(text: str, data: st.DataObject) -> None:
+    raw = text.encode()
+    cuts = [0]
+    while cuts[-1] < len(raw):
+        cuts.append(min(len(raw), cuts[-1] + data.draw(st.integers(1, 3))))
+    tokenizer = Bytes([raw[a:b] for a, b in pairwise(cuts)])
+    growing = Growing(tokenizer)
+    pieces = [growing.push(i) for i in range(len(tokenizer.pieces))]
+    assert "".join(pieces) == growing.text
+    assert text.startswith(growing.text)
+    assert "".join(pieces) + growing.end() == text == growing.text
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", "ba", " ", "stop", "st", "op"]), max_size=20),
+    st.sampled_from([("stop",), ("ab", "ba b"), ("aa",)]),
+)
+def test_nothing_of_a_stop_text_is_ever_shown(words: list[str], stop: tuple[str, ...]) -> None:
+    tokenizer = Bytes([word.encode() for word in words])
+    growing, shown, ended = Growing(tokenizer, stop), "", None
+    for i in range(len(words)):
+        shown += growing.push(i)
+        whole = "".join(words[: i + 1])
+        places = [whole.find(one) for one in stop if one in whole]
+        if places:
+            ended = min(places) if ended is None else ended
+            assert growing.stopped
+            assert shown == whole[:ended]
+            break
+        assert whole.startswith(shown)
+        assert not any(one in shown for one in stop)
+    if ended is None:
+        assert shown + growing.end() == "".join(words)
+
+
+def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
+    tokenizer = Bytes([b"x"] * 400)
+    growing = Growing(tokenizer, ("never",))
+    for i in range(400):
+        growing.push(i)
+    assert tokenizer.decoded <= 4 * 400
+    broken = Bytes([b"\xff"] * 100)
+    growing = Growing(broken)
+    assert "".join(growing.push(i) for i in range(100)).count(SPLIT) >= 90
+    assert broken.decoded <= 100 * 40
