@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding
+from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
@@ -86,10 +86,17 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
 def token_scores(
     x: Float[Tensor, "b s d_in"], predictors: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
 ) -> Float[Tensor, "b s"]:
-    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, and -1 elsewhere."""
+    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, 0 if ``Vh x_bt`` is within rounding errors of 0, and -1 elsewhere."""
     # torch.where and not a product, because padding may hold any value, NaN included
-    a = torch.where(predictors[..., None], x, torch.zeros_like(x)) @ Vh.to(x).mT
-    scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1)
+    x = torch.where(predictors[..., None], x, torch.zeros_like(x))
+    # Division by a power of two changes no bit of a cosine, and keeps the squares of very large or small activations in range.
+    largest = x.abs().amax(dim=-1, keepdim=True).to(wide(x.dtype))
+    mantissa = largest.frexp().mantissa
+    x = x / torch.where(mantissa > 0, largest / (2 * mantissa), torch.ones_like(largest)).to(x)
+    a = x @ Vh.to(x).mT
+    scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1, eps=0.0)
+    noise = NOISE * torch.finfo(wide(x.dtype)).eps
+    scores = torch.where(a.norm(dim=-1) > noise * x.norm(dim=-1), scores, torch.zeros_like(scores))
     return torch.where(predictors, scores, torch.full_like(scores, -1.0))
 
 

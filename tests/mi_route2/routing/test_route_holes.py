@@ -42,6 +42,7 @@ from mi_route2.routing import (
     TrainBatch,
 )
 from mi_route2.routing.directions import collect
+from mi_route2.routing.mask import token_scores
 
 Case = tuple[str, str, str, str]
 N = 6
@@ -109,6 +110,26 @@ def test_no_direction_is_fitted_to_rounding(kind: str) -> None:
     if kind == "grad":
         axes = TopKFitter("grad", PairBatch(short(4), short(4, seed=4), "short"), noise_quantile=0.0).fit(policy, 0).vectors
         assert {site for site, v in axes.items() if not len(v)} == {s for s in axes if s.endswith(("attn.q", "attn.k"))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_token_score_has_no_unit(dtype: torch.dtype) -> None:
+    """Ordinary scores have the bits of torch's cosine; activations in any unit have the same score, and rounding has none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 9, 16, generator=generator, dtype=torch.float64).to(dtype)
+    Q = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64)).Q
+    Vh, v = Q[:8].to(dtype), nn.functional.normalize(torch.randn(8, generator=generator, dtype=torch.float64), dim=0).to(dtype)
+    predictors = torch.rand(5, 9, generator=generator) > 0.2
+    a = torch.where(predictors[..., None], x, 0) @ Vh.mT
+    plain = torch.where(predictors, nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1), -1)
+    scores = token_scores(x, predictors, Vh, v)
+    assert torch.equal(scores, plain)
+    for unit in (1e-12, 1e12, 1e-30, 1e30):
+        assert torch.allclose(token_scores(x * unit, predictors, Vh, v), scores, rtol=0, atol=64 * torch.finfo(dtype).eps)
+    assert torch.equal(token_scores(2.0**-90 * x, predictors, Vh, v), scores)
+    if dtype != torch.bfloat16:  # its rows are orthogonal to a hundredth only
+        outside = (x.double() @ Q[8:].mT @ Q[8:]).to(dtype)
+        assert not token_scores(outside, predictors, Vh, v)[predictors].any()
 
 
 # ---- one Linear called twice
