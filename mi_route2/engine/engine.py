@@ -218,8 +218,8 @@ class Engine:
         if self._sequences:
             if not self.alive:
                 raise RuntimeError(
-                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests were in the engine: let them "
-                    "end before, or cancel them"
+                    f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests were in the engine: let "
+                    "them end before, or cancel them"
                 )
             self.controllers.before_step(self.steering)
             turn = self._residents.plan(self.scheduler)

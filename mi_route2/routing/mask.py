@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
-from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
+from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing.batch import TrainBatch, group_advantages
 from mi_route2.routing.directions import (
@@ -36,6 +36,7 @@ from mi_route2.routing.directions import (
     floors,
 )
 from mi_route2.routing.routes import (
+    REDUCING,
     Decision,
     Once,
     OneCall,
@@ -298,10 +299,11 @@ class MaskGate:
 class _MaskStep(Once):
     def __init__(self, spec: MaskSpec, policy: Policy, parts: list[Part], gates: list[MaskGate], generator: torch.Generator):
         self._spec, self._policy, self.parts, self._gates, self._generator = spec, policy, parts, gates, generator
+        self._start(policy.adapters)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
-        self._finish(self.parts, adapters, masks=True)
+        self._finish(self.parts, adapters, masks=True, acts="" if reduce is None else REDUCING)
         kept = adapters.kept_parameters()
         self._settle()
         for gate in self._gates:
@@ -375,6 +377,7 @@ class MaskRoute(OneCall):
         want_unrouted: bool = False,
         flags: Tensor | Callable[[TrainBatch], Tensor] | None = None,
     ):
+        demand_penalty(l1)
         if spec.needs_direction and fitter is None:
             raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
         if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):
