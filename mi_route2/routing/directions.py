@@ -260,7 +260,7 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Base
         values = torch.where(real.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
         if kind != "full":
             return values
-        return torch.nn.functional.normalize(values.flatten(1), dim=1).view_as(values)
+        return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
     floor = floors(hack, kind), floors(clean, kind)

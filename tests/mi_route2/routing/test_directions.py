@@ -57,6 +57,18 @@ def written_features(policy: Policy, kind: str, side: str, n: int = 5) -> Mappin
     return {site: torch.stack(row) for site, row in rows.items()}
 
 
+@pytest.mark.parametrize("kind", ["grad", "full"])
+def test_a_direction_has_no_unit(kind: str) -> None:
+    """Logits near 0 have the gradient of uniform chances times their scale, so two small scales have one direction."""
+    policy = make_policy(SPECS["lora"])
+
+    def scaled(by: float) -> Directions:
+        small = Policy(policy.model, policy.adapters, lambda *given: by * policy.forward(*given))
+        return persona(small, kind).fit(small, 0)
+
+    assert scaled(1e-7).overlap(scaled(1e-17)) > 1 - 1e-5
+
+
 @pytest.mark.parametrize("name", ["svd", "svd-low", "svd-fold", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_persona_directions_are_the_mean_contrast_by_brute_force(kind: str, name: str) -> None:

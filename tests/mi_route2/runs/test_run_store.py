@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import math
 import os
 import resource
 import shutil
@@ -495,7 +496,9 @@ def test_the_automatic_budget_is_a_share_within_bounds() -> None:
     assert 0 < available() < 1 << 50
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 0}, {"budget": -1}, {"lease_seconds": 0.0}, {"shard_bytes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"budget": -1}, {"lease_seconds": 0.0}, {"lease_seconds": math.nan}, {"shard_bytes": 0}]
+)
 def test_a_store_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"give|is not positive"):
         RunStore(**wrong)
