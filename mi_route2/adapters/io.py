@@ -28,7 +28,7 @@ from mi_route2.architectures import Architecture, LinearAt, architecture_of, hea
 from mi_route2.checks import checked
 from mi_route2.files import parse_json, read_tensors, whole_folder, write_tensors
 from mi_route2.sites import fused_rows
-from mi_route2.validation import read_record
+from mi_route2.validation import parse_object, read_record
 
 Which = Literal["full", "deployed"]
 FORMAT = "mi-route2 adapters 3"
@@ -126,8 +126,8 @@ def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpe
     ``fold`` may differ, because it changes no saved number, and a deployed file does not restrict the quarantine.
     """
     try:
-        written = AdapterSpec(**json.loads(metadata.get("spec", "null")))
-    except (TypeError, ValueError) as error:
+        written = AdapterSpec(**parse_object(metadata.get("spec", "null")))
+    except ValueError as error:
         raise ValueError(f"{path} has no valid adapter spec in its header ({error}); delete it and write it again") from error
     free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata.get("which") == "deployed" else set())
     for name, value in asdict(written).items():

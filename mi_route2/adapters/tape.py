@@ -11,6 +11,7 @@ checkpointing runs it again in the backward, which does not count as a call. A s
 flags are decided by then; gradients of several tapes accumulate.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -27,6 +28,12 @@ from mi_route2.checks import checked
 
 Hooks = Callable[[Tensor], Tensor]
 """A site's mask point: takes a mask and returns the mask after the hooks there."""
+
+
+def demand_penalty(l1: float) -> None:
+    """Raise ``ValueError`` if ``l1`` is not a finite number of at least 0."""
+    if not 0 <= l1 < math.inf:
+        raise ValueError(f"l1 is a penalty and must be finite and at least 0, not {l1}")
 
 
 @runtime_checkable
@@ -119,7 +126,7 @@ class Tape:
         real: Mask of real tokens; padding counts as 0 in the mean of ``l1``.
 
     Raises:
-        ValueError: A size below 1, or a negative ``l1``.
+        ValueError: A size below 1, or an ``l1`` that is negative, NaN or infinite.
 
     Examples:
         >>> with adapters.unrouted(), adapters.recording(Tape(rollouts=2, tokens=7)):
@@ -140,8 +147,7 @@ class Tape:
     ):
         if rollouts < 1 or tokens < 1:
             raise ValueError(f"a tape needs at least one rollout and one token, not [{rollouts}, {tokens}]")
-        if l1 < 0:
-            raise ValueError(f"l1 is a penalty and must be at least 0, not {l1}")
+        demand_penalty(l1)
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real

@@ -222,8 +222,8 @@ def _block_list(model: nn.Module, row: Architecture) -> nn.ModuleList:
         for module in block.modules():
             if (own := getattr(module, "layer_idx", layer)) != layer:
                 raise ValueError(
-                    f"the {type(module).__name__} of layer {layer} has layer_idx={own}, under which it would store its keys and values: "
-                    f"set its layer_idx to {layer}"
+                    f"the {type(module).__name__} of layer {layer} has layer_idx={own}, under which it would store its keys and "
+                    f"values: set its layer_idx to {layer}"
                 )
     return blocks
 

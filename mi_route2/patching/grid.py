@@ -21,6 +21,7 @@ from mi_route2.patching.question import Alignment, Grader, Skip
 from mi_route2.patching.targets import Target
 from mi_route2.plots import GREY, PAGE_WIDTH, new_figure, save_figure, style
 from mi_route2.sites import Site
+from mi_route2.validation import parse_object
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -335,7 +336,7 @@ def read(path: Path) -> Grid:
     if header.get("format") != FORMAT:
         raise ValueError(f"{path} has the format {header.get('format')!r}: this version reads {FORMAT!r}")
     try:
-        return _grid(json.loads(header["grid"]), tensors["values"].numpy())
+        return _grid(parse_object(header["grid"]), tensors["values"].numpy())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not a complete grid ({error}): sweep and save it again") from error
 

@@ -260,7 +260,7 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Base
         values = torch.where(real.view(-1, *[1] * (values.ndim - 1)), values, torch.zeros_like(values))
         if kind != "full":
             return values
-        return torch.nn.functional.normalize(values.flatten(1), dim=1).view_as(values)
+        return torch.nn.functional.normalize(values.flatten(1), dim=1, eps=torch.finfo(values.dtype).tiny).view_as(values)
 
     hack, clean = (collect(policy, side, kind, basis) for side in (pairs.hack, pairs.clean))
     floor = floors(hack, kind), floors(clean, kind)
@@ -278,6 +278,7 @@ def contrast(hack: Tensor, clean: Tensor) -> Tensor:
     return torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta))
 
 
+@checked
 @dataclass(frozen=True)
 class PersonaFitter:
     """Fitter of the mean contrast of the pairs, on the current policy."""
@@ -294,12 +295,16 @@ class PersonaFitter:
         return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
+@checked
 @dataclass(frozen=True)
 class TopKFitter:
     """Fitter of the leading ``k`` singular directions of the per-pair differences at each site.
 
     Each axis is oriented by the majority of the pairs. Axes whose singular value is below the ``noise_quantile`` of all sites are
     dropped.
+
+    Raises:
+        ValueError: ``k`` is below 1, or ``noise_quantile`` is not between 0 and 1.
     """
 
     kind: FeatureKind
@@ -308,6 +313,12 @@ class TopKFitter:
     noise_quantile: float = field(default=0.25, kw_only=True)
     refreshes: bool = field(default=True, kw_only=True)
     _bases: Bases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or self.k < 1 or not 0 <= self.noise_quantile <= 1:
+            raise ValueError(
+                f"k={self.k}, noise_quantile={self.noise_quantile} are not valid: give at least one axis, and a share from 0 to 1"
+            )
 
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = differences(policy, self.pairs, self.kind, self._bases)

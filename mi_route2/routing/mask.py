@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding
-from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
+from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
+from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
@@ -35,6 +35,7 @@ from mi_route2.routing.directions import (
     floors,
 )
 from mi_route2.routing.routes import (
+    REDUCING,
     Decision,
     Once,
     OneCall,
@@ -85,10 +86,17 @@ def pooled(features: Features, directions: Directions) -> Float[Tensor, " b"]:
 def token_scores(
     x: Float[Tensor, "b s d_in"], predictors: Bool[Tensor, "b s"], Vh: Float[Tensor, "r d_in"], v: Float[Tensor, " r"]
 ) -> Float[Tensor, "b s"]:
-    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, and -1 elsewhere."""
+    """Return ``s_bt = cos(Vh x_bt, v)`` on predictors, 0 if ``Vh x_bt`` is within rounding errors of 0, and -1 elsewhere."""
     # torch.where and not a product, because padding may hold any value, NaN included
-    a = torch.where(predictors[..., None], x, torch.zeros_like(x)) @ Vh.to(x).mT
-    scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1)
+    x = torch.where(predictors[..., None], x, torch.zeros_like(x))
+    # Division by a power of two changes no bit of a cosine, and keeps the squares of very large or small activations in range.
+    largest = x.abs().amax(dim=-1, keepdim=True).to(wide(x.dtype))
+    mantissa = largest.frexp().mantissa
+    x = x / torch.where(mantissa > 0, largest / (2 * mantissa), torch.ones_like(largest)).to(x)
+    a = x @ Vh.to(x).mT
+    scores = torch.nn.functional.cosine_similarity(a, v.to(x).expand_as(a), dim=-1, eps=0.0)
+    noise = NOISE * torch.finfo(wide(x.dtype)).eps
+    scores = torch.where(a.norm(dim=-1) > noise * x.norm(dim=-1), scores, torch.zeros_like(scores))
     return torch.where(predictors, scores, torch.full_like(scores, -1.0))
 
 
@@ -290,10 +298,11 @@ class MaskGate:
 class _MaskStep(Once):
     def __init__(self, spec: MaskSpec, policy: Policy, parts: list[Part], gates: list[MaskGate], generator: torch.Generator):
         self._spec, self._policy, self.parts, self._gates, self._generator = spec, policy, parts, gates, generator
+        self._start(policy.adapters)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters = self._policy.adapters
-        self._finish(self.parts, adapters, masks=True)
+        self._finish(self.parts, adapters, masks=True, acts="" if reduce is None else REDUCING)
         kept = adapters.kept_parameters()
         self._settle()
         for gate in self._gates:
@@ -367,6 +376,7 @@ class MaskRoute(OneCall):
         want_unrouted: bool = False,
         flags: Tensor | Callable[[TrainBatch], Tensor] | None = None,
     ):
+        demand_penalty(l1)
         if spec.needs_direction and fitter is None:
             raise ValueError(f"score={spec.score!r} compares with a direction, so the route needs a fitter")
         if want_unrouted and (spec.through != "filter" or spec.kept_advantage != "own"):

@@ -7,6 +7,7 @@
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -25,9 +26,14 @@ class RoutedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
-            raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay} are not valid settings of AdamW")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does for each of ``params``; ``ValueError`` if its settings are not valid."""
+        lr, betas, eps, decay = ({**self.defaults, **param_group}[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        if not (0 <= lr < inf and 0 < eps < inf and 0 <= decay < inf and all(0 <= b < 1 for b in betas)):
+            raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={decay} are not valid settings of AdamW")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: None = None, *, unrouted: Mapping[Any, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -15,6 +15,7 @@ State is explicit: a route's directions are in ``route.directions`` (saved with 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,7 +23,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape
+from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
@@ -191,7 +192,7 @@ def check_directions(
         v = directions.vectors[site]
         if v.shape[axes:] != shape or v.ndim != len(shape) + axes:
             raise ValueError(f"the direction at {site} has shape {list(v.shape)}, not {['k'] * axes + list(shape)}: {again}")
-        rows = v.detach().double().reshape(len(v) if axes else 1, -1)
+        rows = (v if axes else v[None]).detach().double().flatten(1)
         gram = rows @ rows.mT
         if not gram.isfinite().all() or not (gram.diagonal() > 0).all():
             raise ValueError(f"the direction at {site} is 0, NaN or infinite: {again}")
@@ -286,17 +287,27 @@ def summed(loss: object, batch: TrainBatch) -> Tensor:
     return loss if loss.ndim == 0 else loss.sum()
 
 
+REDUCING = "the reduction over ranks"
+
+
 class Once:
     """Mixin whose ``finish`` works once, because a second call would sum over ranks, or erase, twice."""
 
     _finished = False
+    _before: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
 
-    def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False) -> None:
-        """Check that the step may be finished now.
+    def _start(self, adapters: Adapters) -> None:
+        """Note the gradients that are there before the step; the backward of the step adds to these very tensors."""
+        trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
+        self._before = {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
+
+    def _finish(self, parts: Sequence[Part], adapters: Adapters, *, masks: bool = False, acts: str = "") -> None:
+        """Check that the step may be finished now; ``acts`` names what will be done to whole gradients, if anything.
 
         Raises:
-            RuntimeError: A second call, a hook at the mask of a route without ``masks``, a quarantine that was off in the forward,
-                or a part whose backward did not run yet (``finish`` may be called again after it).
+            RuntimeError: A second call, gradients from before the step on which the step would act too, a hook at the mask of a
+                route without ``masks``, a quarantine that was off in the forward, or a part whose backward did not run yet
+                (``finish`` may be called again after it).
         """
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
@@ -307,6 +318,11 @@ class Once:
                     "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "
                     "adapters.deployed() before the step"
                 )
+        if acts and any(p.grad is earlier for p, earlier in self._before.items()):
+            raise RuntimeError(
+                f"the adapters already had gradients when this step began, and {acts} would act on the sum: call zero_grad() "
+                "before begin(), and give rollouts that are to be accumulated to one step, with StepContext(micro=...)"
+            )
         asked = [site for site, branch in adapters.sites.items() if branch.mask_requested]
         if asked and not masks:
             raise RuntimeError(f"hook_mask was hooked at {', '.join(asked)} and did not fire: {NO_MASK}")
@@ -316,9 +332,10 @@ class Once:
 class _OpenStep(Once):
     def __init__(self, policy: Policy, parts: list[Part]):
         self._policy, self.parts = policy, parts
+        self._start(policy.adapters)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
-        self._finish(self.parts, self._policy.adapters)
+        self._finish(self.parts, self._policy.adapters, acts="" if reduce is None else REDUCING)
         if reduce is not None:
             reduce(trained_gradients(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
         return Decision()
@@ -336,6 +353,7 @@ class OpenRoute(OneCall):
     directions: Directions | None = None
 
     def __init__(self, spec: RouteSpec, l1: float = 0.0):
+        demand_penalty(l1)
         self.spec, self._l1 = spec, l1
 
     def refresh(self, policy: Policy, step: int) -> float | None:
@@ -367,10 +385,11 @@ def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:
 class _EraseStep(Once):
     def __init__(self, route: "EraseRoute", policy: Policy, parts: list[Part]):
         self._route, self._policy, self.parts = route, policy, parts
+        self._start(policy.adapters)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         adapters, directions = self._policy.adapters, self._route.directions
-        self._finish(self.parts, adapters)
+        self._finish(self.parts, adapters, acts="removing a component")
         assert directions is not None
         if reduce is not None:  # before erasing, because the component of a sum is not the sum of the components
             reduce(trained_gradients(adapters.kept_parameters()))

@@ -129,6 +129,8 @@ def record(
     sites, where = tuple(sites), where or Where()
     if not sites:
         raise ValueError("nothing to record: give at least one site, as Site(0, 'resid_post')")
+    if isinstance(runs, str):
+        raise ValueError(f"runs is the text {runs!r:.40}: give one id for each row, as [{runs!r:.40}]")
     real = torch.ones_like(tokens, dtype=torch.bool) if attention is None else attention
     columns = [row.nonzero()[:, 0] for row in real]
     prompts = [len(each) for each in columns] if prompt_lengths is None else prompt_lengths

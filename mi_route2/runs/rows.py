@@ -17,6 +17,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from mi_route2.sites import Site
+from mi_route2.validation import parse_object
 
 _LONGEST_NAME = 256
 
@@ -90,20 +91,32 @@ class Stats:
 
 def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
     """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
-    if not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
-        raise ValueError(f"{run[:40]!r} cannot name a run: use 1 to {_LONGEST_NAME} printable characters")
-    if not weights:
-        raise ValueError(f"run {run!r} needs a hash of the weights that it was captured with, because it is not valid for others")
+    if not isinstance(run, str) or not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
+        raise ValueError(f"{run!r:.40} cannot name a run: use 1 to {_LONGEST_NAME} printable characters")
+    if not isinstance(weights, str) or not weights:
+        raise ValueError(
+            f"run {run!r} needs a hash of the weights that it was captured with, because it is not valid for others, and not "
+            f"{weights!r:.40}: give host.weights_hash()"
+        )
     length = len(tokens) if prompt_length is None else prompt_length
-    if not 0 <= length <= len(tokens):
+    if isinstance(length, bool) or not isinstance(length, int | np.integer) or not 0 <= length <= len(tokens):
         raise ValueError(f"run {run!r} has a prompt of {length} tokens but {len(tokens)} tokens in all")
     try:
-        notes = json.loads(json.dumps(dict(meta or {})))
-    except (TypeError, ValueError) as error:
+        notes = parse_object(json.dumps(dict(meta or {}), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"the meta of run {run!r} cannot be stored as JSON ({error}): give text, numbers, lists and dicts"
+            f"the meta of run {run!r} cannot be stored as JSON ({error}): give text, finite numbers, lists and dicts"
         ) from error
-    return About(weights, tuple(int(token) for token in tokens), length, notes)
+    return About(weights, token_ids(run, tokens), int(length), notes)
+
+
+def token_ids(run: str, tokens: Sequence[int]) -> tuple[int, ...]:
+    """Return ``tokens`` as a tuple; ``ValueError`` for anything that is not a token id, which would be stored as one."""
+    given = tokens.tolist() if isinstance(tokens, Tensor | np.ndarray) else list(tokens)
+    for token in given:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
+            raise ValueError(f"run {run!r} was given the token {token!r:.60}: give token ids, whole numbers from 0 on, as (5, 17)")
+    return tuple(map(int, given))
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -25,7 +25,7 @@ class Leases:
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float]):
-        if seconds <= 0:
+        if not seconds > 0:
             raise ValueError(f"lease_seconds={seconds} is not positive: give the seconds after which a lease ends")
         self._seconds, self._clock = seconds, clock
         self._ends: dict[str, dict[str, float]] = {}

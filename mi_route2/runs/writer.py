@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+import numpy as np
 from jaxtyping import Shaped
 from torch import Tensor
 
 from mi_route2.runs.disk import Disk, Stored
-from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held, token_ids
 from mi_route2.sites import Site
 
 
@@ -74,10 +75,10 @@ class Writer:
                     self._add(growing, places[start : start + step], values[start : start + step])
 
     def add_tokens(self, tokens: Sequence[int]) -> None:
-        """Add tokens that were generated since the run was opened to its description."""
+        """Add tokens that were generated since the run was opened to its description; ``ValueError`` if one is no token id."""
         with self._lock:
             self._demand_open()
-            self.about = replace(self.about, tokens=(*self.about.tokens, *map(int, tokens)))
+            self.about = replace(self.about, tokens=(*self.about.tokens, *token_ids(self.run, tokens)))
 
     def close(self) -> None:
         """Finish the run, which can be read from now on; ``RuntimeError`` and ``OSError`` as in ``append``."""
@@ -126,7 +127,11 @@ class Writer:
     def _checked(self, site: Site, positions: Sequence[int], rows: Tensor) -> Sequence[int]:
         """Return the positions; ``ValueError`` if they or the rows do not fit."""
         self._demand_open()
-        places = array("q", positions)
+        given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else positions
+        for one in given:
+            if isinstance(one, bool) or not isinstance(one, int | np.integer):
+                raise self._wrong(site, f"position {one!r:.40}: positions are whole numbers")
+        places = array("q", given)
         if rows.ndim == 0 or len(rows) != len(places):
             raise self._wrong(site, f"{len(places)} positions for rows of shape {list(rows.shape)}: give one for each row")
         if rows.dtype not in DTYPES:

@@ -234,7 +234,7 @@ def test_a_file_of_another_spec_is_refused_even_if_its_tensors_fit(tmp_path: Pat
         save_file(tensors, path, metadata={HEADER: json.dumps(meta)})
         with pytest.raises(ValueError, match=rf"holds adapters with {name}={value!r}"):
             load_adapters(policy.adapters, path, unchecked=True)
-    for text in ("null", "{", "{}x", json.dumps({"kept": "svd", "depth": 3})):
+    for text in ("null", "{", "{}x", json.dumps({"kept": "svd", "depth": 3}), '{"kept":' + "[" * 100_000):
         write_tensors(path, tensors, {**meta, "spec": text})
         with pytest.raises(ValueError, match="has no valid adapter spec in its header"):
             load_adapters(policy.adapters, path)

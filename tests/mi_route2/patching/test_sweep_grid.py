@@ -159,7 +159,7 @@ def test_a_file_that_is_no_grid_is_refused(tmp_path: Path) -> None:
     write_tensors(path, {"values": torch.zeros(1)}, {"format": "other"})
     with pytest.raises(ValueError, match="format 'other'"):
         Grid.load(path)
-    for said in ("{}", "[]", "nothing"):
+    for said in ("{}", "[]", "nothing", "[" * 100_000, '{"at": NaN}', '{"at": 1, "at": 2}'):
         header = {"format": "mi-route2 patch sweep 1", "grid": said}
         write_tensors(path, {"values": torch.zeros(1)}, header)
         with pytest.raises(ValueError, match="not a complete grid"):

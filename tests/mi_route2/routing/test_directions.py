@@ -1,8 +1,10 @@
 """Directions against brute force; what a refresh changes and what it must not; top-k; files."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,6 +55,18 @@ def written_features(policy: Policy, kind: str, side: str, n: int = 5) -> Mappin
                 name = f"kept.{site}.{policy.adapters.sites[site].kept.scored}" if kind == "grad" else f"W.{site}"
                 row.append(own.gradients[name].sum((0, 1)))
     return {site: torch.stack(row) for site, row in rows.items()}
+
+
+@pytest.mark.parametrize("kind", ["grad", "full"])
+def test_a_direction_has_no_unit(kind: str) -> None:
+    """Logits near 0 have the gradient of uniform chances times their scale, so two small scales have one direction."""
+    policy = make_policy(SPECS["lora"])
+
+    def scaled(by: float) -> Directions:
+        small = Policy(policy.model, policy.adapters, lambda *given: by * policy.forward(*given))
+        return persona(small, kind).fit(small, 0)
+
+    assert scaled(1e-7).overlap(scaled(1e-17)) > 1 - 1e-5
 
 
 @pytest.mark.parametrize("name", ["svd", "svd-low", "svd-fold", "lora"])
@@ -258,6 +272,22 @@ def test_fewer_pairs_than_axes_give_fewer_axes() -> None:
     one = make_pairs(1)
     twice = PairBatch(one.hack.rows(torch.tensor([0, 0])), one.clean.rows(torch.tensor([0, 0])), "twice")
     assert all(len(v) == 1 for v in TopKFitter("grad", twice, k=3, noise_quantile=0.0).fit(policy, 0).vectors.values())
+
+
+@pytest.mark.parametrize(
+    "bad", [{"k": 0}, {"k": -1}, {"k": 1.5}, {"k": True}, *({"noise_quantile": q} for q in (math.nan, -0.1, 1.1))], ids=str
+)
+def test_axes_that_cannot_be_counted_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"give at least one axis, and a share|k must be an int, not"):
+        TopKFitter("grad", make_pairs(), **bad)
+
+
+@pytest.mark.parametrize(
+    "fitter", [lambda kind: PersonaFitter("p", kind, make_pairs()), lambda kind: TopKFitter(kind, make_pairs())]
+)
+def test_features_that_do_not_exist_are_refused(fitter: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match="kind must be 'act' or 'grad' or 'full', not"):
+        fitter("gradient")
 
 
 def test_haar_axes_for_erase_are_orthonormal() -> None:

@@ -25,7 +25,7 @@ from tiny_policy import SPECS, make_batch, make_policy, per_rollout_gradients
 
 from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
-from mi_route2.routing import Directions, MaskRoute, MaskSpec, TrainBatch
+from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
 from mi_route2.routing.mask import cosine, shuffled
 from mi_route2.routing.spec import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
 

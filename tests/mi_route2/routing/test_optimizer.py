@@ -1,5 +1,7 @@
 """The optimiser is torch's AdamW where nothing is routed, and its own equations where something is."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -86,7 +88,13 @@ def test_state_dict_goes_on_bit_for_bit() -> None:
     assert all(torch.equal(p, q) for p, q in zip(whole, cut))
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"eps": 0.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}])
-def test_settings_that_are_none_are_refused(bad: dict[str, object]) -> None:
+BAD = [{"lr": -1.0}, {"eps": 0.0}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}]
+BAD += [{name: value} for name in ("lr", "eps", "weight_decay") for value in (math.nan, math.inf)] + [{"betas": (0.9, math.nan)}]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_settings_that_are_none_are_refused_for_all_and_for_a_group(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="not valid settings of AdamW"):
         RoutedAdamW([{"params": parameters()}], **{"lr": 0.1, **bad})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="not valid settings of AdamW"):
+        RoutedAdamW([{"params": parameters(), **bad}], lr=0.1)

@@ -1,7 +1,7 @@
 """What a route must be right about, or refuse: rounding, shared modules, two backwards, flags of one's own, wrong input."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from written_out import written_out
 
+from mi_route2.adapters.tape import Tape
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import (
     Directions,
@@ -42,6 +43,7 @@ from mi_route2.routing import (
     TrainBatch,
 )
 from mi_route2.routing.directions import collect
+from mi_route2.routing.mask import token_scores
 
 Case = tuple[str, str, str, str]
 N = 6
@@ -109,6 +111,26 @@ def test_no_direction_is_fitted_to_rounding(kind: str) -> None:
     if kind == "grad":
         axes = TopKFitter("grad", PairBatch(short(4), short(4, seed=4), "short"), noise_quantile=0.0).fit(policy, 0).vectors
         assert {site for site, v in axes.items() if not len(v)} == {s for s in axes if s.endswith(("attn.q", "attn.k"))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_token_score_has_no_unit(dtype: torch.dtype) -> None:
+    """Ordinary scores have the bits of torch's cosine; activations in any unit have the same score, and rounding has none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 9, 16, generator=generator, dtype=torch.float64).to(dtype)
+    Q = torch.linalg.qr(torch.randn(16, 16, generator=generator, dtype=torch.float64)).Q
+    Vh, v = Q[:8].to(dtype), nn.functional.normalize(torch.randn(8, generator=generator, dtype=torch.float64), dim=0).to(dtype)
+    predictors = torch.rand(5, 9, generator=generator) > 0.2
+    a = torch.where(predictors[..., None], x, 0) @ Vh.mT
+    plain = torch.where(predictors, nn.functional.cosine_similarity(a, v.expand_as(a), dim=-1), -1)
+    scores = token_scores(x, predictors, Vh, v)
+    assert torch.equal(scores, plain)
+    for unit in (1e-12, 1e12, 1e-30, 1e30):
+        assert torch.allclose(token_scores(x * unit, predictors, Vh, v), scores, rtol=0, atol=64 * torch.finfo(dtype).eps)
+    assert torch.equal(token_scores(2.0**-90 * x, predictors, Vh, v), scores)
+    if dtype != torch.bfloat16:  # its rows are orthogonal to a hundredth only
+        outside = (x.double() @ Q[8:].mT @ Q[8:]).to(dtype)
+        assert not token_scores(outside, predictors, Vh, v)[predictors].any()
 
 
 # ---- one Linear called twice
@@ -484,3 +506,69 @@ def test_axes_that_are_not_orthonormal_would_erase_more_than_the_hack_component(
         route.directions = replace(flat, vectors=vectors)
         with pytest.raises(ValueError, match="not orthonormal"):
             route.begin(policy, batch, context(route.spec, N))
+
+
+# ---- numbers and gradients that are none of a step's
+
+
+@pytest.mark.parametrize("l1", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda l1: Tape(2, 3, l1=l1),
+        lambda l1: MaskRoute.from_flags(torch.zeros(2, dtype=torch.bool), l1=l1),
+        lambda l1: MaskRoute(MaskSpec(score="none"), None, l1=l1),
+        lambda l1: OpenRoute(OpenSpec(), l1=l1),
+    ],
+)
+def test_a_penalty_that_is_no_number_is_refused(made: Callable[[float], object], l1: float) -> None:
+    with pytest.raises(ValueError, match="l1 is a penalty and must be finite and at least 0"):
+        made(l1)
+
+
+def two_steps(
+    policy: Policy, route: Route, cleared: bool, reduce: bool, halves: tuple[TrainBatch, TrainBatch]
+) -> dict[str, Tensor]:
+    """A step on each half, with or without ``zero_grad`` between; the kept gradients afterwards."""
+
+    def twice(gradients: Sequence[Tensor]) -> None:
+        for g in gradients:
+            g.mul_(2)  # two ranks with the same rollouts
+
+    policy.model.zero_grad()
+    for i, half in enumerate(halves):
+        if i and cleared:
+            policy.model.zero_grad(set_to_none=False)
+        step = route.begin(policy, half, context(route.spec, N))
+        for part in step.parts:
+            with policy.adapters.recording(part.tape):
+                plain_loss(policy, part.batch, part.advantages).backward()
+        step.finish(twice if reduce else None)
+    return {n: p.grad.clone() for n, p in policy.adapters.kept_parameters().items() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "reduce"), [("erase", False), ("erase", True), ("open", True), ("live", True), ("early", True)])
+def test_gradients_from_before_the_step_are_not_reduced_or_erased_again(kind: str, reduce: bool) -> None:
+    """They would be summed over ranks a second time, and lose their component; without them a step is what its oracle says."""
+    policy = make_policy(SPECS["svd"])
+    flat = random_directions(policy, "grad")
+    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
+    routes: dict[str, Route] = {
+        "erase": erase,
+        "open": OpenRoute(OpenSpec()),
+        "live": MaskRoute(MaskSpec(), FixedFitter(flat)),
+        "early": MaskRoute.from_flags(torch.arange(N) % 2 == 0),
+    }
+    route = routes[kind]
+    route.refresh(policy, 0)
+    halves = make_batch(N, seed=1), make_batch(N, seed=2)
+    with pytest.raises(RuntimeError, match=r"already had gradients when this step began.*call zero_grad\(\) before begin\(\)"):
+        two_steps(policy, route, cleared=False, reduce=reduce, halves=halves)
+    expected = {n: (2 if reduce else 1) * g for n, g in run(policy, OpenRoute(OpenSpec()), halves[1]).kept.items()}
+    if kind == "erase":
+        for site, v in flat.vectors.items():
+            name = next(n for n in expected if policy.adapters.kept_parameters()[n] is policy.adapters.scored(site))
+            expected[name] = expected[name] - max(float((expected[name] * v).sum()), 0.0) * v
+    elif kind != "open":
+        expected = {n: 2 * g for n, g in run(policy, route, halves[1]).kept.items()}
+    assert_same(two_steps(policy, route, cleared=True, reduce=reduce, halves=halves), expected)

@@ -131,6 +131,7 @@ def refused(error: type[Exception], sentence: str, sites: Sequence[Site] = SOME,
 def test_wrong_use_is_one_sentence_and_leaves_nothing() -> None:
     refused(ValueError, "give at least one site", sites=[])
     refused(ValueError, "4 rows were given 3 run ids and 4 prompt lengths", runs=ROWS[:3])
+    refused(ValueError, r"runs is the text 'abcd': give one id for each row, as \['abcd'\]", runs="abcd")
     refused(ValueError, "4 rows were given 4 run ids and 1 prompt lengths", prompt_lengths=[2])
     refused(ValueError, "there is already a run 'row 0'", runs=["row 0"] * 4)
     refused(ValueError, "row of run 'row 0' has no real token", attention=torch.zeros_like(make_tokens(4)[1]))

@@ -2,11 +2,13 @@
 
 import gc
 import logging
+import math
 import os
 import resource
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
@@ -300,12 +302,57 @@ def test_a_position_that_is_on_the_disk_already_is_not_taken_again(tmp_path: Pat
         ({"weights": ""}, "hash of the weights"),
         ({"tokens": [1, 2], "prompt_length": 3}, "a prompt of 3 tokens but 2"),
         ({"meta": {"a": object()}}, "cannot be stored as JSON"),
+        ({"meta": {"a": float("nan")}}, "cannot be stored as JSON"),
+        ({"meta": {"a": [-float("inf")]}}, "cannot be stored as JSON"),
+        ({"tokens": [True]}, "given the token True: give token ids"),
+        ({"tokens": [-1]}, "given the token -1: give token ids"),
+        ({"tokens": [1, 2], "prompt_length": True}, "a prompt of True tokens but 2"),
     ],
 )
 def test_a_run_that_cannot_be_described_is_refused(store: RunStore, wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         store.writing(**{"run": "a", "weights": "w", **wrong})
     assert store.stats().writing == 0
+
+
+_WRONG = """
+import numpy as np
+import torch
+from mi_route2.runs import RunStore
+from mi_route2.sites import Site
+
+store, site = RunStore(), Site(0, "resid_pre")
+writer = store.writing("a", weights="w", tokens=torch.tensor([5, 6]))
+rows = torch.zeros(1, 4)
+wrong = [
+    ("cannot name a run", lambda: store.writing(5, weights="w")),
+    ("hash of the weights", lambda: store.writing("b", weights=5)),
+    ("the token 1.7: give token ids", lambda: store.writing("b", weights="w", tokens=[1, 1.7])),
+    ("the token '5': give token ids", lambda: store.writing("b", weights="w", tokens="57")),
+    ("a prompt of 1.5 tokens but 2", lambda: store.writing("b", weights="w", tokens=[1, 2], prompt_length=1.5)),
+    ("cannot be stored as JSON", lambda: store.writing("b", weights="w", meta={1: "a", "1": "b"})),
+    *((f"the token {one!r}: give token ids", lambda one=one: writer.add_tokens([3, one])) for one in (1.7, True, "7", -1)),
+    *((f"position {one!r}: positions are whole", lambda one=one: writer.append(site, [one], rows)) for one in (1.7, True, "7")),
+]
+for sentence, call in wrong:
+    try:
+        call()
+    except ValueError as error:
+        assert sentence in str(error) and "\\n" not in str(error), (sentence, str(error))
+    else:
+        raise AssertionError(sentence)
+writer.add_tokens(np.array([7]))
+writer.append(site, torch.tensor([2, 0]), torch.zeros(2, 4))
+writer.close()
+assert (store.runs(), store.info("a").tokens, store.positions("a", site)) == (["a"], (5, 6, 7), [0, 2])
+"""
+
+
+def test_what_is_no_token_and_no_position_is_refused_and_the_run_goes_on() -> None:
+    """In a process of its own: here every call's types are checked before."""
+    root = Path(__file__).parents[3]
+    found = subprocess.run([sys.executable, "-c", _WRONG], cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr
 
 
 def test_many_runs_are_written_at_once(store: RunStore) -> None:
@@ -449,7 +496,9 @@ def test_the_automatic_budget_is_a_share_within_bounds() -> None:
     assert 0 < available() < 1 << 50
 
 
-@pytest.mark.parametrize("wrong", [{"budget": 0}, {"budget": -1}, {"lease_seconds": 0.0}, {"shard_bytes": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"budget": 0}, {"budget": -1}, {"lease_seconds": 0.0}, {"lease_seconds": math.nan}, {"shard_bytes": 0}]
+)
 def test_a_store_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"give|is not positive"):
         RunStore(**wrong)
