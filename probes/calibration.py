@@ -86,7 +86,9 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     try:
         return Platt(math.ldexp(slope, -exponent), intercept)
     except OverflowError:
-        raise ValueError("The scores are so small that the slope is larger than any float: give scores in a smaller unit.") from None
+        raise ValueError(
+            "The scores are so small that the slope is larger than any float: give scores in a smaller unit."
+        ) from None
 
 
 @checked
