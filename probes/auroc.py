@@ -30,9 +30,10 @@ Labels = Bool[np.ndarray, "n"] | Int[np.ndarray, "n"]
 
 
 def binary(hack: Shaped[np.ndarray, "..."]) -> Bool[np.ndarray, "..."]:
-    """Return labels as booleans; ValueError for numbers other than 0 and 1, which would be used as row indices."""
+    """Return labels as booleans; ValueError for anything but 0 and 1, such as numbers, which would be used as row indices."""
     if not np.isin(hack, (0, 1)).all():
-        raise ValueError(f"Labels are True and False, or 1 and 0, not {np.setdiff1d(hack, (0, 1)).tolist()[:5]}.")
+        wrong = {str(label): label for label in hack.ravel().tolist() if label not in (0, 1)}  # None and text have no order
+        raise ValueError(f"Labels are True and False, or 1 and 0, not {list(wrong.values())[:5]}.")
     return hack.astype(bool)
 
 
@@ -94,7 +95,9 @@ def auroc_interval(
 
 
 def cluster_draws(clusters: int, draws: int, rng: np.random.Generator) -> Int[np.ndarray, "m clusters"]:
-    """Draw `draws` resamples, with replacement, of `clusters` clusters, as counts."""
+    """Draw `draws` resamples, with replacement, of `clusters` clusters, as counts. ValueError without a cluster."""
+    if clusters < 1:
+        raise ValueError(f"A bootstrap needs at least one cluster to draw from, not {clusters}.")
     return rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=draws)
 
 

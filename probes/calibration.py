@@ -86,7 +86,9 @@ def fit_platt(scores: Float[np.ndarray, " n"], hack: Labels) -> Platt:
     try:
         return Platt(math.ldexp(slope, -exponent), intercept)
     except OverflowError:
-        raise ValueError("The scores are so small that the slope is larger than any float: give scores in a smaller unit.") from None
+        raise ValueError(
+            "The scores are so small that the slope is larger than any float: give scores in a smaller unit."
+        ) from None
 
 
 @checked
@@ -102,7 +104,7 @@ def fit_isotonic(scores: Float[np.ndarray, " n"], hack: Labels) -> Isotonic:
 @checked
 def brier(p: Float[np.ndarray, " n"], hack: Labels) -> float:
     """Return the mean squared error of the probabilities, in [0, 1]; .25 for a constant 1/2."""
-    hack = _require_probabilities(p, hack)
+    hack, p = _require_probabilities(p, hack), p.astype(np.float64)
     return float(((p - hack) ** 2).mean())
 
 
@@ -116,7 +118,7 @@ def ece(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> float:
 @checked
 def reliability(p: Float[np.ndarray, " n"], hack: Labels, bins: int = 10) -> list[ReliabilityBin]:
     """Return the reliability curve: the non-empty bins, in increasing order. ValueError for p outside of [0, 1], or none."""
-    hack = _require_probabilities(p, hack)
+    hack, p = _require_probabilities(p, hack), p.astype(np.float64)
     if bins < 1:
         raise ValueError(f"Bins must be at least 1, not {bins}.")
     # compared with the edges that are returned, because p * bins rounds: 1/49 * 49 is below 1

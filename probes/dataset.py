@@ -69,9 +69,19 @@ def text_groups(prompts: Sequence[str], completions: Sequence[str]) -> list[int]
 
 
 def group_ids(group: Sequence[Hashable] | Shaped[np.ndarray, " n"] | Shaped[Tensor, " n"]) -> Int[np.ndarray, " n"]:
-    """Number the groups from 0 in order of first appearance, one number per item."""
+    """Number the groups from 0 in order of first appearance, one number per item.
+
+    Raises:
+        TypeError: one text in place of a list.
+        ValueError: a group that is NaN.
+    """
+    if isinstance(group, str | bytes):
+        raise TypeError("The groups are one text where a list of ids belongs: put it in brackets.")
     if isinstance(group, np.ndarray | Tensor):
         group = group.tolist()  # elements of a tensor are equal only to themselves
+    for i, key in enumerate(group):
+        if key != key:
+            raise ValueError(f"Group {i} is NaN, which equals nothing: number the groups, such as with text_groups.")
     seen: dict[Hashable, int] = {}
     return np.array([seen.setdefault(key, len(seen)) for key in group], dtype=np.int64)
 
@@ -87,7 +97,7 @@ def split_groups(
     Raises:
         ValueError: a kind has fewer groups than there are parts, or fractions that are not positive or do not sum to 1.
     """
-    if min(fractions) <= 0 or abs(sum(fractions) - 1) > 1e-9:
+    if not (all(fraction > 0 for fraction in fractions) and abs(sum(fractions) - 1) <= 1e-9):  # negated, so that NaN fails too
         raise ValueError(f"Fractions must be positive and sum to 1, not {fractions}.")
     with_hack = np.unique(group[hack])
     parts = [np.zeros(len(group), dtype=bool) for _ in fractions]

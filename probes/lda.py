@@ -52,8 +52,9 @@ class LdaFitter:
         # A least-squares solution has no part along a feature without variance, which may be the one that separates best.
         left = np.linalg.norm(lda.covariance_ @ lda.coef_[0] - apart)
         if left > 1e-6 * np.linalg.norm(apart) and left > 1e-12 * np.linalg.norm(lda.means_):  # the second: more than rounding
+            remedy = "" if self._shrinkage else "choose shrinkage='auto' or a number above 0, or "
             raise ValueError(
-                "The covariance is singular along the difference of the classes: choose shrinkage='auto' or a number above 0, or "
+                f"The covariance under shrinkage={self._shrinkage!r} is singular along the difference of the classes: {remedy}use "
                 "MeanDifferenceFitter where the examples of a class do not vary."
             )
         return AffineProbe(torch.from_numpy(lda.coef_[0].copy()), float(lda.intercept_[0]))

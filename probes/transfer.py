@@ -4,7 +4,7 @@ For every layer and probe: fit on part of the known mode's rollouts, calibrate o
 on each held-out mode: AUROC with a bootstrap interval over groups of rollouts, Brier, ECE and the reliability curve. Every row also
 has
 the mean and the 95th percentile of the AUROC of random directions: a number that random directions reach is no finding. This module
-uses only rollouts, labels and mode names.
+uses only rollouts, labels and mode names. A row depends on its own layer, probe and mode, and not on which others are studied.
 """
 
 import json
@@ -46,7 +46,7 @@ class TransferSettings:
         draws: number of random directions, at least 20.
         bootstraps: number of bootstrap draws.
         bins: number of bins of the reliability curve.
-        seed: seed of splits, bootstrap and random directions.
+        seed: seed of the splits, of each mode's bootstrap and of each layer's random directions.
     """
 
     known: str
@@ -59,7 +59,7 @@ class TransferSettings:
     draws: Annotated[int, Field(ge=20)] = 20  # fewer have no 95th percentile
     bootstraps: Natural = 1000
     bins: AtLeastOne = 10
-    seed: int = 0
+    seed: Natural = 0
 
 
 @dataclass(frozen=True)
@@ -155,20 +155,23 @@ def transfer(
         progress: show a bar.
 
     Raises:
-        ValueError: `group` of another length, a known mode that does not occur or has too few hack or clean groups, or a mode
-            without any rollout after shared groups are dropped.
+        TypeError: one text in place of the list of ids.
+        ValueError: `group` of another length or with NaN, a known mode that does not occur or has too few hack or clean groups, or
+            a mode without any rollout after shared groups are dropped.
     """
+    group = group_ids(group)
     if len(group) != len(dataset.mode):
         raise ValueError(f"{len(group)} group ids for {len(dataset.mode)} rollouts.")
-    fit, calibrate, folds = _folds(dataset, group_ids(group), settings)
-    generator = torch.Generator().manual_seed(settings.seed)
+    fit, calibrate, folds = _folds(dataset, group, settings)
     rows: list[TransferRow] = []
     probes: dict[str, dict[str, Probe]] = {name: {} for name in fitters}
     with tqdm(total=len(dataset.hidden) * len(fitters), desc="probes", disable=not progress) as bar:
         for layer in dataset.hidden:
             train, calibration = _batch(dataset, layer, fit), _batch(dataset, layer, calibrate)
             tests = [(fold, _batch(dataset, layer, fold.rows)) for fold in folds]
-            control = _control(train, tests, settings, generator)
+            # a generator for each layer, so that its control is the same whatever other layers are asked for
+            drawn = int(_generator(settings.seed, layer).integers(2**63))
+            control = _control(train, tests, settings, torch.Generator().manual_seed(drawn))
             for name, factory in fitters.items():
                 probe = probes[name][layer] = _fit(factory(layer), train)
                 for level in settings.levels:
@@ -199,9 +202,14 @@ def _folds(
         if not len(fresh):
             raise ValueError(f"Every rollout of mode {name!r} shares its group with a training rollout.")
         ids, cluster = np.unique(group[fresh], return_inverse=True)
-        resamples = cluster_draws(len(ids), settings.bootstraps, rng)
+        resamples = cluster_draws(len(ids), settings.bootstraps, _generator(settings.seed, name))
         folds.append(_Fold(name, fresh, cluster, resamples, len(rows) - len(fresh)))
     return fit, calibrate, folds
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    """Return the generator of one layer or mode."""
+    return np.random.default_rng([seed, *name.encode()])
 
 
 def _batch(dataset: Dataset, layer: str, rows: Int[np.ndarray, " n"]) -> _Batch:

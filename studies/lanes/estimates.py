@@ -11,13 +11,12 @@ from typing import Any
 from studies.common.stats import Value, mean, paired_difference
 from studies.lanes.found import Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
+from studies.lanes.settings import BEFORE
 from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
 """Tolerance of identities in float64."""
 HINTS = ("offered", "right")
-BEFORE = 12.85
-"""The clip before the record raised it."""
 Measure = Callable[[Found], Estimate]
 
 

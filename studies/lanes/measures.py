@@ -22,7 +22,7 @@ from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, 
 from studies.lanes.growth import growth
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import ratios_of
-from studies.lanes.settings import Evaluation, Settings
+from studies.lanes.settings import Evaluation, Settings, check_enough
 from studies.lanes.size import rate_distortion
 from studies.lanes.symmetry import SUBLAYERS, compared
 from studies.lanes.tapin import Hints, Mixing, find_hints, mixed_nll
@@ -78,9 +78,8 @@ def excerpt(corpus: Corpus, split: str, size: int, piece: int, seed: int) -> Int
     Raises:
         ValueError: If the split is shorter than all pieces together.
     """
+    check_enough(corpus, split, size)
     tokens = corpus.stream(split)
-    if len(tokens) < size:
-        raise ValueError(f"the split {split!r} has {len(tokens)} tokens, but its pieces need {size}: give more text")
     generator, pieces = torch_generator(seed, f"lanes {split}"), size // piece
     places = torch.randint(len(tokens) - piece + 1, (pieces,), generator=generator)
     if bool((places.sort().values.diff() < piece).any()):

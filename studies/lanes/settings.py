@@ -15,13 +15,15 @@ from studies.lanes.arms import Size
 from studies.lanes.config import LanesConfig, sized
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.quarantine_symmetry import QuarantineSettings
-from studies.lanes.size import Compressor
+from studies.lanes.size import Compressor, compress
 from studies.lanes.symmetry import SymmetrySettings
 from studies.lanes.text import SPLITS, Corpus, read_folder, standard_library
 from studies.lanes.train import Training
 from studies.lanes.ttt import TTTSettings
 
 FILE = "settings.json"
+BEFORE = 12.85
+"""The clip of matrices before the record's, with which a claim compares."""
 FORMAT = 1
 """Increased if the computation changes in a way that no setting shows."""
 
@@ -45,7 +47,7 @@ class Evaluation:
         gptq: Settings of quantization, except for those that are compared.
         many: Calibration batches of the larger calibration; gptq.batches is the smaller one.
         clip_lambda: The record's older Hessian clip, compared with 0.
-        clips: Values of k on the rate-distortion curve; gptq.k is one of them.
+        clips: Values of k on the rate-distortion curve; gptq.k and `BEFORE` are among them.
         cross: The two compared weights of Tap-In's hints across windows, the record's old one first.
         compressor: brotli (as in the record) if it is installed, otherwise lzma.
     """
@@ -73,11 +75,19 @@ class Evaluation:
             raise ValueError(
                 "test-time training must score the same windows as the plain evaluation: give both the same window and stride"
             )
+        for name in ("rates_all", "rates_controls"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} must have at least one rate")
+        for name in ("piece", "tune_piece", "adapted_piece"):
+            if getattr(self, name) < 2:
+                raise ValueError(f"{name} must be at least 2, not {getattr(self, name)}: its first token only opens it")
         for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
             if getattr(self, name) % piece:
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of the piece of {piece} tokens")
         if self.gptq.k not in self.clips:
             raise ValueError(f"the clips {self.clips} must contain {self.gptq.k}, the clip of every other quantization")
+        if BEFORE not in self.clips:
+            raise ValueError(f"the clips {self.clips} must contain {BEFORE}, the clip before the record's")
         if self.gptq.batches >= self.many:
             raise ValueError(f"many = {self.many} batches must exceed gptq.batches = {self.gptq.batches}")
 
@@ -114,6 +124,9 @@ class Instruments:
     symmetry: SymmetrySettings = field(default_factory=lambda: SymmetrySettings(d_model=16, heads=2, length=48, steps=60, every=3))
     quarantine: QuarantineSettings = field(default_factory=lambda: QuarantineSettings(length=48, every=3))
 
+    def __post_init__(self) -> None:
+        self.config("shipped")  # raises for sizes that do not fit
+
     def config(self, wiring: str, start: str = "symmetric") -> LanesConfig:
         """Return the model configuration for a wiring; output projections are not 0, or no routing scalar would have a gradient."""
         return sized(self, wiring=wiring, start=start, zero_init=False)
@@ -144,6 +157,14 @@ class Settings:
     profile: Name = "default"
     full: bool = False
     runtime: str = field(default_factory=lambda: f"torch {torch.__version__}, {platform.machine()}")
+
+    def __post_init__(self) -> None:
+        need = self.instruments.batch * (self.instruments.length + 1)
+        if self.evaluation.test < need:
+            raise ValueError(
+                f"evaluation.test {self.evaluation.test} must be at least {need}: instruments.batch windows of "
+                f"instruments.length + 1 = {self.instruments.length + 1} tokens"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON objects."""
@@ -199,6 +220,23 @@ def full(text: str) -> Settings:
     usual = Settings(text)
     training = replace(usual.training, steps=5 * usual.training.steps)
     return replace(usual, training=training, profile="full", full=True)
+
+
+def check_enough(corpus: Corpus, split: str, size: int) -> None:
+    """Raise ``ValueError`` if a split has fewer tokens than the excerpts from it need."""
+    if (there := len(corpus.stream(split))) < size:
+        raise ValueError(f"the split {split!r} has {there} tokens, but its pieces need {size}: give more text")
+
+
+def check_evaluation(corpus: Corpus, evaluation: Evaluation) -> None:
+    """Check what an evaluation needs of the text and of this machine, before a model is trained.
+
+    Raises:
+        ValueError: If a split is too short, or the compressor is not installed.
+    """
+    for split, size in (("test", max(evaluation.test, evaluation.adapted)), ("tune", evaluation.tune)):
+        check_enough(corpus, split, size)
+    compress(b"", evaluation.compressor)
 
 
 def open_text(folder: Path | None, expected: str | None = None) -> Corpus:

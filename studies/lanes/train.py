@@ -82,12 +82,17 @@ def check_device(name: str) -> None:
     """Check that torch can use the device.
 
     Raises:
-        ValueError: If it cannot.
+        ValueError: If it cannot; the message lists the devices of this machine.
     """
+    here = ["cpu"]
+    if torch.accelerator.is_available() and (kind := torch.accelerator.current_accelerator()) is not None:
+        here += [f"{kind.type}:{i}" for i in range(torch.accelerator.device_count())]
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"the device {name!r} cannot be used here ({str(error).splitlines()[0]})") from error
+        usable = torch.empty(0, device=name).device.type in {one.partition(":")[0] for one in here}  # `meta` has no numbers
+    except (RuntimeError, AssertionError):
+        usable = False
+    if not usable:
+        raise ValueError(f"the device {name!r} cannot be used here: choose from {', '.join(here)}")
 
 
 def plain(config: LanesConfig) -> LanesConfig:

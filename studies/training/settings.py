@@ -137,7 +137,9 @@ class Settings:
         Raises:
             ValueError: If the file does not contain them.
         """
-        return read_settings(Settings, path, "point at a run folder", optional=("chat",))
+        inside = ", ".join(str(one.parent) for one in sorted(path.parent.glob("*/settings.json")))
+        run = inside or "runs/<preset>-<hash>, which `python -m studies.route2 run` makes"
+        return read_settings(Settings, path, f"point at a run folder{':' if inside else ','} {run}", optional=("chat",))
 
     @property
     def digest(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from probes.auroc import auroc, auroc_interval, cluster_draws
+from probes.auroc import auroc, auroc_interval, binary, cluster_draws
 from probes.quality import KEYS, mask_quality, score_means
 
 SCORE = st.integers(-8, 8).map(lambda i: i / 4)  # few values: ties are common
@@ -126,6 +126,18 @@ def test_what_is_no_flag_is_refused(broken):
         with pytest.raises(ValueError, match="True and False, or 1 and 0"):
             mask_quality(*columns)
     assert mask_quality(None, [1, 0], [0, 1]) == mask_quality(None, [True, False], [False, True])
+
+
+@pytest.mark.parametrize("broken", [[True, None], ["True", "False"], [0.5, 1.0], [math.nan, 0.0], [1, 2, 2]])
+def test_labels_that_are_no_numbers_are_named(broken):
+    with pytest.raises(ValueError, match=r"Labels are True and False, or 1 and 0, not \[(None|'True', 'False'|0\.5|nan|2)\]"):
+        binary(np.array(broken))
+
+
+@pytest.mark.parametrize("clusters", [0, -1])
+def test_a_bootstrap_needs_a_cluster(clusters):
+    with pytest.raises(ValueError, match="at least one cluster to draw from"):
+        cluster_draws(clusters, 10, np.random.default_rng(0))
 
 
 def test_lists_of_different_lengths_are_refused():

@@ -180,6 +180,13 @@ def test_a_calibrator_needs_both_classes_and_finite_scores(fit):
         fit(np.array([0.0, np.nan]), np.array([True, False]))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("measure", [brier, ece, reliability])
+def test_narrow_probabilities_are_measured_as_the_same_numbers_in_float64(measure, dtype):
+    p, hack = drawn(3000)
+    assert measure(p.astype(dtype), hack) == measure(p.astype(dtype).astype(np.float64), hack)
+
+
 def test_bins_and_sizes_are_checked():
     with pytest.raises(ValueError, match="at least 1"):
         reliability(np.array([0.5]), np.array([True]), bins=0)

@@ -330,8 +330,9 @@ def test_lda_of_classes_that_are_one_point_each_is_refused():
     for shrinkage in ("auto", None, 1.0):
         fitter = LdaFitter(shrinkage)
         fitter.update(h, mask, hack)
-        with pytest.raises(ValueError, match="MeanDifferenceFitter"):
+        with pytest.raises(ValueError, match=rf"shrinkage={shrinkage!r}.*MeanDifferenceFitter") as refused:
             fitter.fit()
+        assert ("choose shrinkage" in str(refused.value)) == (shrinkage is None)  # no remedy that is in use already
 
 
 def test_lda_of_activations_that_never_vary_knows_nothing_and_is_no_error():

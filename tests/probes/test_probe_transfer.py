@@ -110,6 +110,41 @@ def test_it_repeats_with_its_seed_and_changes_with_it(result):
     assert reseeded.json_rows() != rows
 
 
+def test_a_row_does_not_depend_on_the_other_layers_modes_and_levels_of_its_study(result):
+    data, keep = world(), [mode != "alike" for mode in world().mode]
+    rows = [i for i in range(N) if keep[i]]
+    fewer = Dataset(
+        {"noise": data.hidden["noise"][rows], "signal": data.hidden["signal"][rows]},
+        data.mask[rows],
+        [data.hack[i] for i in rows],
+        [data.mode[i] for i in rows],
+    )
+    for part in ({"noise": fewer.hidden["noise"]}, fewer.hidden):
+        small = transfer(
+            dataclasses.replace(fewer, hidden=part),
+            [GROUPS[i] for i in rows],
+            FITTERS,
+            dataclasses.replace(FAST, levels=("token",)),
+            progress=False,
+        )
+        for row in small.rows:
+            assert row == pick(result, layer=row.layer, probe=row.probe, mode=row.mode, level="token")
+
+
+def test_layers_of_one_width_have_random_directions_of_their_own():
+    data = world()
+    twins = transfer(
+        dataclasses.replace(data, hidden={"a": data.hidden["signal"], "b": data.hidden["signal"]}),
+        GROUPS,
+        {"mean_difference": FITTERS["mean_difference"]},
+        FAST,
+        progress=False,
+    )
+    a, b = (pick(twins, layer=layer, mode="known", level="rollout") for layer in "ab")
+    assert a.auroc == b.auroc
+    assert a.random_mean != b.random_mean
+
+
 def test_padding_changes_no_row(result):
     data = world()
     hidden = {layer: torch.where(data.mask[..., None], h, math.nan) for layer, h in data.hidden.items()}
@@ -209,6 +244,12 @@ def test_a_split_covers_everything_once_and_cuts_no_group(items, fractions, seed
             assert abs(len(side & kind) - fraction * len(kind)) <= len(fractions)
 
 
+@pytest.mark.parametrize("fractions", [(math.nan, 0.5), (0.5, math.nan), (math.nan, math.nan), ()])
+def test_fractions_are_numbers_that_sum_to_one(fractions):
+    with pytest.raises(ValueError, match="positive and sum to 1"):
+        split_groups(np.arange(40), np.arange(40) < 20, fractions, np.random.default_rng(0))
+
+
 def test_splits_follow_the_generator():
     group, hack = np.arange(40), np.arange(40) < 20
     first, same, other = (split_groups(group, hack, (0.5, 0.5), np.random.default_rng(seed))[0] for seed in (0, 0, 1))
@@ -248,6 +289,18 @@ def test_groups_are_equal_by_value_in_whatever_they_come(made):
     assert group_ids(made(ids)).tolist() == [0, 0, 1, 2, 1]
 
 
+def test_a_group_that_is_no_number_is_refused():
+    """NaN differs from itself, so that every item would be a group of its own, on both sides of a split."""
+    for ids in ([0.0, math.nan], torch.tensor([0.0, math.nan]), np.array([0.0, math.nan])):
+        with pytest.raises(ValueError, match="Group 1 is NaN, which equals nothing: number the groups"):
+            group_ids(ids)
+
+
+def test_one_text_is_no_list_of_groups():
+    with pytest.raises(TypeError, match="The groups are one text where a list of ids belongs"):
+        transfer(world(), "a" * N, FITTERS, FAST, progress=False)
+
+
 def test_one_text_is_no_list_of_texts():
     for texts in (("ab", ["c", "d"]), (["a", "b"], "cd"), ("ab", "cd")):
         with pytest.raises(TypeError, match="one text where a list of texts belongs"):
@@ -284,7 +337,11 @@ def test_a_mode_with_one_class_has_no_auroc_but_keeps_its_other_numbers():
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [({"known": "nowhere"}, "alike, known, other"), ({"parts": (0.5, 0.5, 0.5)}, "sum to 1")],
+    [
+        ({"known": "nowhere"}, "alike, known, other"),
+        ({"parts": (0.5, 0.5, 0.5)}, "sum to 1"),
+        ({"parts": (1.5, -0.25, -0.25)}, "sum to 1"),
+    ],
 )
 def test_settings_that_do_not_fit_are_refused(change, fault):
     with pytest.raises(ValueError, match=fault):
@@ -303,6 +360,7 @@ def test_settings_and_datasets_check_themselves():
         {"bins": 0},
         {"bootstraps": -1},
         {"draws": 20.5},
+        {"seed": -1},
         {"calibration": "beta"},
     ):
         with pytest.raises(ValueError, match=f"^{next(iter(wrong))}"):

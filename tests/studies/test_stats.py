@@ -172,7 +172,9 @@ def test_seeds_that_agree_have_their_value_as_mean_and_median_and_an_interval_of
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
 def test_mean_and_median_are_between_the_least_and_the_greatest(values: list[float]) -> None:
     for statistic in (mean, median):
-        assert min(values) <= statistic(values) <= max(values)
+        centre = statistic(values)
+        assert centre is not None
+        assert min(values) <= centre <= max(values)
 
 
 def test_an_interval_wider_than_a_float_names_the_remedy_and_outliers_have_none() -> None:

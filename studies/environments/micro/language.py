@@ -47,7 +47,7 @@ TEST_ONE_IN = 5
 
 @dataclass(frozen=True)
 class Task:
-    """Task `x -> (x op1 k1) op2 k2`. Raises KeyError for an unknown operation, ValueError for a constant outside 2..9."""
+    """Task `x -> (x op1 k1) op2 k2`. Raises KeyError for an unknown operation, ValueError for a constant other than 2..9."""
 
     op1: str
     k1: int
@@ -59,6 +59,8 @@ class Task:
             if op not in OPERATIONS:
                 raise KeyError(f"unknown operation {op!r}: choose from {', '.join(OPERATIONS)}")
         for k in (self.k1, self.k2):
+            if not isinstance(k, int):
+                raise ValueError(f"constant {k} is not a whole number: choose from {CONSTANTS[0]}..{CONSTANTS[-1]}")
             if k not in CONSTANTS:
                 raise ValueError(f"constant {k} is out of range: choose from {CONSTANTS[0]}..{CONSTANTS[-1]}")
 
@@ -258,8 +260,12 @@ class Vocabulary:
         return [*self.encode(text), self.eos]
 
     def decode(self, ids: Iterable[int] | Tensor) -> str:
-        """Return the text of ids, special tokens included."""
-        return "".join(self.tokens[i] for i in _as_ints(ids))
+        """Return the text of ids, special tokens included. Raises ValueError for an id that no token has."""
+        ids = _as_ints(ids)
+        for i in ids:
+            if not 0 <= i < len(self.tokens):
+                raise ValueError(f"{i} is no id of a token: ids are 0 to {len(self.tokens) - 1}")
+        return "".join(self.tokens[i] for i in ids)
 
     def completion_text(self, ids: Iterable[int] | Tensor) -> str:
         """Return the text of a completion before its first `<eos>`."""

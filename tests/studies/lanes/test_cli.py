@@ -1,6 +1,7 @@
 """The command line: everything from nothing, and one sentence for everything that cannot be."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,17 @@ def test_a_study_has_one_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_device_that_is_not_here_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path
 ) -> None:
-    given = ("run", "--quick", "--text", str(texts), "--out", str(tmp_path / "runs"), "--dev.device", "abacus")
-    assert "cannot be used here" in refusal(monkeypatch, capsys, *given)
+    given = ("run", "--quick", "--text", str(texts), "--out", str(tmp_path / "runs"), "--dev.device")
+    for device in ("abacus", "tpu", "meta", "cuda:99"):
+        assert f"the device '{device}' cannot be used here: choose from cpu" in refusal(monkeypatch, capsys, *given, device)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_too_little_text_is_refused_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], texts: Path, tmp_path: Path
+) -> None:
+    given = ("run", "--quick", "--text", str(texts), "--out", str(tmp_path / "runs"))
+    assert re.search(
+        r"the split 'test' has \d+ tokens, but its pieces need 6144: give more text", refusal(monkeypatch, capsys, *given)
+    )
     assert not (tmp_path / "runs").exists()

@@ -46,6 +46,30 @@ def arms_of(settings: Settings, folder: Path, texts: Path) -> list[Job]:
     return [job for job in jobs_of(settings, folder, texts, [0], FEW) if job.arm is not None]
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rates_all": ()}, "rates_all must have at least one rate"),
+        ({"rates_controls": ()}, "rates_controls must have at least one rate"),
+        ({"clips": (3.0, 13.1)}, r"the clips \(3.0, 13.1\) must contain 12.85, the clip before the record's"),
+        ({"piece": 1}, "piece must be at least 2"),
+        ({"tune_piece": 1}, "tune_piece must be at least 2"),
+        ({"adapted_piece": 1}, "adapted_piece must be at least 2"),
+    ],
+)
+def test_an_evaluation_that_could_not_be_finished_is_refused_at_once(tiny: Settings, change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(tiny.evaluation, **change)
+
+
+def test_instruments_that_do_not_fit_are_refused_at_once(tiny: Settings) -> None:
+    with pytest.raises(ValueError, match="d_model 17 must be a multiple of twice the 2 heads"):
+        replace(tiny.instruments, d_model=17)
+    long = replace(tiny.instruments, batch=4, length=1000)
+    with pytest.raises(ValueError, match=r"test 192 must be at least 4004: instruments\.batch windows of"):
+        replace(tiny, instruments=long)
+
+
 def test_settings_come_back_and_name_their_folder(tiny: Settings, tmp_path: Path) -> None:
     for one in (tiny, Settings("a" * 64), quick("b" * 64)):
         one.write(tmp_path)

@@ -244,8 +244,12 @@ def test_commands_that_read_runs_name_what_is_missing(tmp_path: Path, main: Main
     for command in ("report", "plot", "leakage"):
         one_sentence(main(command, tmp_path / "none"), "none is not a folder: give the run folder")
         one_sentence(main(command, tmp_path), "settings.json does not hold settings of this study (No such file or directory)")
-    one_sentence(main("show", tmp_path), "does not hold settings of this study", "point at a run folder")
+    one_sentence(main("show", tmp_path), "does not hold settings of this study", "point at a run folder, runs/<preset>-<hash>")
     assert list(tmp_path.iterdir()) == []
+    for name in ("weak-1", "strong-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "settings.json").write_text("{}")
+    one_sentence(main("report", tmp_path), f"point at a run folder: {tmp_path}/strong-2, {tmp_path}/weak-1")
 
 
 @pytest.mark.process

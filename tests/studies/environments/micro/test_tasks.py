@@ -1,6 +1,7 @@
 """Tasks: what they compute, and a split that no machine can move."""
 
 import hashlib
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -59,5 +60,7 @@ def test_errors_name_the_choices() -> None:
         Task("power", 2, "add", 2)
     with pytest.raises(ValueError, match=r"choose from 2\.\.9"):
         Task("add", 10, "add", 2)
+    with pytest.raises(ValueError, match=r"constant 2\.0 is not a whole number"):  # it equals 2, but is no token
+        Task.__post_init__(SimpleNamespace(op1="add", k1=2, op2="add", k2=2.0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="choose from train, test"):
         all_tasks("validation")

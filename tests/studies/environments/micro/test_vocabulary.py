@@ -37,6 +37,14 @@ def test_prompts_open_with_bos_and_completions_close_with_eos() -> None:
     assert VOCABULARY.encode_completion(" + 2") == VOCABULARY.encode([" +", " 2", EOS])
 
 
+@pytest.mark.parametrize("wrong", [-1, -66, 66])
+def test_an_id_that_no_token_has_is_refused(wrong: int) -> None:
+    """A negative one would count from the end."""
+    for ids in ([3, wrong], torch.tensor([3, wrong])):
+        with pytest.raises(ValueError, match=f"{wrong} is no id of a token: ids are 0 to 65"):
+            VOCABULARY.decode(ids)
+
+
 def test_errors_say_where_and_what() -> None:
     with pytest.raises(ValueError, match="'import os' at character 6"):
         VOCABULARY.encode(" add 2import os")
