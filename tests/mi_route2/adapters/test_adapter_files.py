@@ -24,17 +24,15 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, sav
 from mi_route2.adapters.io import (
     BASES,
     CONFIG,
-    HEADER,
     TENSORS,
     export_merged,
     export_peft,
     from_pretrained,
-    read_tensors,
     save_pretrained,
-    write_tensors,
 )
 from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.adapters.svd import SVD, _cached, _keep, weight_hash
+from mi_route2.files import HEADER, read_tensors, write_tensors
 from mi_route2.hosts import HOSTS, open_host
 from mi_route2.routing.directions import Directions, Provenance
 from mi_route2.runs.disk import read_shard, write_shard
