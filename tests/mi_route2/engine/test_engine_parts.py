@@ -41,9 +41,7 @@ class Scheduling(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, rows: int, spare: int, chunk: int, room: int | None, grain: int, patience: int | None) -> None:
         budget = rows + grain - 1 + spare
-        self.scheduler: Scheduler[Job] = Scheduler(
-            rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
-        )
+        self.scheduler: Scheduler[Job] = Scheduler(rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience)
         self.jobs: list[Job] = []
         self.arrivals = 0
         self.full = False
