@@ -1,0 +1,90 @@
+// Talking to the server: JSON, server-sent events read from fetch() (EventSource cannot POST), and its errors as exceptions.
+
+const KEY = "mi-route2 key";
+
+export const key = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  set: value => sessionStorage.setItem(KEY, value),
+};
+
+/** The server's sentence; `param` is the body field that it speaks of, if any. */
+export class ServerError extends Error {
+  constructor(status, { message, param = null, type = "" } = {}) {
+    super(message || `the server answered ${status}`);
+    this.status = status;
+    this.param = param;
+    this.type = type;
+  }
+}
+
+async function refused(response) {
+  let error;
+  try {
+    error = (await response.json()).error;
+  } catch {
+    // not JSON: a proxy's page, or a server that is ending
+  }
+  if (response.status === 401) dispatchEvent(new CustomEvent("key-needed"));
+  return new ServerError(response.status, error);
+}
+
+async function call(path, body, signal) {
+  const headers = key.get() ? { Authorization: `Bearer ${key.get()}` } : {};
+  const options = { headers, signal, cache: "no-store" };
+  if (body !== undefined) {
+    options.method = "POST";
+    options.body = JSON.stringify(body);
+    headers["Content-Type"] = "application/json";
+  }
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, { message: "the server does not answer: is it still running?" });
+  }
+  if (!response.ok) throw await refused(response);
+  return response;
+}
+
+export const get = async (path, signal) => (await call(path, undefined, signal)).json();
+export const post = async (path, body, signal) => (await call(path, body, signal)).json();
+
+/** Yield the events of a stream as `{ event, data }` until `[DONE]`; an error event is thrown. */
+export async function* events(path, body, signal) {
+  const response = await call(path, body, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      // An event may be cut anywhere, so only what an empty line has ended is parsed
+      const blocks = (waiting + (value ?? "").replaceAll("\r", "")).split("\n\n");
+      waiting = blocks.pop();
+      for (const block of blocks) {
+        const one = parse(block);
+        if (one?.data === "[DONE]") return;
+        if (one) yield decoded(one);
+      }
+      if (done) throw new ServerError(0, { message: "the connection ended before the answer did: press the button again" });
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parse(block) {
+  let event = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event:")) event = line.slice(6).trim();
+    else if (line.startsWith("data:")) data.push(line.slice(5).replace(/^ /, ""));
+  }
+  return data.length ? { event, data: data.join("\n") } : null; // a comment keeps the connection alive
+}
+
+function decoded({ event, data }) {
+  const value = JSON.parse(data);
+  if (value.error) throw new ServerError(200, value.error);
+  return { event, data: value };
+}

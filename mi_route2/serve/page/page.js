@@ -1,0 +1,75 @@
+// Start: what the server serves, the tabs, and the key.
+
+import { $, make, remember, state } from "./dom.js";
+import { get, key } from "./net.js";
+import * as patch from "./patch.js";
+import * as stream from "./stream.js";
+import * as study from "./study.js";
+
+const VIEWS = { patch, stream, study };
+const tabs = [...document.querySelectorAll("[role=tab]")];
+const opened = new Set();
+let served = null;
+
+function show(name, focus = false) {
+  for (const tab of tabs) {
+    const on = tab.dataset.tab === name;
+    tab.setAttribute("aria-selected", String(on));
+    tab.tabIndex = on ? 0 : -1;
+    $(tab.dataset.tab).hidden = !on;
+    if (on && focus) tab.focus();
+  }
+  remember({ tab: name });
+  study.watch(name === "study" && served !== null);
+  if (served && !opened.has(name)) {
+    opened.add(name); // a view asks nothing of the server before it is looked at
+    VIEWS[name].open(served);
+  }
+}
+
+function walkTabs(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (!step) return;
+  const next = (tabs.indexOf(event.target) + step + tabs.length) % tabs.length;
+  show(tabs[next].dataset.tab, true);
+  event.preventDefault();
+}
+
+function askKey() {
+  $("key").hidden = false;
+  $("banner").hidden = true;
+}
+
+async function load() {
+  try {
+    served = await get("/v1/study");
+  } catch (error) {
+    $("banner").textContent = error.status === 401 && key.get() ? `${error.message}: the key was not accepted` : error.message;
+    $("banner").hidden = error.status === 401 && !key.get();
+    return;
+  }
+  $("key").hidden = true;
+  $("banner").hidden = true;
+  const size = [served.layers && `${served.layers} layers`, served.heads && `${served.heads} heads`].filter(Boolean).join(", ");
+  $("model").replaceChildren(make("b", { text: served.model }), size ? ` ${size}` : "");
+  show(current());
+}
+
+const current = () => (Object.hasOwn(VIEWS, state.get("tab") ?? "") ? state.get("tab") : "patch");
+
+for (const tab of tabs) {
+  tab.addEventListener("click", () => show(tab.dataset.tab));
+  tab.addEventListener("keydown", walkTabs);
+}
+addEventListener("key-needed", askKey);
+// A link that is pasted over this page changes only what is behind the #, for which a browser loads nothing
+addEventListener("hashchange", () => location.reload());
+$("key").addEventListener("submit", event => {
+  event.preventDefault();
+  key.set($("key-value").value.trim());
+  $("key-value").value = "";
+  load();
+});
+
+show(current());
+load();

@@ -1,0 +1,288 @@
+// The Patch tab: a question about two prompts, the sweep that answers it, and what the patched model says at one cell.
+
+import { $, chip, clearErrors, later, make, number, remember, say, showError, state, visible } from "./dom.js";
+import { Heatmap } from "./heatmap.js";
+import { events, post } from "./net.js";
+
+const FIELDS = ["clean", "corrupt", "answer", "foil", "metric", "alpha"];
+const MAIN = { resid_pre: "residual", attn_out: "attention out", mlp_out: "MLP out", z: "heads", kept_out: "kept out", quarantine_out: "quarantine out" };
+const HEADED = new Set(["z", "q", "k", "v"]);
+
+let study, map, running, asking;
+let aligned = null; // the last answer of /v1/align
+let swept = null; // the body of the sweep that the grid shows
+let chosen = new Set();
+const soon = later(250);
+
+export function open(given) {
+  study = given;
+  map = new Heatmap($("map"), { onOpen: openCell, onLook: lookAt });
+  drawExamples();
+  chosen = new Set((state.get("sites") ?? "resid_pre").split(",").filter(name => study.sites.includes(name)));
+  if (!chosen.size) chosen.add(study.sites[0]);
+  drawSites();
+  restore();
+  listen();
+  align().then(() => state.get("swept") && sweep());
+}
+
+function drawExamples() {
+  $("patch-examples").replaceChildren(...(study.examples ?? []).map(example => chip(example.title, undefined, () => use(example), `${example.clean}\n→ ${example.corrupt}`)));
+}
+
+function use(example) {
+  for (const name of ["clean", "corrupt", "answer", "foil"]) $(name).value = example[name] ?? "";
+  changed();
+}
+
+function restore() {
+  if (!state.has("clean") && study.examples?.length) return use(study.examples[0]);
+  for (const name of FIELDS) if (state.has(name)) $(name).value = state.get(name);
+  usable();
+}
+
+function listen() {
+  const form = $("patch-form");
+  form.addEventListener("input", changed);
+  form.addEventListener("submit", event => {
+    event.preventDefault();
+    sweep();
+  });
+  form.addEventListener("keydown", event => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) sweep();
+  });
+  $("sweep-cancel").addEventListener("click", () => running?.abort());
+  $("peak").addEventListener("click", () => {
+    const { row, column } = map.peak();
+    map.goTo(row, column);
+  });
+}
+
+function changed() {
+  remember({ ...values(), sites: [...chosen].join(","), swept: null, cell: null });
+  usable();
+  soon(align);
+}
+
+const values = () => Object.fromEntries(FIELDS.map(name => [name, $(name).value]));
+
+/** A metric says which tokens it needs; the others are out of use, and not sent. */
+function usable() {
+  $("answer").disabled = $("metric").value === "kl";
+  $("foil").disabled = $("metric").value !== "logit_diff";
+}
+
+function drawSites() {
+  const main = Object.keys(MAIN).filter(name => study.sites.includes(name));
+  const others = study.sites.filter(name => !(name in MAIN));
+  const one = name => chip(MAIN[name] ?? name, chosen.has(name), () => toggle(name), HEADED.has(name) ? `${name}, head by head` : name);
+  const more = make("details", { open: others.some(name => chosen.has(name)) }, make("summary", { class: "chip", text: "more" }), make("div", { class: "chips" }, ...others.map(one)));
+  $("sites").replaceChildren(...main.map(one), ...(others.length ? [more] : []));
+}
+
+function toggle(name) {
+  if (!chosen.delete(name)) chosen.add(name);
+  const open = $("sites").querySelector("details")?.open;
+  const focused = document.activeElement?.textContent;
+  drawSites();
+  if (open) $("sites").querySelector("details").open = true;
+  [...$("sites").querySelectorAll("button")].find(node => node.textContent === focused)?.focus();
+  changed();
+}
+
+// --- both prompts, token by token
+
+async function align() {
+  const { clean, corrupt } = values();
+  if (!clean || !corrupt) return drawStrip(null);
+  try {
+    const answer = await post("/v1/align", { clean, corrupt });
+    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return; // typed on meanwhile
+    aligned = answer;
+    clearErrors($("patch-form"), $("patch-error"));
+    drawStrip(answer);
+  } catch (error) {
+    drawStrip(null);
+    showError(error, $("patch-form"), $("patch-error"));
+  }
+}
+
+function drawStrip(answer) {
+  aligned = answer;
+  $("strip-note").textContent = answer?.summary ?? "";
+  $("strip").replaceChildren(...(answer ? columns(answer).map(drawColumn) : []));
+}
+
+/** Pairs in reading order; a token of either prompt without a partner stands alone. */
+function columns({ clean, corrupt, partner }) {
+  const found = [];
+  let next = 0;
+  corrupt.forEach((token, position) => {
+    const source = partner[position];
+    if (source !== null) while (next < source) found.push({ clean: clean[next++], corrupt: null });
+    if (source !== null) next = source + 1;
+    found.push({ clean: source === null ? null : clean[source], corrupt: token, position });
+  });
+  while (next < clean.length) found.push({ clean: clean[next++], corrupt: null });
+  return found;
+}
+
+function drawColumn({ clean, corrupt, position }) {
+  const kind = clean === null || corrupt === null ? "alone" : clean !== corrupt ? "differs" : "same";
+  const token = text => make("span", { class: text === null ? "token none" : "token", text: text === null ? "" : visible(text) });
+  const parts = kind === "same" ? [token(corrupt)] : [token(clean), token(corrupt)];
+  const told = kind === "same" ? corrupt : `clean ${clean ?? "nothing"}, corrupt ${corrupt ?? "nothing"}`;
+  return make("span", { class: `couple ${kind}`, "data-position": position, title: position === undefined ? "only in the clean prompt" : `position ${position}`, "aria-label": told, role: "img" }, ...parts);
+}
+
+// --- the sweep
+
+function body() {
+  const { clean, corrupt, answer, foil, metric, alpha } = values();
+  const asked = { clean, corrupt, metric, sites: [...chosen], alpha: Number(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
+  if (metric !== "kl") asked.answer = answer;
+  if (metric === "logit_diff") asked.foil = foil;
+  return asked;
+}
+
+async function sweep() {
+  running?.abort();
+  clearErrors($("patch-form"), $("patch-error"));
+  if (!chosen.size) return showError({ param: "sites", message: "choose at least one site" }, $("patch-form"), $("patch-error"));
+  const control = (running = new AbortController());
+  if (!aligned) await align();
+  swept = body();
+  remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
+  busy(true);
+  try {
+    for await (const { event, data } of events("/v1/patch_sweep", swept, control.signal)) receive(event, data);
+    say("The sweep is done", true);
+  } catch (error) {
+    if (error.name === "AbortError") say("The sweep was cancelled", true);
+    else showError(error, $("patch-form"), $("patch-error"));
+  } finally {
+    if (running === control) {
+      running = null;
+      busy(false);
+    }
+  }
+}
+
+function busy(on) {
+  $("sweep-cancel").hidden = !on;
+  $("sweep").textContent = on ? "Sweep again" : "Sweep";
+  $("sweep-progress").hidden = !on;
+  $("map-card").setAttribute("aria-busy", String(on));
+  if (on) $("sweep-progress").removeAttribute("value"); // of unknown length until the server has counted
+}
+
+function receive(event, data) {
+  if (event === "start" || data.rows) started(data);
+  else if (event === "summary" || data.grid) ended(data);
+  else filled(data.cells ?? [[data.row, data.column, data.value]]);
+}
+
+function started(data) {
+  const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === aligned?.corrupt.length ? column : null));
+  const differs = new Set(), skipped = new Set();
+  positions.forEach((position, column) => {
+    const source = aligned?.partner[position];
+    if (source === null) skipped.add(column);
+    else if (source !== undefined && aligned.clean[source] !== aligned.corrupt[position]) differs.add(column);
+  });
+  map.start({ ...data, positions, differs, skipped, at: data.columns.length - 1, total: data.total });
+  $("map-empty").hidden = true;
+  $("legend").hidden = false;
+  $("peak").textContent = "";
+  $("sweep-progress").max = data.total || 1;
+  drawScores();
+}
+
+function filled(cells) {
+  map.fill(cells);
+  drawScores();
+  const done = map.values.size;
+  $("sweep-progress").value = done;
+  say(`${done} of ${map.total} cells`);
+}
+
+function ended({ grid }) {
+  const positions = grid.positions;
+  const columns = grid.skipped.map(skip => positions.indexOf(skip.position)).filter(column => column >= 0);
+  // The summary is the truth: it also has cells that a slow reader was not sent one by one
+  map.fill(grid.values.flatMap((row, i) => row.map((value, j) => [i, j, value])));
+  map.finish({ defined: grid.recovered !== null, skipped: columns });
+  if (grid.recovered === null) $("strip-note").textContent = "Clean and corrupt have the same score within the noise, so the colors show the change of the score: choose prompts that the model tells apart.";
+  drawScores(grid.noise_floor);
+  drawPeak();
+  restoreCell();
+}
+
+function drawScores(noise) {
+  $("map-title").textContent = map.defined ? "Recovered" : "Change of the score";
+  const part = (name, value) => [make("span", { text: name }), make("b", { text: number(value, 2) })];
+  $("scores").replaceChildren(...part("clean", map.clean), ...part("corrupt", map.corrupt), ...(noise === undefined ? [] : [make("span", { text: "noise" }), make("b", { text: noise.toExponential(0) })]));
+  $("legend-low").textContent = number(-map.reach, map.reach < 0.1 ? 3 : 1);
+  $("legend-high").textContent = number(map.reach, map.reach < 0.1 ? 3 : 1);
+}
+
+function drawPeak() {
+  const peak = map.peak();
+  if (!peak) return;
+  $("peak").textContent = `peak ${number(map.shown(peak.value), 2)} at ${map.rows[peak.row]}${map.positions[peak.column] === null ? "" : `, ${map.positions[peak.column]} ${visible(map.columns[peak.column])}`}`;
+}
+
+function restoreCell() {
+  const [site, position] = (state.get("cell") ?? "").split("@");
+  const row = map.rows.indexOf(site), column = map.positions.findIndex(one => String(one) === position);
+  if (row >= 0 && column >= 0) map.show(row, column);
+}
+
+// --- one cell
+
+function lookAt({ column }) {
+  $("strip").querySelector(".here")?.classList.remove("here");
+  $("strip").querySelector(`[data-position="${map.positions[column]}"]`)?.classList.add("here");
+}
+
+async function openCell({ row, column }) {
+  const site = map.rows[row], position = map.positions[column], value = map.value(row, column);
+  remember({ cell: `${site}@${position}` });
+  drawHead(site, position, column, value);
+  asking?.abort();
+  const control = (asking = new AbortController());
+  $("cell-answer").replaceChildren(make("p", { class: "empty waiting", text: "The patched model answers…" }));
+  try {
+    const { clean, corrupt, alpha } = swept;
+    drawAnswer(await post("/v1/patch_cell", { clean, corrupt, site, position, alpha, max_tokens: 16 }, control.signal));
+  } catch (error) {
+    if (error.name !== "AbortError") $("cell-answer").replaceChildren(make("p", { class: "error", role: "alert", text: error.message }));
+  }
+}
+
+function drawHead(site, position, column, value) {
+  const facts = [["recovered", map.defined && value !== undefined ? number(map.shown(value)) : "–"], ["score", number(value)], ["clean", number(map.clean)], ["corrupt", number(map.corrupt)]];
+  $("cell-head").replaceChildren(
+    make("h2", { text: site }),
+    make("p", { class: "where" }, ...(position === null ? ["all positions"] : [`position ${position} `, make("code", { text: visible(map.columns[column]) })])),
+    make("dl", { class: "facts" }, ...facts.map(([name, text]) => make("div", {}, make("dt", { text: name }), make("dd", { text })))),
+  );
+}
+
+function drawAnswer({ text, top }) {
+  const mark = token => (token === swept.answer ? " answer" : token === swept.foil ? " foil" : "");
+  const line = ({ token, logprob }) => {
+    const p = Math.exp(logprob);
+    const word = mark(token).trim();
+    return make("tr", { class: `top${mark(token)}` },
+      make("th", { scope: "row" }, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : [])),
+      make("td", { class: "share" }, make("span", { class: "fill", style: { width: `${(100 * p).toFixed(1)}%` } })),
+      make("td", { class: "p", text: p < 0.001 ? "<.001" : p.toFixed(3).replace(/^0/, ""), title: `log-probability ${number(logprob)}` }));
+  };
+  $("cell-answer").replaceChildren(
+    make("h3", { text: "The patched model answers" }),
+    make("pre", { class: "answered", text: text || "(nothing)" }),
+    make("h3", { text: "Its next token" }),
+    make("table", { class: "tops" }, make("tbody", {}, ...top.map(line))),
+  );
+}

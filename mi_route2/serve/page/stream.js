@@ -1,0 +1,291 @@
+// The Stream tab: a completion whose tokens take the color of what a monitor read, and two sliders that act while it runs.
+
+import { $, chip, clearErrors, hideTip, later, make, number, remember, say, showError, showTip, state, visible } from "./dom.js";
+import { events, post } from "./net.js";
+
+const FIELDS = ["prompt", "adapters", "max_tokens", "temperature", "seed"];
+
+let study, monitor, running;
+let request = null; // the server's number of the running stream
+let tokens = []; // by position: { text, generated, node, reading, threshold }
+let marks = []; // positions at which a slider moved
+const actSoon = { scale: later(80), threshold: later(80) };
+
+export function open(given) {
+  study = given;
+  const example = study.monitors_example;
+  monitor = Array.isArray(example) ? example[0] : example;
+  if (monitor && !monitor.probe) monitor = null;
+  const modes = Object.entries(study.modes ?? { full: "" });
+  $("adapters").replaceChildren(...modes.map(([name, about]) => make("option", { value: name, text: name, title: about })));
+  const prompts = study.prompts ?? [...new Set((study.examples ?? []).flatMap(({ clean, corrupt }) => [clean, corrupt]))];
+  $("stream-examples").replaceChildren(...prompts.slice(0, 4).map((text, i) => chip(short(text, i), undefined, () => use(text), text)));
+  restore(prompts);
+  limits();
+  listen();
+}
+
+/** The last line says what an example is about, better than its first words, which many share. */
+const short = (text, i) => {
+  const line = text.trim().split("\n")[0];
+  return line.length > 28 ? `${line.slice(0, 27)}…` : line || `example ${i + 1}`;
+};
+
+function use(text) {
+  $("prompt").value = text;
+  keep();
+}
+
+function restore(prompts) {
+  for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
+  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0];
+  $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
+  $("scale").value = state.get("s.scale") ?? 1;
+  const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
+  lens.checked = true;
+}
+
+/** The slider's ends: the monitor's own unit, known only from what was read. */
+function limits() {
+  const scores = tokens.flatMap(one => (one.reading ? [one.reading.score] : []));
+  const now = Number($("threshold").value);
+  const low = Math.min(now - 1, ...scores), high = Math.max(now + 1, ...scores);
+  const slider = $("threshold"), room = scores.length ? (high - low) * 0.1 : 3;
+  if (Number(slider.min) > low || !scores.length) slider.min = (low - room).toFixed(2);
+  if (Number(slider.max) < high || !scores.length) slider.max = (high + room).toFixed(2);
+  slider.value = now;
+  drawSliders();
+}
+
+function keep() {
+  const values = Object.fromEntries(FIELDS.map(name => [`s.${name}`, $(name).value]));
+  remember({ ...values, "s.scale": $("scale").value, "s.threshold": $("threshold").value, "s.lens": lens() });
+}
+
+const lens = () => document.querySelector("input[name=lens]:checked").value;
+
+function listen() {
+  const form = $("stream-form");
+  form.addEventListener("input", keep);
+  form.addEventListener("submit", event => {
+    event.preventDefault();
+    go();
+  });
+  form.addEventListener("keydown", event => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) go();
+  });
+  $("stop").addEventListener("click", () => running?.abort());
+  for (const radio of document.querySelectorAll("input[name=lens]")) radio.addEventListener("change", () => (keep(), repaint()));
+  for (const name of ["scale", "threshold"]) {
+    $(name).disabled = !monitor;
+    $(name).addEventListener("input", () => moved(name));
+  }
+  for (const [kind, react] of [["pointerover", look], ["focusin", look], ["pointerleave", hideTip], ["focusout", hideTip]]) $("tokens").addEventListener(kind, react);
+  $("tokens").addEventListener("keydown", walk);
+  if (!monitor) $("threshold-note").textContent = "This server names no monitor in /v1/study, so tokens have no score.";
+  drawSliders();
+}
+
+// --- the sliders
+
+function moved(name) {
+  drawSliders();
+  keep();
+  if (name === "threshold") repaint();
+  actSoon[name](() => act(name));
+}
+
+async function act(name) {
+  if (request === null) return;
+  const value = Number($(name).value);
+  const body = name === "scale" ? { scale: value } : { monitor: monitor.name, threshold: value };
+  const position = tokens.length;
+  try {
+    await post(`/v1/streams/${request}/${name}`, body);
+    $("act-error").hidden = true;
+    marks.push(position);
+    drawTrace();
+  } catch (error) {
+    // The stream may have ended while the slider moved; the next one starts with its value
+    if (request === null) return;
+    $("act-error").textContent = error.message;
+    $("act-error").hidden = false;
+  }
+}
+
+function drawSliders() {
+  for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
+  if (!monitor) return;
+  const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
+  $("scale-note").textContent = `Times the steering vector at ${steering().map(one => one.site).join(", ")}. ${live}`;
+  const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
+  $("threshold-note").textContent = `Monitor ${monitor.name ?? ""} at ${monitor.site} ${closes}.`;
+}
+
+/** What the scale slider scales: the server's example, or a push along the monitor's own probe. */
+function steering() {
+  const given = study.steering_example;
+  if (given) return Array.isArray(given) ? given : [given];
+  return monitor ? [{ site: monitor.site, vector: monitor.probe, scale: 1 }] : [];
+}
+
+// --- the stream
+
+function body() {
+  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true, adapters: $("adapters").value };
+  if ($("seed").value.trim()) asked.seed = Number($("seed").value);
+  if (!monitor) return asked;
+  const scale = Number($("scale").value);
+  // A vector of scale 0 could not be turned up later, so a stream that starts at 0 is set to 0 with its first token
+  const start = scale || 1;
+  asked.decode_steering_vectors = steering().map(one => ({ ...one, scale: (one.scale ?? 1) * start }));
+  return { ...asked, readings: true, monitors: [{ ...monitor, threshold: Number($("threshold").value) }] };
+}
+
+async function go() {
+  running?.abort();
+  clearErrors($("stream-form"), $("stream-error"));
+  $("act-error").hidden = true;
+  const control = (running = new AbortController());
+  tokens = [];
+  marks = [];
+  $("tokens").replaceChildren();
+  $("trace").replaceChildren();
+  $("stream-status").textContent = "waiting for the first token";
+  busy(true);
+  try {
+    for await (const { data } of events("/v1/completions", body(), control.signal)) receive(data);
+    status("done");
+  } catch (error) {
+    if (error.name === "AbortError") status("stopped");
+    else {
+      status("ended by an error");
+      showError(error, $("stream-form"), $("stream-error"));
+    }
+  } finally {
+    if (running === control) {
+      running = request = null;
+      busy(false);
+    }
+  }
+}
+
+function busy(on) {
+  $("stop").hidden = !on;
+  $("go").textContent = on ? "Start again" : "Go";
+  $("stream-card").setAttribute("aria-busy", String(on));
+  $("stream-empty").hidden = true;
+  drawSliders();
+}
+
+function status(text) {
+  const made = tokens.filter(one => one.generated).length;
+  $("stream-status").textContent = `${made} tokens, ${text}${finish ? ` (${finish})` : ""}${seed === null ? "" : `, seed ${seed}`}`;
+  if (text !== "running") say(`${made} tokens, ${text}`, true);
+}
+
+let seed = null, finish = null;
+
+function receive(chunk) {
+  const told = chunk.mi_route2 ?? {}, choice = chunk.choices?.[0] ?? {};
+  if (told.prompt_tokens) begin(told);
+  finish = choice.finish_reason ?? finish;
+  const ids = told.token_ids ?? [];
+  // Without a text of each token, the chunk's text belongs to its last one
+  ids.forEach((_, i) => add(told.tokens?.[i] ?? (i === ids.length - 1 ? (choice.text ?? "") : ""), true));
+  for (const [position, readings] of Object.entries(told.readings ?? {})) read(Number(position), readings);
+  limits();
+  repaint();
+  status("running");
+}
+
+function begin(told) {
+  request = told.request ?? null;
+  seed = told.seed ?? null;
+  finish = null;
+  told.prompt_tokens.forEach(text => add(text, false));
+  drawSliders();
+  if (monitor && Number($("scale").value) === 0) act("scale");
+}
+
+function add(text, generated) {
+  const position = tokens.length;
+  const node = make("span", { class: `token ${generated ? "made" : "given"}`, tabindex: position ? "-1" : "0", role: "img", "data-position": position, "aria-label": `${JSON.stringify(text)}, not read` });
+  // The line break is drawn and also broken, so that code keeps its shape
+  node.append(...text.split(/(\n)/).flatMap(part => (part === "\n" ? [make("i", { text: "⏎" }), "\n"] : [part])));
+  tokens.push({ text, generated, node, reading: null, threshold: null });
+  $("tokens").append(node);
+}
+
+function read(position, readings) {
+  const one = tokens[position], reading = monitor && (readings[monitor.name] ?? Object.values(readings)[0]);
+  if (!one || !reading) return;
+  one.reading = reading;
+  one.threshold = Number($("threshold").value);
+}
+
+// --- colors
+
+function repaint() {
+  const by = lens(), middle = by === "score" ? Number($("threshold").value) : 0;
+  const sizes = tokens.flatMap(one => (one.reading ? [Math.abs(one.reading[by] - middle)] : []));
+  const reach = by === "gate" ? 1 : Math.max(0, ...sizes) || 1;
+  for (const one of tokens) if (one.reading) paint(one, one.reading[by] - middle, reach);
+  drawLegend(by, middle, reach, sizes.length);
+  drawTrace();
+}
+
+function paint({ node, reading, text }, value, reach) {
+  node.style.setProperty("--t", `${Math.min(100, (100 * Math.abs(value)) / reach).toFixed(1)}%`);
+  node.classList.toggle("above", value >= 0);
+  node.classList.toggle("below", value < 0);
+  node.setAttribute("aria-label", `${JSON.stringify(text)}, score ${number(reading.score)}, gate ${number(reading.gate)}`);
+}
+
+function drawLegend(by, middle, reach, count) {
+  $("stream-legend").hidden = !count;
+  $("stream-ramp").classList.toggle("one", by === "gate");
+  $("stream-low").textContent = by === "gate" ? "0" : number(middle - reach, 2);
+  $("stream-high").textContent = by === "gate" ? "1" : number(middle + reach, 2);
+  $("stream-words").textContent = by === "gate" ? "gate: how far the monitor acts" : `probe score around the threshold ${number(middle, 2)}`;
+}
+
+const HEIGHT = 96, GATE = 22;
+
+/** Score over the positions with the threshold that held then, and the gate as a strip beneath. */
+function drawTrace() {
+  const points = tokens.flatMap(({ reading, threshold }, position) => (reading ? [{ position, threshold, ...reading }] : []));
+  if (points.length < 2) return $("trace").replaceChildren();
+  const every = points.flatMap(({ score, threshold }) => [score, threshold]);
+  const low = Math.min(...every), span = Math.max(...every) - low || 1, last = Math.max(tokens.length - 1, 1);
+  const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - (value - low) / span)).toFixed(1);
+  const line = name => points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one[name])}`).join("");
+  const first = tokens.findIndex(one => one.generated), width = 1000 / last;
+  const gates = points.map(({ position, gate }) => make("rect", { class: "gate", x: (x(position) - width / 2).toFixed(1), y: (HEIGHT + 4 + GATE * (1 - gate)).toFixed(1), width: width.toFixed(1), height: (GATE * gate).toFixed(1) }));
+  const ticks = [...(first > 0 ? [[first - 0.5, "begin"]] : []), ...marks.map(position => [position - 0.5, "moved"])].map(([at, kind]) => make("line", { class: kind, x1: x(at), x2: x(at), y1: 0, y2: HEIGHT + GATE + 4 }));
+  const picture = make("svg", { viewBox: `0 0 1000 ${HEIGHT + GATE + 4}`, preserveAspectRatio: "none", role: "img", "aria-label": `Probe score from ${number(low, 2)} to ${number(low + span, 2)} and the gate, over ${points.length} tokens` }, ...gates, ...ticks, make("path", { class: "threshold", d: line("threshold") }), make("path", { class: "score", d: line("score") }));
+  const key = make("p", { class: "keys" }, ...[["score", "score"], ["threshold", "threshold"], ["gate", "gate"], ...(marks.length ? [["moved", "slider moved"]] : [])].map(([kind, text]) => make("span", { class: `k ${kind}`, text })));
+  $("trace").replaceChildren(picture, key);
+}
+
+// --- values of one token
+
+function look(event) {
+  const node = event.target.closest?.(".token");
+  if (!node) return hideTip();
+  const position = Number(node.dataset.position), { text, reading, generated } = tokens[position];
+  const facts = reading ? [["score", number(reading.score)], ["gate", number(reading.gate)]] : [["not read", generated && position === tokens.length - 1 ? "the last token is never an input" : ""]];
+  showTip(node, make("b", { text: visible(text) }), make("span", { text: `position ${position}` }), ...facts.map(([name, value]) => make("span", { text: `${name} ${value}` })));
+  const all = [["position", position], ["from", generated ? "the model" : "the prompt"], ...facts];
+  $("token-detail").replaceChildren(make("h3", {}, make("code", { text: visible(text) })), make("dl", { class: "facts" }, ...all.map(([name, value]) => make("div", {}, make("dt", { text: name }), make("dd", { text: value })))));
+}
+
+function walk(event) {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  const from = Number(event.target.dataset?.position ?? NaN), next = tokens[from + step];
+  if (!step || !next) return;
+  tokens[from].node.tabIndex = -1;
+  next.node.tabIndex = 0;
+  next.node.focus();
+  event.preventDefault();
+}
