@@ -70,6 +70,7 @@ const values = () => Object.fromEntries(FIELDS.map(name => [name, $(name).value]
 function usable() {
   $("answer").disabled = $("metric").value === "kl";
   $("foil").disabled = $("metric").value !== "logit_diff";
+  for (const name of ["answer", "foil"]) $(`${name}-shown`).textContent = /\s/.test($(name).value) ? visible($(name).value) : "";
 }
 
 function drawSites() {
@@ -254,6 +255,7 @@ async function openCell({ row, column }) {
   $("cell-answer").replaceChildren(make("p", { class: "empty waiting", text: "The patched model answers…" }));
   try {
     const { clean, corrupt, alpha } = swept;
+    if (innerWidth < 980) $("cell-head").scrollIntoView({ block: "nearest" });
     drawAnswer(await post("/v1/patch_cell", { clean, corrupt, site, position, alpha, max_tokens: 16 }, control.signal));
   } catch (error) {
     if (error.name !== "AbortError") $("cell-answer").replaceChildren(make("p", { class: "error", role: "alert", text: error.message }));

@@ -16,20 +16,16 @@ export function open(given) {
   const example = study.monitors_example;
   monitor = Array.isArray(example) ? example[0] : example;
   if (monitor && !monitor.probe) monitor = null;
-  const modes = Object.entries(study.modes ?? { full: "" });
-  $("adapters").replaceChildren(...modes.map(([name, about]) => make("option", { value: name, text: name, title: about })));
-  const prompts = study.prompts ?? [...new Set((study.examples ?? []).flatMap(({ clean, corrupt }) => [clean, corrupt]))];
-  $("stream-examples").replaceChildren(...prompts.slice(0, 4).map((text, i) => chip(short(text, i), undefined, () => use(text), text)));
+  const modes = Object.entries(study.modes ?? {}).filter(([, served]) => served);
+  $("adapters").replaceChildren(...modes.map(([name]) => make("option", { value: name, text: name })));
+  const prompts = study.prompts?.map(text => ({ text })) ?? (study.examples ?? []).map(({ title, clean }) => ({ title, text: clean }));
+  $("stream-examples").replaceChildren(...prompts.map(({ title, text }) => chip(title ?? short(text), undefined, () => use(text), text)));
   restore(prompts);
   limits();
   listen();
 }
 
-/** The last line says what an example is about, better than its first words, which many share. */
-const short = (text, i) => {
-  const line = text.trim().split("\n")[0];
-  return line.length > 28 ? `${line.slice(0, 27)}…` : line || `example ${i + 1}`;
-};
+const short = text => (text.length > 28 ? `${text.slice(0, 27)}…` : text);
 
 function use(text) {
   $("prompt").value = text;
@@ -38,7 +34,7 @@ function use(text) {
 
 function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
-  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0];
+  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
   $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
   $("scale").value = state.get("s.scale") ?? 1;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
@@ -117,28 +113,26 @@ function drawSliders() {
   for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
   if (!monitor) return;
   const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
-  $("scale-note").textContent = `Times the steering vector at ${steering().map(one => one.site).join(", ")}. ${live}`;
+  $("scale-note").textContent = `Times the steering vector at ${Object.keys(steering()).join(", ")}. ${live}`;
   const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
   $("threshold-note").textContent = `Monitor ${monitor.name ?? ""} at ${monitor.site} ${closes}.`;
 }
 
-/** What the scale slider scales: the server's example, or a push along the monitor's own probe. */
-function steering() {
-  const given = study.steering_example;
-  if (given) return Array.isArray(given) ? given : [given];
-  return monitor ? [{ site: monitor.site, vector: monitor.probe, scale: 1 }] : [];
-}
+/** What the scale slider scales, `{ site: vector }`: the server's example, or a push along the monitor's own probe. */
+const steering = () => study.steering_example ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
 
 // --- the stream
 
 function body() {
-  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true, adapters: $("adapters").value };
+  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true };
+  if ($("adapters").value) asked.adapters = $("adapters").value;
   if ($("seed").value.trim()) asked.seed = Number($("seed").value);
   if (!monitor) return asked;
   const scale = Number($("scale").value);
   // A vector of scale 0 could not be turned up later, so a stream that starts at 0 is set to 0 with its first token
   const start = scale || 1;
-  asked.decode_steering_vectors = steering().map(one => ({ ...one, scale: (one.scale ?? 1) * start }));
+  const scaled = given => (given?.vector === undefined ? { vector: given, scale: start } : { ...given, scale: (given.scale ?? 1) * start });
+  asked.decode_steering_vectors = Object.fromEntries(Object.entries(steering()).map(([site, given]) => [site, scaled(given)]));
   return { ...asked, readings: true, monitors: [{ ...monitor, threshold: Number($("threshold").value) }] };
 }
 
@@ -259,11 +253,13 @@ function drawTrace() {
   const every = points.flatMap(({ score, threshold }) => [score, threshold]);
   const low = Math.min(...every), span = Math.max(...every) - low || 1, last = Math.max(tokens.length - 1, 1);
   const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - (value - low) / span)).toFixed(1);
-  const line = name => points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one[name])}`).join("");
+  const line = points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one.score)}`).join("");
+  // A threshold holds until the next one: a slope between them would show values that never were
+  const steps = points.map((one, i) => `${i ? `H${x(one.position - 0.5)}V` : `M${x(one.position)} `}${y(one.threshold)}`).join("") + `H${x(points.at(-1).position)}`;
   const first = tokens.findIndex(one => one.generated), width = 1000 / last;
   const gates = points.map(({ position, gate }) => make("rect", { class: "gate", x: (x(position) - width / 2).toFixed(1), y: (HEIGHT + 4 + GATE * (1 - gate)).toFixed(1), width: width.toFixed(1), height: (GATE * gate).toFixed(1) }));
   const ticks = [...(first > 0 ? [[first - 0.5, "begin"]] : []), ...marks.map(position => [position - 0.5, "moved"])].map(([at, kind]) => make("line", { class: kind, x1: x(at), x2: x(at), y1: 0, y2: HEIGHT + GATE + 4 }));
-  const picture = make("svg", { viewBox: `0 0 1000 ${HEIGHT + GATE + 4}`, preserveAspectRatio: "none", role: "img", "aria-label": `Probe score from ${number(low, 2)} to ${number(low + span, 2)} and the gate, over ${points.length} tokens` }, ...gates, ...ticks, make("path", { class: "threshold", d: line("threshold") }), make("path", { class: "score", d: line("score") }));
+  const picture = make("svg", { viewBox: `0 0 1000 ${HEIGHT + GATE + 4}`, preserveAspectRatio: "none", role: "img", "aria-label": `Probe score from ${number(low, 2)} to ${number(low + span, 2)} and the gate, over ${points.length} tokens` }, ...gates, ...ticks, make("path", { class: "threshold", d: steps }), make("path", { class: "score", d: line }));
   const key = make("p", { class: "keys" }, ...[["score", "score"], ["threshold", "threshold"], ["gate", "gate"], ...(marks.length ? [["moved", "slider moved"]] : [])].map(([kind, text]) => make("span", { class: `k ${kind}`, text })));
   $("trace").replaceChildren(picture, key);
 }

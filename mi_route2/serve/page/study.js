@@ -94,12 +94,18 @@ function table() {
   const columns = modes();
   const rows = [...byArm()].map(([arm, runs]) => {
     const cells = columns.map(mode => cell(runs.flatMap(run => run.rates?.[mode]?.[side]?.[rate] ?? [])));
-    const steps = runs.map(run => (run.finished ? null : `${run.step ?? 0}${run.steps ? ` of ${run.steps}` : ""}`)).filter(Boolean);
-    return make("tr", {}, make("th", { scope: "row" }, arm, ...(runs[0].role ? [make("small", { text: runs[0].role })] : [])), ...cells, make("td", { class: "n", text: runs.filter(run => run.finished).length }), make("td", { class: "progress", text: steps.length ? `step ${steps.join(", ")}` : "done" }));
+    return make("tr", {}, make("th", { scope: "row" }, arm, ...(runs[0].role ? [make("small", { text: runs[0].role })] : [])), ...cells, make("td", { class: "n", text: runs.filter(run => run.finished).length }), make("td", { class: "progress", text: progress(runs) }));
   });
   const names = columns.map(mode => make("th", { scope: "col" }, mode, make("small", { text: role(mode) })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `${rate} rate, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names, make("th", { scope: "col", text: "seeds" }), make("th", { scope: "col", text: "training" }))), make("tbody", {}, ...rows));
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...choices()), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: "Mean over finished seeds; hover for each seed." }));
+}
+
+function progress(runs) {
+  const going = runs.filter(run => !run.finished), steps = going.map(run => run.step ?? 0);
+  if (!going.length) return "done";
+  const [low, high] = [Math.min(...steps), Math.max(...steps)];
+  return `step ${low === high ? low : `${low} to ${high}`}${going[0].steps ? ` of ${going[0].steps}` : ""}`;
 }
 
 function cell(values) {
