@@ -9,6 +9,7 @@ let study, monitor, running;
 let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
+let holds = 0; // the threshold that the server has, which follows the slider
 const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
@@ -100,6 +101,7 @@ async function act(name) {
     await post(`/v1/streams/${request}/${name}`, body);
     $("act-error").hidden = true;
     marks.push(position);
+    if (name === "threshold") holds = value;
     drawTrace();
   } catch (error) {
     // The stream may have ended while the slider moved; the next one starts with its value
@@ -143,6 +145,7 @@ async function go() {
   const control = (running = new AbortController());
   tokens = [];
   marks = [];
+  holds = Number($("threshold").value);
   $("tokens").replaceChildren();
   $("trace").replaceChildren();
   $("stream-status").textContent = "waiting for the first token";
@@ -215,7 +218,7 @@ function read(position, readings) {
   const one = tokens[position], reading = monitor && (readings[monitor.name] ?? Object.values(readings)[0]);
   if (!one || !reading) return;
   one.reading = reading;
-  one.threshold = Number($("threshold").value);
+  one.threshold = holds;
 }
 
 // --- colors

@@ -112,7 +112,7 @@ function cell(values) {
   const value = mean(values);
   if (value === null) return make("td", { class: "rate none", text: "–" });
   const kind = rate === "solve" || rate === "format" ? "good" : "bad";
-  return make("td", { class: `rate ${kind}${value > 0.6 ? " strong" : ""}`, style: { "--t": `${(100 * value).toFixed(0)}%` }, title: values.map(one => number(one)).join("  "), text: brief(value) });
+  return make("td", { class: `rate ${kind}${value > 0.6 ? " strong" : ""}`, style: { "--t": `${(88 * value).toFixed(0)}%` }, title: values.map(one => number(one)).join("  "), text: brief(value) });
 }
 
 // --- curves: one small picture an arm, on the same axes
