@@ -19,7 +19,7 @@ export function make(tag, { text, on = {}, style = {}, ...attributes } = {}, ...
 /** Show the server's sentence under the field that it speaks of, else in `box`. */
 export function showError(error, form, box) {
   clearErrors(form, box);
-  const field = error.param && form.querySelector(`[data-field="${CSS.escape(String(error.param).split(".").at(-1))}"]`);
+  const field = String(error.param ?? "").split(".").map(name => form.querySelector(`[data-field="${CSS.escape(name)}"]`)).find(Boolean);
   if (!field) {
     box.textContent = error.message;
     box.hidden = false;

@@ -141,8 +141,8 @@ function drawColumn({ clean, corrupt, position }) {
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
   const asked = { clean, corrupt, metric, sites: [...chosen], alpha: Number(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
-  if (metric !== "kl") asked.answer = answer;
-  if (metric === "logit_diff") asked.foil = foil;
+  if (metric !== "kl" && answer) asked.answer = answer;
+  if (metric === "logit_diff" && foil) asked.foil = foil;
   return asked;
 }
 
@@ -185,12 +185,11 @@ function receive(event, data) {
 
 function started(data) {
   const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === aligned?.corrupt.length ? column : null));
-  const differs = new Set(), skipped = new Set();
-  positions.forEach((position, column) => {
-    const source = aligned?.partner[position];
-    if (source === null) skipped.add(column);
-    else if (source !== undefined && aligned.clean[source] !== aligned.corrupt[position]) differs.add(column);
-  });
+  const skipped = new Set((data.skipped ?? []).map(position => positions.indexOf(position)));
+  const differs = new Set([...positions.keys()].filter(column => {
+    const source = aligned?.partner[positions[column]];
+    return typeof source === "number" && aligned.clean[source] !== aligned.corrupt[positions[column]];
+  }));
   map.start({ ...data, positions, differs, skipped, at: data.columns.length - 1, total: data.total });
   $("map-empty").hidden = true;
   $("legend").hidden = false;

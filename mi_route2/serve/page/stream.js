@@ -10,6 +10,8 @@ let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
 let holds = 0; // the threshold that the server has, which follows the slider
+let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
+const NEARLY_ZERO = 1e-6; // a vector of scale 0 could not be turned up while the stream runs
 const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
@@ -37,7 +39,7 @@ function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
   if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
   $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
-  $("scale").value = state.get("s.scale") ?? 1;
+  $("scale").value = state.get("s.scale") ?? 0;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
   lens.checked = true;
 }
@@ -95,7 +97,7 @@ function moved(name) {
 async function act(name) {
   if (request === null) return;
   const value = Number($(name).value);
-  const body = name === "scale" ? { scale: value } : { monitor: monitor.name, threshold: value };
+  const body = name === "scale" ? { scale: value / base } : { monitor: monitor.name, threshold: value };
   const position = tokens.length;
   try {
     await post(`/v1/streams/${request}/${name}`, body);
@@ -130,10 +132,8 @@ function body() {
   if ($("adapters").value) asked.adapters = $("adapters").value;
   if ($("seed").value.trim()) asked.seed = Number($("seed").value);
   if (!monitor) return asked;
-  const scale = Number($("scale").value);
-  // A vector of scale 0 could not be turned up later, so a stream that starts at 0 is set to 0 with its first token
-  const start = scale || 1;
-  const scaled = given => (given?.vector === undefined ? { vector: given, scale: start } : { ...given, scale: (given.scale ?? 1) * start });
+  base = Number($("scale").value) || NEARLY_ZERO;
+  const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
   asked.decode_steering_vectors = Object.fromEntries(Object.entries(steering()).map(([site, given]) => [site, scaled(given)]));
   return { ...asked, readings: true, monitors: [{ ...monitor, threshold: Number($("threshold").value) }] };
 }
@@ -143,6 +143,7 @@ async function go() {
   clearErrors($("stream-form"), $("stream-error"));
   $("act-error").hidden = true;
   const control = (running = new AbortController());
+  request = null;
   tokens = [];
   marks = [];
   holds = Number($("threshold").value);
@@ -151,7 +152,8 @@ async function go() {
   $("stream-status").textContent = "waiting for the first token";
   busy(true);
   try {
-    for await (const { data } of events("/v1/completions", body(), control.signal)) receive(data);
+    const asked = await fitting(body(), control.signal);
+    for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
     status("done");
   } catch (error) {
     if (error.name === "AbortError") status("stopped");
@@ -165,6 +167,14 @@ async function go() {
       busy(false);
     }
   }
+}
+
+/** As many tokens as fit behind the prompt, if more are asked for. */
+async function fitting(asked, signal) {
+  if (!study.context) return asked;
+  const { ids } = await post("/v1/tokenize", { text: asked.prompt }, signal);
+  const room = study.context - ids.length;
+  return room >= 1 && asked.max_tokens > room ? { ...asked, max_tokens: room } : asked;
 }
 
 function busy(on) {
@@ -202,7 +212,6 @@ function begin(told) {
   finish = null;
   told.prompt_tokens.forEach(text => add(text, false));
   drawSliders();
-  if (monitor && Number($("scale").value) === 0) act("scale");
 }
 
 function add(text, generated) {
