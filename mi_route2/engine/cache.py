@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,25 @@ class Saved:
     data: Float[Tensor, "l 2 h n dh"]
 
 
+SHELF = 1 << 20
+"""Numbers of the rows of one shelf: a row is ``shelf * SHELF + place``."""
+
+
 class Slots:
-    """Key-value storage for up to ``rows`` running requests; grows with the longest request."""
+    """Key-value storage of running requests: a row each, on shelves for lengths that grow by a factor of four.
+
+    A shelf has as many rows as are in use, up to a factor of two, and none when it is empty; the rows in use are its first ones. So
+    memory follows the tokens in use, and one long request does not lengthen the rows of others. The rows of one forward must be on
+    one shelf.
+
+    Args:
+        layers: number of blocks.
+        rows: number of rows in use at most.
+        heads: key-value heads.
+        width: features of a head.
+        most: the longest row that can be asked for.
+        start: positions in a row of the first shelf.
+    """
 
     def __init__(
         self,
@@ -31,65 +48,102 @@ class Slots:
         heads: int,
         width: int,
         *,
+        most: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        start: int = 16,
+        start: int = 256,
     ):
         self.rows, self.used = rows, 0
-        self._data = torch.zeros(layers, 2, rows, heads, start, width, dtype=dtype, device=device)
+        self.sizes = [min(start, most)]
+        while self.sizes[-1] < most:
+            self.sizes.append(min(4 * self.sizes[-1], most))
+        self._shelves = [torch.zeros(layers, 2, 0, heads, size, width, dtype=dtype, device=device) for size in self.sizes]
+        self._used = [0] * len(self.sizes)
+        self._position = layers * 2 * heads * width * dtype.itemsize
 
     @property
-    def capacity(self) -> int:
-        """Positions currently allocated per row."""
-        return self._data.shape[4]
+    def bytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(data.nbytes for data in self._shelves)
 
-    def reserve(self, length: int) -> None:
-        """Allocate positions up to ``length``."""
-        if length <= self.capacity:
-            return
-        size = list(self._data.shape)
-        size[4] = max(length, 2 * self.capacity)
-        grown = self._data.new_zeros(size)
-        grown[:, :, : self.used, :, : self.capacity] = self._data[:, :, : self.used]  # unused positions stay zero
-        self._data = grown
+    def cost(self, length: int) -> int:
+        """Return the bytes of a row for this length."""
+        return self.sizes[bisect_left(self.sizes, length)] * self._position
 
-    def take(self) -> int:
-        """Allocate and return the next free row."""
+    def capacity(self, row: int) -> int:
+        """Return the number of positions of ``row``."""
+        return self.sizes[row // SHELF]
+
+    def take(self, length: int) -> int:
+        """Allocate and return a row for this length."""
         if self.used == self.rows:
             raise RuntimeError(f"all {self.rows} rows are in use")
+        return self._take(length)
+
+    def _take(self, length: int) -> int:
+        shelf = bisect_left(self.sizes, length)
+        if shelf == len(self.sizes):
+            raise RuntimeError(f"a row of {length} positions is longer than any: the longest has {self.sizes[-1]}")
+        place = self._used[shelf]
+        if place == self._shelves[shelf].shape[2]:
+            self._resize(shelf, min(max(1, 2 * place), self.rows + 1))
+        self._used[shelf] += 1
         self.used += 1
-        return self.used - 1
+        return shelf * SHELF + place
 
     def free(self, row: int) -> int | None:
         """Free ``row``; return the row that was moved into its place, if any."""
-        last = self.used - 1
-        if not 0 <= row <= last:
-            raise RuntimeError(f"row {row} is not in use")
-        if row != last:
-            self._data[:, :, row] = self._data[:, :, last]
-        self._data[:, :, last] = 0
-        self.used = last
-        return last if row != last else None
+        shelf, place, data, last = self._at(row)
+        if place != last:
+            data[:, :, place] = data[:, :, last]
+        data[:, :, last] = 0
+        self._used[shelf] = last
+        self.used -= 1
+        if last * 4 <= data.shape[2]:
+            self._resize(shelf, 2 * last)
+        return shelf * SHELF + last if place != last else None
+
+    def move(self, row: int, length: int, keep: int) -> int:
+        """Return a new row for this length with the first ``keep`` positions of ``row``, which is still to be freed."""
+        _, place, data, _ = self._at(row)
+        new = self._take(length)
+        self._shelves[new // SHELF][:, :, new % SHELF, :, :keep] = data[:, :, place, :, :keep]
+        return new
 
     def save(self, row: int, length: int, start: int = 0) -> Saved:
         """Return a copy of the row's positions ``start .. length - 1``."""
-        return Saved(self._data[:, :, row, :, start:length].clone())
+        _, place, data, _ = self._at(row)
+        return Saved(data[:, :, place, :, start:length].clone())
 
     def load(self, row: int, saved: Saved, start: int = 0) -> None:
         """Write a saved copy into ``row``, from position ``start`` on."""
-        length = start + saved.data.shape[3]
-        self.reserve(length)
-        self._data[:, :, row, :, start:length] = saved.data
+        _, place, data, _ = self._at(row)
+        data[:, :, place, :, start : start + saved.data.shape[3]] = saved.data
 
     def view(self, layout: Layout, rows: Sequence[int], *, aligned: bool = False) -> "View":
-        """Return the cache of one forward over ``layout`` whose pieces use ``rows``.
+        """Return the cache of one forward over ``layout`` whose pieces use ``rows``, which are on one shelf.
 
         ``aligned`` copies the keys and values that are read, so that the bits of a product cannot depend on a row's place in
         memory.
         """
+        shelf, _, data, _ = self._at(rows[0])
+        assert all(row // SHELF == shelf for row in rows), rows
         starts = [piece.start for piece in layout.pieces]
-        self.reserve(max(starts) + layout.positions.shape[1])
-        return View(self._data, layout, rows, starts, aligned)
+        return View(data, layout, [row % SHELF for row in rows], starts, aligned)
+
+    def _at(self, row: int) -> tuple[int, int, Tensor, int]:
+        """Return shelf, place, data and the last place in use of a row."""
+        shelf, place = divmod(row, SHELF)
+        if not (0 <= shelf < len(self.sizes) and place < self._used[shelf]):
+            raise RuntimeError(f"row {row} is not in use")
+        return shelf, place, self._shelves[shelf], self._used[shelf] - 1
+
+    def _resize(self, shelf: int, rows: int) -> None:
+        old, size = self._shelves[shelf], list(self._shelves[shelf].shape)
+        size[2] = rows
+        new = old.new_zeros(size)  # unused positions stay zero
+        new[:, :, : self._used[shelf]] = old[:, :, : self._used[shelf]]
+        self._shelves[shelf] = new
 
 
 class View:

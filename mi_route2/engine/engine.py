@@ -67,6 +67,8 @@ class Engine:
         room: total key-value positions; requests are preempted if it runs out. ``None``: rows times the context.
         block: tokens in a block of the prefix cache.
         prefix_bytes: size of the prefix cache; 0 disables it.
+        slot_bytes: bytes of keys and values that running requests may reserve, each for its own longest length; others wait.
+            ``None``: any.
         patch_slots: patches at one site over all running requests.
         steering_rows: number of different steering configurations at once.
         store: the run store for reading and writing captured runs.
@@ -96,6 +98,7 @@ class Engine:
         room: int | None = None,
         block: int = 16,
         prefix_bytes: int = 256 << 20,
+        slot_bytes: int | None = None,
         patch_slots: int = 1024,
         steering_rows: int = 64,
         store: RunStore | None = None,
@@ -132,7 +135,7 @@ class Engine:
             self._seeds.seed()
         self.last_error: str | None = None
         self._state = ModelState(host)
-        slots = Slots(model.layers, rows, model.heads, model.width, dtype=kind, device=device)
+        slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=kind, device=device)
         self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
         self._residents = Residents(
             model,
@@ -142,6 +145,7 @@ class Engine:
             self._state,
             store=store,
             patch_slots=patch_slots,
+            slot_bytes=slot_bytes,
             exact=exact,
         )
         self.controllers = Controllers() if controllers is None else controllers
@@ -287,6 +291,7 @@ class Engine:
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
         self._residents.note(pieces)
+        self._residents.fit(pieces)
         starts = {one: one.computed for one, _ in pieces}
         ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
         self._read(ran)
@@ -420,6 +425,12 @@ class Engine:
             raise ValueError(f"{len(request.prompt)} + {request.sampling.max_new} tokens exceed the engine's room of {room}")
         if request.sampling.stop and self.tokenizer is None:
             raise ValueError("stop texts need a tokenizer: give the engine one, or use stop_tokens")
+        limit, needed = residents.slot_bytes, residents.slots.cost(len(request.prompt) + request.sampling.max_new - 1)
+        if limit is not None and needed > limit:
+            raise ValueError(
+                f"{len(request.prompt)} + {request.sampling.max_new} tokens need {needed:,} bytes of keys and values, but the "
+                f"engine may hold {limit:,}: ask for fewer tokens, or raise slot_bytes"
+            )
         crowded = Counter(patch.site for patch in request.patch)
         for site, count in crowded.items():
             if count > residents.patch_slots:

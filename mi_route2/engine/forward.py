@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mi_route2.engine.cache import Slots, View
+from mi_route2.engine.cache import SHELF, Slots, View
 from mi_route2.engine.request import EngineRequest
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.hosts.decoder import Decoder
@@ -214,12 +215,15 @@ class Runner:
                 yield from ([cut] for cut in self._cuts(sequence, count))
             return
         ordered = sorted(pieces, key=lambda piece: piece[0].row)
-        if singles := [(sequence, sequence.computed, 1) for sequence, count in ordered if count == 1]:
+        for _, shelf in groupby(ordered, key=lambda piece: piece[0].row // SHELF):
+            yield from self._alike([(sequence, sequence.computed, count) for sequence, count in shelf])
+
+    def _alike(self, pieces: Group) -> Iterator[Group]:
+        """Yield the single tokens together, and longer pieces in groups of similar length."""
+        if singles := [piece for piece in pieces if piece[2] == 1]:
             yield singles
-        longer = [(sequence, sequence.computed, count) for sequence, count in ordered if count > 1]
-        longer.sort(key=lambda piece: -piece[2])
         group: Group = []
-        for piece in longer:
+        for piece in sorted((piece for piece in pieces if piece[2] > 1), key=lambda piece: -piece[2]):
             if group and piece[2] * WASTE < group[0][2]:
                 yield sorted(group, key=lambda one: one[0].row)
                 group = []

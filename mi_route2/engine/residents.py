@@ -36,16 +36,20 @@ class Residents:
         *,
         store: RunStore | None,
         patch_slots: int,
+        slot_bytes: int | None,
         exact: bool,
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
-        self.store, self.patch_slots, self.exact = store, patch_slots, exact
+        self.store, self.patch_slots, self.slot_bytes, self.exact = store, patch_slots, slot_bytes, exact
         self.rules = RuleBook()
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()
         """Sites whose patch slots a request waits for in this turn."""
-        self._rows: list[EngineRequest] = []
+        self._rows: dict[int, EngineRequest] = {}
+        self._reserved = 0
+        self._tight = False
+        """Whether a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
 
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
@@ -54,10 +58,14 @@ class Residents:
             return scheduler.plan(self.admit, self.put_back)
         finally:
             self._short.clear()
-            self.steering.rows.closed = False
+            self._tight = self.steering.rows.closed = False
 
     def admit(self, one: EngineRequest) -> Answer:
         """Meet all of a request's demands (``run``) or none, because they cannot be met now (``wait``) or ever (``drop``)."""
+        cost = self.slots.cost(one.reach)
+        if self._tight or (self.slot_bytes is not None and self._reserved + cost > self.slot_bytes):
+            self._tight = True
+            return "wait"
         try:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
@@ -65,9 +73,9 @@ class Residents:
             self.failed.append((one, str(error.args[0]) if error.args else str(error)))
             return "drop"
         one.admitted = True
-        self.slots.reserve(one.reach)
-        one.row = self.slots.take()
-        self._rows.append(one)
+        self._reserved += cost
+        one.row = self.slots.take(max(1, one.computed))
+        self._rows[one.row] = one
         if one.saved is not None:
             self.slots.load(one.row, one.saved)
             one.saved = None
@@ -85,6 +93,14 @@ class Residents:
         return (
             "what it waits for is held, and no request that could give it back runs: drop a configuration, or raise steering_rows"
         )
+
+    def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
+        """Give each request a row that is long enough for its piece."""
+        for one, count in pieces:
+            if one.computed + count > self.slots.capacity(one.row):
+                old, one.row = one.row, self.slots.move(one.row, one.computed + count, one.computed)
+                self._rows[one.row] = one
+                self._free(old)
 
     def put_back(self, one: EngineRequest) -> None:
         """Save the keys and values of a preempted request and free its row; it keeps everything else."""
@@ -182,6 +198,10 @@ class Residents:
         one.acts.steered(0, self.steering.content(one.id, decode=False))
         self._name(one, blocks)
         found = self.prefixes.find(one.keys)
+        if len(found) * size > self.slots.capacity(one.row):
+            self._free(one.row)
+            one.row = self.slots.take(len(found) * size)
+            self._rows[one.row] = one
         for i, block in enumerate(found):
             self.slots.load(one.row, block, i * size)
         del one.keys[len(found) :]  # later keys are computed once the interventions at their positions are known
@@ -194,6 +214,12 @@ class Residents:
 
     def _vacate(self, one: EngineRequest) -> None:
         row, one.row = one.row, -1
-        last = self._rows.pop()
-        if self.slots.free(row) is not None:
-            self._rows[row], last.row = last, row
+        self._reserved -= self.slots.cost(one.reach)
+        self._free(row)
+
+    def _free(self, row: int) -> None:
+        """Free a row; the request whose row takes its place has another one then."""
+        del self._rows[row]
+        if (moved := self.slots.free(row)) is not None:
+            other = self._rows.pop(moved)
+            self._rows[row], other.row = other, row

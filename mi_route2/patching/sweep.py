@@ -1,7 +1,7 @@
 """Patch sweep: the clean and the corrupt run of a question, and the grid of scores between them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -210,20 +210,24 @@ class Sweep:
 
     def grid(self, progress: bool = True) -> Grid:
         """Run all cells and return the grid, with a progress bar if ``progress`` and on a terminal."""
-        began, values, replicas = perf_counter(), {}, []
+        began, done = perf_counter(), []
         with tqdm(total=self.total, desc="patching", unit="cell", leave=False, disable=None if progress else True) as bar:
             for finished in self.run(alone=True):
-                values |= {(cell.target, cell.position): cell.value for cell in finished.cells}
-                replicas += finished.replicas
+                done.append(finished)
                 bar.update(len(finished.cells))
+        return self.collect(done, perf_counter() - began)
+
+    def collect(self, done: Iterable[Finished], seconds: float) -> Grid:
+        """Return the grid of all results of ``run``, which took this many seconds."""
+        done = list(done)
         return self.pair.grid(
             self.targets,
-            values,
+            {(cell.target, cell.position): cell.value for finished in done for cell in finished.cells},
             layers=self.layers,
             alpha=self.alpha,
-            replicas=replicas,
+            replicas=[score for finished in done for score in finished.replicas],
             forwards=self.forwards.name,
-            seconds={"prepare": self.seconds, "cells": perf_counter() - began},
+            seconds={"prepare": self.seconds, "cells": seconds},
             flops=self.flops(),
         )
 
@@ -260,11 +264,18 @@ def prepare(
     replicas: int = REPLICAS,
     how: str = "auto",
     shortcuts: bool = True,
+    tokens: int | None = None,
 ) -> Sweep:
-    """Run both prompts and plan the cells; arguments and errors are those of ``sweep``."""
+    """Run both prompts and plan the cells; arguments and errors are those of ``sweep``.
+
+    ``tokens`` limits the tokens of a forward, for a sweep that shares the model with something that must not wait. A single cell
+    may need more: as many as the prompt has.
+    """
     began, alpha = perf_counter(), float(alpha)
     if replicas < REPLICAS:
         raise ValueError(f"{replicas} replicas of the corrupt run do not measure its noise: run at least {REPLICAS}")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"forwards of {tokens} tokens are not possible: give at least 1, or leave tokens out")
     refuse_dropout(host)
     asked: dict[str, Any] = {"positions": positions, "metric": metric, "answer": answer, "foil": foil, "at": at}
     question = ask(clean, corrupt, tokenizer=tokenizer, together=together, **asked)
@@ -274,7 +285,8 @@ def prepare(
     targets, layers = pair.split(chosen, heads), len(host.layers())
     known, rows = _cells(pair, targets, layers, alpha, running, shortcuts)
     rows = with_idle(rows, replicas, running.place(targets[0], question.at))
-    groups = plan([row.place for row in rows], running.costs(), batch)
+    costs = running.costs()
+    groups = plan([row.place for row in rows], costs if tokens is None else replace(costs, most=min(costs.most, tokens)), batch)
     state, seconds = ModelState(host), perf_counter() - began
     return Sweep(pair, targets, layers, alpha, tuple(known), tuple(rows), tuple(groups), running, seconds, state, state.current)
 

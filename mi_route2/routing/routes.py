@@ -193,10 +193,10 @@ def check_directions(
         if v.shape[axes:] != shape or v.ndim != len(shape) + axes:
             raise ValueError(f"the direction at {site} has shape {list(v.shape)}, not {['k'] * axes + list(shape)}: {again}")
         rows = (v if axes else v[None]).detach().double().flatten(1)
-        gram = rows @ rows.mT
-        if not gram.isfinite().all() or not (gram.diagonal() > 0).all():
+        norms = rows.norm(dim=1)
+        if not norms.isfinite().all() or not (norms > 0).all():
             raise ValueError(f"the direction at {site} is 0, NaN or infinite: {again}")
-        if axes and not torch.allclose(gram, torch.eye(len(gram)).to(gram), rtol=0, atol=0.01):
+        if axes and not torch.allclose(rows @ rows.mT, torch.eye(len(rows)).to(rows), rtol=0, atol=0.01):
             raise ValueError(f"the axes at {site} are not orthonormal, so more than the hack component would be removed: {again}")
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -166,6 +166,17 @@ class Requests:
             living.dynamic.pop(name, None)
         if living.resident:
             self._count(living, 1)
+
+    def retune(self, request: int, name: str, threshold: float) -> None:
+        """Move the threshold of a request's monitor, of its own spec or set since; ``ValueError`` if it has none of this name."""
+        living = self.of(request)
+        of = living.watches if name in living.watches else living.dynamic
+        if name not in of:
+            known = _listed({**living.watches, **living.dynamic})
+            raise ValueError(f"request {request} has no monitor {name!r}; there are: {known}")
+        if of[name].monitor.prompt:
+            raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
+        of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
 
     def _count(self, living: Living, one: int) -> None:
         for watch in (*living.watches.values(), *living.dynamic.values()):
@@ -431,6 +442,16 @@ class SteeringState:
             self._monitors[monitor.name] = watch, owner
         else:
             self._requests.watch(request, monitor.name, watch)
+        self._changed(request)
+
+    @checked
+    def set_threshold(self, request: int, name: str, threshold: Number) -> None:
+        """Move the threshold of a request's monitor from its next token on.
+
+        Raises:
+            ValueError: The request has no monitor of this name, or the monitor acts on the prompt.
+        """
+        self._requests.retune(request, name, threshold)
         self._changed(request)
 
     def clear_monitor(self, name: str, *, request: int | None = None) -> None:

@@ -16,7 +16,7 @@ import tyro
 
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
-from studies.lanes.settings import Settings, check_evaluation, full, open_text, quick
+from studies.lanes.settings import Settings, full, open_text, quick
 from studies.lanes.train import Precision, check_device
 
 SEEDS = "10-12"
@@ -66,11 +66,9 @@ class Run:
             raise ValueError("--quick and --full exclude each other: give only one of them")
         make, usual = PROFILES[chosen[0]] if chosen else (Settings, SEEDS)
         seeds = read_seeds(self.seeds or usual)
-        corpus = open_text(self.text)
-        settings = self.dev.apply(make(corpus.sha256))
+        settings = self.dev.apply(make(open_text(self.text).sha256))
         device = settings.training.device
         check_device(device)  # before anything is written: raises if the device is not available
-        check_evaluation(corpus, settings.evaluation)
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
         folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
         show_paths(write_report(folder))

@@ -24,7 +24,7 @@ from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
 from studies.lanes.model import LanesModel
-from studies.lanes.settings import Settings, open_text
+from studies.lanes.settings import Settings, check_evaluation, open_text
 from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 
@@ -168,10 +168,11 @@ def run_study(
     """Make everything that is missing of a study, and return its folder.
 
     Raises:
-        ValueError: If `workers` is less than 1. Also raises the errors of `run_jobs`.
+        ValueError: If `workers` is less than 1, or the text is too short. Also raises the errors of `run_jobs`.
     """
     if workers < 1:
         raise ValueError(f"workers must be at least 1, not {workers}")
+    check_evaluation(open_text(text, settings.text), settings.evaluation)  # before anything is trained
     folder = out / settings.folder
     with exclusive(folder):
         settings.write(folder)

@@ -1,5 +1,6 @@
 """The site builds strictly from the committed files, and a browser that reads it asks no other host for anything."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ STYLE_RESOURCE = re.compile(r"(?:url\(|@import\s+)[\"']?((?:https?:)?//[^\"')\s]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if built := os.environ.get("ROUTE2_SITE"):  # continuous integration has just built it, as strictly
+        return ROOT / built
     pytest.importorskip("mkdocs", reason="the docs extra is not installed")
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]

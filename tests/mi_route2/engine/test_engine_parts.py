@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mi_route2.engine.cache import Acts, Prefixes, Saved, Slots
+from mi_route2.engine.cache import SHELF, Acts, Prefixes, Saved, Slots
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, urgency
 from mi_route2.steering.plan import Layout, Piece
@@ -133,7 +133,7 @@ class Keeping(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots(self.LAYERS, self.ROWS, self.HEADS, self.WIDTH, dtype=torch.float64, start=4)
+        self.slots = Slots(self.LAYERS, self.ROWS, self.HEADS, self.WIDTH, most=400, dtype=torch.float64, start=4)
         self.held: dict[int, torch.Tensor] = {}
         self.out: list[torch.Tensor] = []
         self.generator = torch.Generator().manual_seed(0)
@@ -141,17 +141,22 @@ class Keeping(RuleBasedStateMachine):
     def drawn(self, count: int) -> torch.Tensor:
         return torch.randn(self.LAYERS, 2, self.HEADS, count, self.WIDTH, generator=self.generator, dtype=torch.float64)
 
-    @rule()
+    @rule(length=st.integers(1, 80))
     @precondition(lambda self: len(self.held) < self.ROWS)
-    def take(self) -> None:
-        row = self.slots.take()
-        assert row == len(self.held)
+    def take(self, length: int) -> None:
+        row = self.slots.take(length)
+        assert row not in self.held
+        assert length <= self.slots.capacity(row) < max(4 * length, 5)
         self.held[row] = self.drawn(0)
 
     @rule(data=st.data())
     @precondition(lambda self: self.held)
     def write(self, data: st.DataObject) -> None:
-        rows = data.draw(st.lists(st.sampled_from(sorted(self.held)), min_size=1, unique=True))
+        first = data.draw(st.sampled_from(sorted(self.held)))
+        first = self.fitted(first, self.held[first].shape[3] + 5)
+        shelf = [row for row in sorted(self.held) if row // SHELF == first // SHELF]
+        fit = [row for row in shelf if self.held[row].shape[3] + 5 <= self.slots.capacity(row)]
+        rows = data.draw(st.lists(st.sampled_from(fit), min_size=1, unique=True))
         aligned = data.draw(st.booleans())
         pieces = [Piece(row, self.held[row].shape[3], data.draw(st.integers(1, 5)), 1) for row in rows]
         layout = Layout.of(pieces)
@@ -175,12 +180,31 @@ class Keeping(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.held)
     def free(self, data: st.DataObject) -> None:
-        row, last = data.draw(st.sampled_from(sorted(self.held))), len(self.held) - 1
+        self.freed(data.draw(st.sampled_from(sorted(self.held))))
+
+    def freed(self, row: int) -> None:
+        last = max(other for other in self.held if other // SHELF == row // SHELF)
         assert self.slots.free(row) == (None if row == last else last)
         moved = self.held.pop(last)
         if row != last:
             self.held[row] = moved
-        assert not self.slots.save(last, self.slots.capacity).data.any()
+
+    def fitted(self, row: int, length: int) -> int:
+        """Move a row to a longer one if it must be, as the engine does."""
+        if length <= self.slots.capacity(row):
+            return row
+        new = self.slots.move(row, length, self.held[row].shape[3])
+        self.held[new] = self.held[row]
+        self.freed(row)
+        return new
+
+    @invariant()
+    def memory_follows_what_is_in_use_and_the_rest_is_zero(self) -> None:
+        position = self.LAYERS * 2 * self.HEADS * self.WIDTH * 8
+        assert self.slots.used == len(self.held)
+        assert self.slots.bytes <= 4 * position * sum(self.slots.capacity(row) for row in self.held)
+        for row, held in self.held.items():
+            assert not self.slots.save(row, self.slots.capacity(row), held.shape[3] + 5).data.any()
 
     @rule(data=st.data())
     @precondition(lambda self: self.held)
@@ -194,7 +218,7 @@ class Keeping(RuleBasedStateMachine):
     @precondition(lambda self: self.held and self.out)
     def load(self, data: st.DataObject) -> None:
         row, saved = data.draw(st.sampled_from(sorted(self.held))), data.draw(st.sampled_from(self.out))
-        if saved.shape[3] >= self.held[row].shape[3]:
+        if self.held[row].shape[3] <= saved.shape[3] <= self.slots.capacity(row):
             self.slots.load(row, Saved(saved))
             self.held[row] = saved
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mi_route2.engine import Capture, Engine, QueueFullError, Request, Result, Sampling
+from mi_route2.engine.cache import Slots
 from mi_route2.engine.scheduler import Scheduler, Shares
 from mi_route2.engine.text import SPLIT, Growing
 from mi_route2.hosts import open_host
@@ -125,6 +126,45 @@ def test_a_deadline_ends_a_request_that_runs_or_waits_and_no_other() -> None:
     assert not engine._deadlines
     with pytest.raises(ValueError, match="deadline"):
         Request(PROMPT, deadline=0.0)
+
+
+def test_memory_follows_the_tokens_in_use_and_one_long_request_lengthens_no_other() -> None:
+    """With rows of 4, 16 and 64 positions: what is computed stays right while requests outgrow their rows."""
+    host = host_of()
+    engine = Engine(host, rows=8, block=4, prefix_bytes=0)
+    slots = Slots(2, 8, engine.decoder.heads, engine.decoder.width, most=64, dtype=torch.float64, start=4)
+    engine._residents.slots = engine._runner.slots = slots
+    position = slots.cost(4) // 4
+    requests = [
+        Request(PROMPT[: 1 + i], Sampling(max_new=2 + 7 * (i % 5), logprob_token_ids=ASK.logprob_token_ids)) for i in range(8)
+    ]
+    numbers = [engine.submit(one) for one in (Request(PROMPT[:2], Sampling(max_new=60, stop_tokens=tuple(range(50)))), *requests)]
+    assert slots.bytes == 0
+    engine.step()
+    assert 0 < slots.bytes <= position * 4 * 2 * 8 * 4
+    results, most = {}, 0
+    while engine.busy:
+        results |= {one.request: one for one in engine.step()}
+        most = max(most, slots.bytes)
+        known = sum(max(4, one.computed) for one in engine.scheduler.running)
+        assert slots.bytes <= 8 * position * known
+    assert slots.bytes == 0 < most
+    for number, request in zip(numbers[1:], requests, strict=True):
+        right(host, results[number], request)
+
+
+def test_a_request_that_cannot_fit_is_refused_by_bytes_and_others_wait_for_room() -> None:
+    host = host_of()
+    row = Engine(host)._residents.slots.cost(1)
+    engine = Engine(host, rows=4, slot_bytes=2 * row)
+    numbers = [engine.submit(Request(PROMPT[i:], ASK)) for i in range(4)]
+    order = []
+    while engine.busy:
+        assert len(engine.scheduler.running) <= 2
+        order += [one.request for one in engine.step()]
+    assert order == numbers
+    with pytest.raises(ValueError, match="bytes of keys and values, but the engine may hold"):
+        Engine(host, slot_bytes=row - 1).submit(Request(PROMPT, ASK))
 
 
 # Who comes first

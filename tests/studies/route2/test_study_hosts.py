@@ -20,7 +20,7 @@ from studies.training.job import ELSEWHERE, EVAL, FULL, Job, run_job
 
 pytestmark = pytest.mark.study
 
-STEPS = 20
+STEPS = 8
 ARMS = ("base", "vanilla", "route2-act", "route2-full")
 
 

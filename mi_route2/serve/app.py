@@ -1,0 +1,538 @@
+"""The server: what its routes share, and the routes beside completions and studies.
+
+    app = create_app(load("micro"))
+    uvicorn.run(app, port=8000)
+
+Nothing here touches the engine but ``Owner``, whose thread runs it.
+"""
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+from mi_route2.engine import Engine
+from mi_route2.runs import RunStore
+from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, note, refusal
+from mi_route2.serve.metrics import Metrics
+from mi_route2.serve.models import CLOSED, Served
+from mi_route2.serve.owner import Owner, Stream
+from mi_route2.serve.schema import (
+    ClearSteering,
+    Names,
+    ScaleIn,
+    SetSteering,
+    ThresholdIn,
+    packed,
+    site_of,
+    steering_of,
+    vector_of,
+)
+from mi_route2.sites import Site
+from mi_route2.steering.specs import TIERS, Vector
+from mi_route2.validation import AtLeastOne, Positive, validated
+
+PAGE = Path(__file__).parent / "page"
+KEPT, KEPT_BYTES = 256, 64 << 20
+"""Vectors and configurations of one key, and the bytes of its vectors."""
+_POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
+
+
+@validated
+class Limits:
+    """Limits of the server.
+
+    Attributes:
+        rows: Requests that run at once.
+        queue: Requests that may wait.
+        per_key: Requests of one key in the server at once.
+        sweeps: Sweeps of one key at once.
+        cells: Cells of one sweep.
+        deadline: Seconds after which a request ends, in any case.
+        max_body: Bytes of a body.
+        backlog: Steps that a stream may wait for its reader.
+        store: Bytes of captured runs.
+    """
+
+    rows: AtLeastOne = 64
+    queue: AtLeastOne = 1024
+    per_key: AtLeastOne = 512
+    sweeps: AtLeastOne = 4
+    cells: AtLeastOne = 200_000
+    deadline: Positive = 600.0
+    max_body: AtLeastOne = 16 << 20
+    backlog: AtLeastOne = 1024
+    store: AtLeastOne = 256 << 20
+
+
+@dataclass
+class Open:
+    """A request in the engine."""
+
+    owner: str
+    stream: Stream
+
+
+class Server:
+    """What the routes share: the served model, the engine's owner, and what each key has left here."""
+
+    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine):
+        self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
+        store = engine._residents.store
+        assert store is not None
+        self.store = store
+        self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
+        self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
+        self.sites = served.host.sites()
+        self.owner = Owner(engine, backlog=limits.backlog)
+        self.metrics = Metrics(lambda: self.owner.snapshot)
+        self.open: dict[int, Open] = {}
+        self.writing: set[str] = set()
+        self.sweeping: dict[str, int] = {}
+        self._names: dict[str, Names] = {}
+        self.globals: dict[str, list[str]] = {}
+        """Sites and monitors that concern all clients, for display."""
+
+    def names(self, client: Client) -> Names:
+        """Return what the client's key has registered."""
+        if client.owner not in self._names:
+            self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
+        return self._names[client.owner]
+
+    def find(self, number: int, client: Client) -> Open:
+        """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
+        found = self.open.get(number)
+        if found is None or found.owner != client.owner:
+            raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
+        return found
+
+    def runs(self, client: Client) -> list[str]:
+        """Return the names of the client's runs."""
+        prefix = self.names(client).prefix
+        return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
+
+
+def create_app(
+    served: Served,
+    *,
+    keys: Keys | None = None,
+    limits: Limits | None = None,
+    study_runs: Path | None = None,
+    exact: bool = False,
+) -> FastAPI:
+    """Return the application that serves a model; its engine starts and ends with it.
+
+    Args:
+        served: The model.
+        keys: Keys of the clients; without any, whoever reaches the server may use it, so bind it to loopback only.
+        limits: The limits.
+        study_runs: Folder of studies' runs, for the page.
+        exact: As in ``Engine``: answers do not depend on other requests, bit for bit.
+    """
+    from mi_route2.serve import openai_api, study_api
+    from mi_route2.serve.models import Readable
+
+    keys, limits = keys or Keys(), limits or Limits()
+    engine = Engine(
+        served.host,
+        rows=limits.rows,
+        queue=limits.queue,
+        store=RunStore(limits.store),
+        tokenizer=Readable(served.tokenizer),
+        vectors=served.vectors,
+        exact=exact,
+    )
+    server = Server(served, keys, limits, study_runs, engine)
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        server.owner.start()
+        yield
+        await server.owner.close(drain=0.0)
+
+    app = FastAPI(title="mi-route2", lifespan=life, default_response_class=Json, responses=ERRORS, redoc_url=None)
+    app.state.server = server
+    for router in (openai_api.routes, study_api.routes, routes):
+        app.include_router(router)
+    _pages(app)
+    app.add_exception_handler(ApiError, lambda _, error: answer(error))  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(RequestValidationError, lambda _, error: answer(invalid(error)))  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(HTTPException, _plain)  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(Exception, _failed)
+    app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done)
+    return app
+
+
+_ERROR = {
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    }
+}
+_REASONS = {
+    400: "The request cannot be run; the sentence says what to change.",
+    401: "No key, a wrong key, or not the admin's.",
+    404: "There is no such thing, or it is another key's.",
+    409: "It conflicts with what there is.",
+    413: "The body is too large.",
+    422: "A field is not as described, or the request failed while it ran.",
+    429: "Too much at once; send it again after the seconds in Retry-After.",
+    503: "The engine has ended, or is about to.",
+}
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": why, **_ERROR} for status, why in _REASONS.items()}
+
+
+def _plain(_: Request, error: HTTPException) -> Json:
+    message = {
+        404: "there is no such address: see /docs for those that there are",
+        405: "this address takes another method: see /docs",
+    }
+    text = message.get(error.status_code, str(error.detail))
+    return answer(ApiError(error.status_code, text, headers=error.headers))
+
+
+def _failed(_: Request, error: Exception) -> Json:
+    log.error("a request failed with %s", type(error).__name__, exc_info=error)
+    return answer(ApiError(500, f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"))
+
+
+def server_of(request: Request) -> Server:
+    """Return the server of a request."""
+    return request.app.state.server
+
+
+def client_of(request: Request) -> Client:
+    """Return who asks; ``ApiError`` 401 for nobody."""
+    client = server_of(request).keys.client(request.headers.get("authorization"))
+    note(request, owner=client.owner)
+    return client
+
+
+TheServer = Annotated[Server, Depends(server_of)]
+TheClient = Annotated[Client, Depends(client_of)]
+
+routes = APIRouter()
+
+
+# Health
+
+
+@routes.get("/health", tags=["server"])
+async def health(server: TheServer) -> Response:
+    """Return whether the engine runs: 503 if its thread has ended."""
+    owner = server.owner
+    if not owner.alive:
+        raise ApiError(503, owner.failure or "the engine's thread does not run", code="engine_dead")
+    return Json({"status": "ok", "model": server.served.name, "mode": server.served.mode})
+
+
+@routes.get("/metrics", tags=["server"])
+async def metrics(server: TheServer, _: TheClient) -> Response:
+    """Return the metrics in Prometheus's text format."""
+    return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+# Steering that outlives a request
+
+
+@routes.post("/v1/steering/set", tags=["steering"])
+async def set_steering(body: SetSteering, server: TheServer, client: TheClient) -> Response:
+    """Register vectors, hold a configuration under a name, or steer every request (admin); all of it or nothing."""
+    if body.scope == "global":
+        needs_admin(client)
+        return await _set_global(body, server, client)
+    names = server.names(client)
+    given = {name: Vector(_numbers(one, names, name)) for name, one in body.vectors.items()}
+    vectors = {**names.vectors, **given}
+    held = {**names.held, **({} if body.name is None else {body.name: body})}
+    size = sum(vector.data.nbytes for vector in vectors.values())
+    if len(vectors) > KEPT or len(held) > KEPT or size > KEPT_BYTES:
+        raise ApiError(
+            400,
+            f"a key keeps at most {KEPT} vectors of {KEPT_BYTES} bytes and {KEPT} configurations: clear some by /v1/steering/clear",
+        )
+    if body.name is None and _steers(body):
+        raise ApiError(400, "steering needs a name under which it is held: give name, or scope 'global' to steer every request")
+    trial = Names(names.prefix, names.shared, vectors, held)
+
+    def change(engine: Engine) -> None:
+        before = {trial.inside(name): engine.steering.vectors.get(trial.inside(name)) for name in given}
+        for name, vector in given.items():
+            engine.steering.register(trial.inside(name), vector)
+        try:
+            if body.name is not None:
+                engine.steering.check(steering_of(body, trial))
+        except BaseException:
+            for name, vector in before.items():
+                if vector is None:
+                    engine.steering.unregister(name)
+                else:
+                    engine.steering.register(name, vector)
+            raise
+
+    await _called(server, client, change)
+    names.vectors, names.held = vectors, held
+    return Json(_own(names))
+
+
+def _numbers(given: Any, names: Names, name: str) -> Any:
+    if isinstance(given, str):
+        raise ApiError(400, f"the vector {name!r} is registered by its numbers, not by another name", param=f"vectors.{name}")
+    try:
+        return vector_of(given, names)
+    except ValueError as error:
+        raise ApiError(400, f"the vector {name!r}: {error}", param=f"vectors.{name}") from error
+
+
+def _steers(body: SetSteering) -> bool:
+    return bool(
+        body.steering_vectors
+        or body.prefill_steering_vectors
+        or body.decode_steering_vectors
+        or body.steering_clamps
+        or body.monitors
+    )
+
+
+async def _called(server: Server, client: Client, function: Any) -> Any:
+    """Run ``function`` on the engine's thread; its errors become answers."""
+    try:
+        return await server.owner.call(function)
+    except Exception as error:
+        raise refusal(error, server.names(client).prefix) from error
+
+
+async def _set_global(body: SetSteering, server: Server, client: Client) -> Response:
+    if body.name is not None or body.vectors or body.steering_clamps:
+        raise ApiError(400, "scope 'global' takes steering vectors and monitors: leave name, vectors and steering_clamps out")
+    names = server.names(client)
+
+    def change(engine: Engine) -> dict[str, list[str]]:
+        steering = steering_of(body, names)
+        engine.steering.check(steering)
+        if any(one.prompt for one in steering.monitors):
+            raise ValueError("a monitor of all requests cannot act on prompts: leave prompt out")
+        for tier in TIERS:
+            if getattr(steering, tier):
+                engine.steering.set_global(tier, getattr(steering, tier))
+        for one in steering.monitors:
+            engine.steering.set_monitor(one)
+        tiers = {tier: sorted({str(entry.site) for entry in getattr(steering, tier)}) for tier in TIERS if getattr(steering, tier)}
+        return {**tiers, **({"monitors": [one.name for one in steering.monitors]} if steering.monitors else {})}
+
+    found: dict[str, list[str]] = await _called(server, client, change)
+    monitors = sorted({*server.globals.get("monitors", ()), *found.pop("monitors", ())})
+    server.globals |= found | ({"monitors": monitors} if monitors else {})
+    return Json({"global": server.globals})
+
+
+@routes.post("/v1/steering/clear", tags=["steering"])
+async def clear_steering(body: ClearSteering, server: TheServer, client: TheClient) -> Response:
+    """Remove named vectors, a held configuration, everything of the key (neither named), or what steers every request (admin)."""
+    names = server.names(client)
+    if body.scope == "global":
+        needs_admin(client)
+        monitors = server.globals.get("monitors", ())
+
+        def clear(engine: Engine) -> None:
+            for tier in TIERS:
+                engine.steering.clear_global(tier)
+            for name in monitors:
+                engine.steering.clear_monitor(name)
+
+        await _called(server, client, clear)
+        server.globals = {}
+        return Json({"global": {}})
+    if body.name is not None:
+        names.configuration(body.name) if body.name in names.held else _unknown(names, body.name)
+    for name in body.vectors:
+        if name not in names.vectors:
+            known = ", ".join(sorted(names.vectors)) or "none"
+            raise ApiError(404, f"no vector of yours is registered as {name!r}; there are: {known}", code="unknown_name")
+    every = body.name is None and not body.vectors
+    dropped = list(names.vectors) if every else body.vectors
+
+    def forget(engine: Engine) -> None:
+        for name in dropped:
+            engine.steering.unregister(names.inside(name))
+
+    await _called(server, client, forget)
+    names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
+    names.held = {} if every else {name: one for name, one in names.held.items() if name != body.name}
+    return Json(_own(names))
+
+
+def _unknown(names: Names, name: str) -> None:
+    known = ", ".join(sorted(names.held)) or "none"
+    raise ApiError(404, f"no configuration is held as {name!r}; there are: {known}", code="unknown_name")
+
+
+def _own(names: Names) -> dict[str, Any]:
+    """Return what a key has registered, without numbers."""
+    held = {
+        name: {
+            "steering_vectors": sorted(one.steering_vectors),
+            "prefill_steering_vectors": sorted(one.prefill_steering_vectors),
+            "decode_steering_vectors": sorted(one.decode_steering_vectors),
+            "steering_clamps": [clamp.site for clamp in one.steering_clamps],
+            "monitors": [monitor.name or monitor.site for monitor in one.monitors],
+        }
+        for name, one in names.held.items()
+    }
+    sizes = {name: len(vector.data) for name, vector in names.vectors.items()}
+    return {"vectors": sizes, "shared": {name: len(vector) for name, vector in names.shared.items()}, "held": held}
+
+
+@routes.get("/v1/steering", tags=["steering"])
+async def get_steering(server: TheServer, client: TheClient) -> Response:
+    """Return the key's vectors and configurations, and what steers every request."""
+    return Json({**_own(server.names(client)), "global": server.globals})
+
+
+@routes.get("/v1/steering/dynamic", tags=["steering"])
+async def dynamic(server: TheServer, client: TheClient) -> Response:
+    """Return what steering does now: queue, rows, counts of actions, times, and the key's own requests (an admin sees all)."""
+    found: dict[str, Any] = await _called(server, client, lambda engine: engine.steering.snapshot())
+    snapshot: dict[str, Any] = server.owner.snapshot
+    controllers: dict[str, Any] = dict(snapshot.get("steering", {}))
+    mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
+    if not client.admin:
+        controllers.pop("recent", None)
+    requests = {str(number): _seen(one) for number, one in found["requests"].items() if number in mine}
+    queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
+    return Json(
+        {
+            "queue": queue,
+            "rows": found["rows"],
+            "tier": found["tier"],
+            "monitors": found["monitors"] if client.admin else {},
+            "requests": requests,
+            "controllers": controllers,
+        }
+    )
+
+
+def _seen(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {**request, "monitors": [name for name in request["monitors"] if name != CLOSED]}
+
+
+@routes.post("/v1/streams/{number}/scale", tags=["steering"])
+async def scale(number: int, body: ScaleIn, server: TheServer, client: TheClient) -> Response:
+    """Scale the steering vectors of a running request, from its next token on."""
+    server.find(number, client)
+    await _tuned(server, client, number, lambda engine: engine.steering.set_scale(body.scale, request=number))
+    return Json({"request": number, "scale": body.scale})
+
+
+@routes.post("/v1/streams/{number}/threshold", tags=["steering"])
+async def threshold(number: int, body: ThresholdIn, server: TheServer, client: TheClient) -> Response:
+    """Move the threshold of a running request's monitor, from its next token on."""
+    server.find(number, client)
+    if body.monitor == CLOSED:
+        raise ApiError(404, f"request {number} has no monitor {CLOSED!r}: name one that it was sent with", code="unknown_name")
+    await _tuned(server, client, number, lambda engine: engine.steering.set_threshold(number, body.monitor, body.threshold))
+    return Json({"request": number, "monitor": body.monitor, "threshold": body.threshold})
+
+
+async def _tuned(server: Server, client: Client, number: int, function: Any) -> None:
+    def change(engine: Engine) -> None:
+        if number not in engine.steering:
+            raise ApiError(409, f"request {number} is not running now: it still waits, or has just ended", code="not_running")
+        function(engine)
+
+    await _called(server, client, change)
+
+
+# Runs
+
+
+@routes.get("/v1/runs", tags=["runs"])
+async def list_runs(server: TheServer, client: TheClient) -> Response:
+    """Return the names of the key's captured runs."""
+    return Json({"runs": server.runs(client)})
+
+
+@routes.get("/v1/runs/{run}", tags=["runs"])
+async def get_run(
+    run: str, server: TheServer, client: TheClient, site: Annotated[str | None, Query(max_length=128)] = None
+) -> Response:
+    """Return what a run holds, and the values of one site if it is named."""
+    name = _run(run, server, client)
+    try:
+        info = await asyncio.to_thread(server.store.info, name)
+        body: dict[str, Any] = {
+            "run": run,
+            "tokens": list(info.tokens),
+            "prompt_length": info.prompt_length,
+            "bytes": info.nbytes,
+            "sites": [str(one) for one in info.sites],
+        }
+        if site is not None:
+            where = site_of(site)
+            positions = server.store.positions(name, where)
+            rows = await asyncio.to_thread(server.store.rows, name, where, positions)
+            body["values"] = {"site": str(where), "positions": positions, "rows": packed(rows)}
+    except (KeyError, ValueError) as error:
+        raise ApiError(404, refusal(error, server.names(client).prefix).message, code="unknown_run") from error
+    return Json(body)
+
+
+@routes.delete("/v1/runs/{run}", tags=["runs"])
+async def delete_run(run: str, server: TheServer, client: TheClient) -> Response:
+    """Drop a run."""
+    server.store.drop(_run(run, server, client))
+    return Json({"run": run, "dropped": True})
+
+
+def _run(run: str, server: Server, client: Client) -> str:
+    names = server.runs(client)
+    if run not in names:
+        raise ApiError(404, f"you have no run {run!r}; there are: {', '.join(names) or 'none'}", code="unknown_run")
+    return server.names(client).inside(run)
+
+
+# The page
+
+
+def _pages(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        if not (PAGE / "index.html").is_file():
+            raise ApiError(404, "this installation has no page: see /docs for the interface")
+        return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+
+    @app.get("/plotly.min.js", include_in_schema=False)
+    async def plotly() -> Response:
+        spec = importlib.util.find_spec("plotly")  # not imported, which takes a second
+        path = Path(str(spec and spec.origin)).parent / "package_data" / "plotly.min.js"
+        if not path.is_file():
+            raise ApiError(404, "plotly is not installed: pip install 'mi-route2[plotly]'")
+        return FileResponse(path, media_type="text/javascript")
+
+    if PAGE.is_dir():
+        app.mount("/static", StaticFiles(directory=PAGE), name="static")

@@ -1,0 +1,280 @@
+"""Keys of clients, errors in OpenAI's shape, and what stands in front of every route: limits, origin checks, the log.
+
+Everything that a client leaves in the server belongs to its key: vectors, held configurations, runs, conversations, and the prefix
+cache, whose salt is derived from the key by HMAC with a secret of this process.
+"""
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mi_route2.engine import QueueFullError
+from mi_route2.serve.schema import UnknownNameError
+
+LONGEST, SHORTEST = 512, 16
+"""Characters of a key."""
+LOCAL = "local"
+"""Owner of everything on a server without keys."""
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+log = logging.getLogger("mi_route2.serve")
+
+
+class ApiError(Exception):
+    """An answer other than success: a status, and one sentence that says what to change."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param, self.headers = status, message, code, param, dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """Return the error as OpenAI's clients read it."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class Json(Response):
+    """JSON in ASCII, so that no text can fail to be encoded."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content).encode()
+
+
+def dumps(content: Any) -> str:
+    """Return compact JSON in ASCII; ``ValueError`` for NaN and infinity."""
+    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+
+
+def answer(error: ApiError) -> Json:
+    """Return the response of an error."""
+    return Json(error.body(), error.status, error.headers)
+
+
+def sentence(error: BaseException) -> str:
+    """Return an error's message as one line."""
+    text = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return " ".join(str(text).split()) or type(error).__name__
+
+
+def refusal(error: Exception, prefix: str = "") -> ApiError:
+    """Return the answer to an error of the engine, with the engine's ``prefix`` of the client's names left out."""
+    if isinstance(error, ApiError):
+        return error
+    message = sentence(error).replace(prefix, "") if prefix else sentence(error)
+    if isinstance(error, UnknownNameError):
+        return ApiError(404, message, code="unknown_name")
+    if isinstance(error, QueueFullError):
+        return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, ValueError | KeyError | TypeError):
+        return ApiError(400, message)
+    if isinstance(error, RuntimeError):
+        return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})
+    raise error
+
+
+def invalid(error: RequestValidationError) -> ApiError:
+    """Return the answer to a body that is not as the schema says: 400 if it is no JSON, else 422, with the first fault."""
+    faults = error.errors()
+    # of the alternatives of a union, the one that got furthest says most
+    first = max(faults, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"]), one["type"] == "value_error"))
+    place = ".".join(str(part) for part in first["loc"][1:])
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = "this field is unknown: leave it out, or see /docs for the fields that there are"
+    if first["type"] in ("model_attributes_type", "missing") and not place:
+        message = "the body is a JSON object: send one, with the header 'Content-Type: application/json'"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return ApiError(422, f"{place}: {message}{more}" if place else message + more, param=place or None, code="invalid_field")
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who asks: the owner of what it leaves, the salt of its prefix cache, and whether it may change what concerns all."""
+
+    owner: str
+    salt: str
+    admin: bool
+
+
+class Keys:
+    """Keys of the clients; without any, every client is the local admin.
+
+    Args:
+        keys: Each key, and whether it is an admin's.
+
+    Raises:
+        ValueError: A key that is too short or too long, or given twice.
+    """
+
+    def __init__(self, keys: Iterable[tuple[str, bool]] = ()):
+        self._secret = secrets.token_bytes(32)
+        self._clients: list[tuple[bytes, Client]] = []
+        for key, admin in keys:
+            if not SHORTEST <= len(key) <= LONGEST or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError(
+                    f"a key has {len(key)} characters: give {SHORTEST} to {LONGEST} printable ASCII characters without spaces, as "
+                    "of python -c 'import secrets; print(secrets.token_urlsafe(24))'"
+                )
+            owner = hmac.new(key.encode(), b"mi-route2 owner", hashlib.sha256).hexdigest()[:16]
+            if any(client.owner == owner for _, client in self._clients):
+                raise ValueError("a key is given twice: give each client its own")
+            self._clients.append((self._digest(key), Client(owner, self._derived(key), admin)))
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @staticmethod
+    def read(path: Path) -> "Keys":
+        """Return the keys in a file: one per line, an admin's after the word ``admin``; ``#`` begins a comment."""
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            if len(words) > 2 or (len(words) == 2 and words[0] != "admin"):
+                raise ValueError(f"{path} has a line of {len(words)} words: write a key, or admin and a key")
+            found.append((words[-1], len(words) == 2))
+        if not found:
+            raise ValueError(f"{path} holds no key: write one per line")
+        return Keys(found)
+
+    def client(self, authorization: str | None) -> Client:
+        """Return who sent the header ``Authorization``; ``ApiError`` 401 for nobody."""
+        if not self._clients:
+            return Client(LOCAL, "", True)
+        kind, _, key = (authorization or "").partition(" ")
+        given = self._digest(key.strip()[: LONGEST + 1])
+        found = None
+        for digest, client in self._clients:  # all of them, so that the time says nothing
+            if hmac.compare_digest(digest, given):
+                found = client
+        if found is None or kind.lower() != "bearer":
+            raise ApiError(
+                401,
+                "this server needs a key: send the header 'Authorization: Bearer KEY' (api_key of OpenAI's client)",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.new(self._secret, key.encode("utf-8", "replace"), hashlib.sha256).digest()
+
+    def _derived(self, key: str) -> str:
+        return hmac.new(self._secret, b"salt " + key.encode(), hashlib.sha256).hexdigest()
+
+
+def needs_admin(client: Client) -> None:
+    """Raise ``ApiError`` 401 unless the client is an admin."""
+    if not client.admin:
+        raise ApiError(401, "this concerns all clients and takes the admin key: leave scope out for your own", code="admin_only")
+
+
+class Front:
+    """ASGI middleware in front of every route.
+
+    It refuses a body above ``limit`` bytes, a page of another origin, and on a server without keys a host name that is not this
+    machine's (which a page of any site could point here). It writes one line of the log per request, without what was sent.
+    """
+
+    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float], None]):
+        self._app, self._limit, self._local, self._done = app, limit, local, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began, status, notes = time.monotonic(), 500, {}
+        scope["mi_route2"] = notes
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(Headers(scope=scope))
+            body = await self._body(Headers(scope=scope), receive)
+        except ApiError as error:
+            await answer(error)(scope, receive, sending)
+        else:
+            await self._app(scope, self._again(body, receive), sending)
+        finally:
+            # the route's own path, so that a log and the metrics have no names of clients
+            path = getattr(scope.get("route"), "path", "other")
+            seconds = time.monotonic() - began
+            self._done(path, status, seconds)
+            line = {"method": scope["method"], "path": path, "status": status, "ms": round(1e3 * seconds, 1), **notes}
+            log.info("%s", json.dumps(line))
+
+    def _check(self, headers: Headers) -> None:
+        host = headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if self._local and name.strip("[]").lower() not in LOOPBACK:
+            raise ApiError(400, "a server without keys answers to the names of this machine only: use localhost", code="wrong_host")
+        origin = headers.get("origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise ApiError(
+                400, "a page of another origin may not use this server: open the page that it serves", code="wrong_origin"
+            )
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        large = ApiError(
+            413, f"the body is larger than {self._limit} bytes: send less, or raise the server's --max-body", code="too_large"
+        )
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._limit:
+            raise large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return bytes(body)
+            body += message.get("body", b"")
+            if len(body) > self._limit:
+                raise large
+            if not message.get("more_body", False):
+                return bytes(body)
+
+    @staticmethod
+    def _again(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+
+def note(request: Request, **notes: Any) -> None:
+    """Add to the line of the log about this request."""
+    request.scope["mi_route2"].update(notes)

@@ -1,0 +1,251 @@
+"""Models to serve: ``load("micro")``, ``load("smollm2")``, ``load("path/to/checkpoint")`` or ``load("module:function")``.
+
+A served model is a host with a tokenizer, and whatever a page can offer with it: examples, named vectors, a monitor. With adapters
+it runs in one mode: ``full`` (kept adapter and quarantine), ``deployed`` (no quarantine) or ``reference`` (the base model).
+"""
+
+import copy
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from mi_route2.adapters import Adapters
+from mi_route2.adapters.io import from_pretrained
+from mi_route2.hosts.base import Host
+from mi_route2.hosts.load import load as load_host
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor
+
+Mode = Literal["full", "deployed", "reference"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+CLOSED = "adapters: deployed"
+"""Name of the monitor that closes the quarantine of one request."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Two prompts for a sweep, whose difference decides between two tokens, and a prompt to complete."""
+
+    title: str
+    clean: str
+    corrupt: str
+    answer: str
+    foil: str
+
+    def to_json(self) -> dict[str, str]:
+        """Return the example as JSON values."""
+        return asdict(self)
+
+
+class Readable:
+    """Tokenizer of the engine: ``decode`` leaves special tokens out. A copy, because the engine runs in another thread."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = copy.deepcopy(tokenizer)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` without special tokens."""
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(eq=False)
+class Served:
+    """A model that is ready to be served.
+
+    Attributes:
+        name: Name that requests may give.
+        host: The model on the host ``torch`` or ``transformer_lens``.
+        tokenizer: Tokenizer with the interface of transformers.
+        adapters: Attached adapters, if any.
+        mode: Mode of the adapters in which the model runs.
+        vectors: Named vectors that every client may use.
+        monitor: A monitor to start from, as the JSON of a request.
+        examples: Examples of sweeps, the best one first.
+        prompts: Prompts to complete.
+    """
+
+    name: str
+    host: Host
+    tokenizer: Any
+    adapters: Adapters | None = None
+    mode: Mode = "full"
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    monitor: Mapping[str, Any] | None = None
+    examples: tuple[Example, ...] = ()
+    prompts: tuple[str, ...] = ()
+    opened: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def __post_init__(self) -> None:
+        for what in ("encode", "decode"):
+            if not hasattr(self.tokenizer, what):
+                raise TypeError(f"the tokenizer of {self.name} has no {what}: give one of transformers, or one like it")
+
+    def switch(self, mode: Mode) -> None:
+        """Run the model in another mode. ``ValueError`` for another mode than ``full`` without adapters."""
+        if self.adapters is None:
+            if mode != "full":
+                raise ValueError(f"{self.name} has no adapters, so it has no mode {mode!r}: leave the mode out, or give adapters")
+            return
+        self.opened.close()
+        self.opened.enter_context(getattr(self.adapters, mode)())
+        self.mode = mode
+
+    @property
+    def has_quarantine(self) -> bool:
+        """True if the quarantine acts in the served mode."""
+        return self.adapters is not None and self.adapters.has_quarantine and self.mode == "full"
+
+    @property
+    def modes(self) -> dict[str, bool]:
+        """Modes that a request may ask for."""
+        return {mode: self.refusal(mode) is None for mode in MODES}
+
+    def refusal(self, mode: str) -> str | None:
+        """Return the reason for which a request cannot run in ``mode``; ``None`` if it can."""
+        if self.adapters is None or mode == self.mode:
+            return None
+        if mode == "deployed" and self.mode == "full":
+            return None
+        if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:
+            return None
+        return (
+            f"this server runs its model with adapters in mode {self.mode}, and cannot switch to {mode} for one request: "
+            f"start a server with --mode {mode}, or leave `adapters` out"
+        )
+
+    def closing(self, mode: str | None, width: int) -> Monitor | None:
+        """Return the monitor that runs one request in ``mode`` on the model in its own; ``None`` if nothing needs to change.
+
+        Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0. ``width`` is that of the
+        residual stream.
+        """
+        if mode != "deployed" or not self.has_quarantine:
+            return None
+        probe = torch.zeros(width)
+        return Monitor(Site(0, "resid_pre"), probe, threshold=-1e6, gates=(), quarantine="close", prompt=True, name=CLOSED)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read."""
+        try:
+            return [int(token) for token in self.tokenizer.encode(text)]
+        except ValueError:
+            raise
+        except Exception as error:  # tokenizers raise errors of their own kinds
+            raise ValueError(f"the tokenizer cannot read this text ({' '.join(str(error).split()):.200})") from error
+
+    def tokens(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token; a replacement character if it has none of its own."""
+        return [str(self.tokenizer.decode([token])) for token in ids]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"{self.name} has no chat template: use /v1/completions with a prompt")
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=False)]
+        except Exception as error:  # templates raise errors of their own kinds
+            raise ValueError(f"the chat template refuses these messages: {' '.join(str(error).split()):.300}") from error
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a completion: the tokenizer's end of text, and those of the model's generation config."""
+        config = getattr(self.host.model, "generation_config", None)
+        found = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
+        flat = [one for each in found for one in (each if isinstance(each, list | tuple) else [each])]
+        return tuple(dict.fromkeys(int(one) for one in flat if one is not None))
+
+
+def _smollm2() -> Served:
+    from mi_route2.models import smollm2, smollm2_tokenizer
+
+    examples = (
+        Example(
+            "Who gets the drink",
+            "When Mary and John went to the store, John gave a drink to",
+            "When Mary and John went to the store, Mary gave a drink to",
+            " Mary",
+            " John",
+        ),
+        Example("Capitals", "The capital of France is", "The capital of Italy is", " Paris", " Rome"),
+    )
+    prompts = ("The capital of France is", "Once upon a time")
+    return Served("smollm2", smollm2(), smollm2_tokenizer(), examples=examples, prompts=prompts)
+
+
+NAMES: Mapping[str, str] = MappingProxyType(
+    {"micro": "studies.environments.micro.served:micro", "smollm2": "mi_route2.serve.models:_smollm2"}
+)
+"""Short names, and the ``module:function`` that each stands for."""
+
+
+def load(
+    model: str = "micro",
+    *,
+    adapters: Path | str | None = None,
+    mode: Mode = "full",
+    dtype: str | None = None,
+    device: str | None = None,
+) -> Served:
+    """Return a model to serve.
+
+    Args:
+        model: ``micro`` (trained in seconds, nothing is downloaded), ``smollm2``, the folder of a checkpoint of transformers, or
+            ``module:function``: a function without arguments that returns a ``Served``.
+        adapters: Folder that ``save_pretrained`` of mi_route2 wrote, attached to the model.
+        mode: Mode of the adapters.
+        dtype: Type of the weights of a checkpoint folder.
+        device: Device of the model.
+
+    Raises:
+        ValueError: No such model, adapters that do not fit, or a mode without adapters.
+        FileNotFoundError: No such folder.
+
+    Examples:
+        >>> served = load("micro")  # doctest: +SKIP
+    """
+    name = NAMES.get(model, model)
+    if ":" in name and not Path(model).exists():
+        served = _called(name)
+        if dtype is not None:
+            raise ValueError(f"dtype is for a checkpoint folder: leave it out for {model}")
+    else:
+        from transformers import AutoTokenizer
+
+        host = load_host(model, dtype=dtype)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"{model} has no tokenizer that transformers can read ({' '.join(str(error).split()):.200})"
+            ) from error
+        served = Served(Path(model).name, host, tokenizer)
+    if device is not None:
+        served.host.model.to(device)  # pyright: ignore[reportArgumentType]
+    if adapters is not None:
+        if served.adapters is not None:
+            raise ValueError(f"{model} has adapters of its own: leave the folder {adapters} out")
+        served.adapters = from_pretrained(served.host, adapters)
+    served.switch(mode)
+    return served
+
+
+def _called(name: str) -> Served:
+    module, _, function = name.partition(":")
+    try:
+        make: Callable[[], Served] = getattr(importlib.import_module(module), function)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise ValueError(
+            f"there is no model {name!r} ({error}): choose {', '.join(NAMES)}, the folder of a checkpoint, or module:function"
+        ) from error
+    served = make()
+    if not isinstance(served, Served):
+        raise ValueError(f"{name} returned a {type(served).__name__}: return a mi_route2.serve.models.Served")
+    return served

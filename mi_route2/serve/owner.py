@@ -1,0 +1,367 @@
+"""The one thread that runs an engine for many asynchronous clients.
+
+An engine belongs to one thread. ``Owner`` is that thread: commands come in through a queue and run between two steps, and what each
+step did goes out to the event loops of the clients. A step never waits for a client: one that reads too slowly is cancelled.
+Patch sweeps run between steps, one forward at a time, so that streams go on.
+
+    owner = Owner(engine)
+    owner.start()
+    async with await owner.submit(request) as stream:
+        async for event in stream:
+            ...
+    print(stream.result)
+    await owner.close()
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from math import inf
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from mi_route2.engine import Engine, Event, Request, Result
+from mi_route2.patching.grid import Grid
+from mi_route2.patching.sweep import Finished, Sweep, prepare
+
+T = TypeVar("T")
+
+GONE = "the engine's thread has ended"
+IDLE, FRESH = 0.5, 0.05
+"""Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
+
+
+class Source(Generic[T]):
+    """What the thread produces for one client, in order, as an asynchronous iterator; see ``Stream`` and ``Job``.
+
+    Leaving an ``async with`` block cancels what has not been produced.
+    """
+
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int):
+        self._owner, self._loop, self._backlog = owner, loop, backlog
+        self._items: deque[T] = deque()
+        self._news = asyncio.Event()
+        self._ended = self.slow = False
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        while not self._items:
+            if self._ended:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._items.popleft()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """End it at once; no effect if it has ended. Any thread may call this."""
+        raise NotImplementedError
+
+    def _put(self, items: list[T], ended: bool) -> None:
+        """Take what the thread produced; runs on the client's loop."""
+        if len(self._items) + len(items) > self._backlog and not ended:
+            self.slow = True
+            self._items.clear()
+            self.cancel()
+        elif not self.slow:
+            self._items.extend(items)
+        self._ended |= ended
+        self._news.set()
+
+    def _send(self, items: list[T], ended: bool = False) -> None:
+        """Hand ``items`` to the client; runs on the thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._put, items, ended)
+        except RuntimeError:  # the client's loop is closed
+            self.cancel()
+
+
+class Stream(Source[Event]):
+    """Events of one request. ``number`` is the engine's; ``result`` is there when the iteration has ended."""
+
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int):
+        super().__init__(owner, loop, backlog)
+        self.number = -1
+        self.result: Result | None = None
+
+    def cancel(self) -> None:
+        self._owner._post(lambda: self._owner._cancel(self))
+
+    def _finish(self, result: Result) -> None:
+        if self.slow:
+            result.finish = "error"
+            result.error = f"its reader let more than {self._backlog} events wait, so it was cancelled: read faster"
+        self.result = result
+        self._send([], ended=True)
+
+
+class Job(Source[Finished]):
+    """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did."""
+
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int, sweep: Sweep):
+        super().__init__(owner, loop, backlog)
+        self.sweep, self.error = sweep, ""
+        self._runs = sweep.run(alone=True)  # the thread is the only one that touches the model
+        self._done: list[Finished] = []
+        self._seconds = 0.0
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def grid(self) -> Grid:
+        """Return the finished grid.
+
+        Raises:
+            RuntimeError: the sweep failed, was cancelled, or has not ended.
+        """
+        if self.error or not self._ended:
+            raise RuntimeError(self.error or "this sweep has not ended: iterate over it before")
+        return self.sweep.collect(self._done, self._seconds)
+
+    def _forward(self) -> bool:
+        """Run the next forward; return whether another one follows. Runs on the thread."""
+        began = time.perf_counter()
+        try:
+            if self.cancelled:
+                raise RuntimeError("this sweep was cancelled")
+            finished = next(self._runs, None)
+        except Exception as error:  # isolated: it ends this sweep and nothing else
+            self.error = " ".join(str(error).split()) or type(error).__name__
+            finished = None
+        self._seconds += time.perf_counter() - began
+        if finished is None:
+            self._send([], ended=True)
+            return False
+        self._done.append(finished)
+        self._send([finished])
+        return True
+
+
+class Owner:
+    """The thread of an engine; see the module.
+
+    ``snapshot`` is plain data about the engine, replaced while it runs, which any thread may read. ``failure`` is the reason why
+    the thread has ended, if it has.
+
+    Args:
+        engine: the engine; after ``start`` nothing else may touch it or its model.
+        backlog: events that may wait for one reader.
+        tokens: tokens of one forward of a sweep while requests run, so that their streams go on.
+
+    Examples:
+        >>> owner = Owner(engine)
+        >>> owner.start()
+        >>> stream = await owner.submit(Request((3, 4, 5)))
+    """
+
+    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512):
+        if backlog < 1 or tokens < 1:
+            raise ValueError(f"backlog = {backlog} and tokens = {tokens} must be at least 1")
+        self._engine, self._backlog, self._tokens = engine, backlog, tokens
+        self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._streams: dict[int, Stream] = {}
+        self._jobs: deque[Job] = deque()
+        self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
+        self._closing = self._stop = False
+        self.failure: str | None = None
+        self.snapshot: dict[str, Any] = {}
+        self._published = -inf
+        self._publish()
+
+    @property
+    def alive(self) -> bool:
+        """True if the thread runs."""
+        return self._thread.is_alive() and self.failure is None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """Run ``function`` on the thread between two steps, and return what it returns.
+
+        Raises:
+            RuntimeError: the thread has ended.
+            Exception: whatever ``function`` raises.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self.failure is not None:
+                    raise RuntimeError(self.failure)
+                future.set_result(function(self._engine))
+            except BaseException as error:  # handed to the caller
+                future.set_exception(error)
+
+        if not self._thread.is_alive():
+            raise RuntimeError(self.failure or GONE)
+        self._post(run)
+        return await asyncio.wrap_future(future)
+
+    async def submit(self, request: Request) -> Stream:
+        """Submit a request and return its stream.
+
+        Raises:
+            ValueError, KeyError: the request cannot be run.
+            QueueFullError: too many requests wait.
+            RuntimeError: the thread has ended, or is about to.
+        """
+        stream = Stream(self, asyncio.get_running_loop(), self._backlog)
+
+        def admit(engine: Engine) -> None:
+            self._open()
+            stream.number = engine.submit(request)
+            self._streams[stream.number] = stream
+
+        await self._wait(admit, stream)
+        return stream
+
+    async def sweep(self, **given: Any) -> Job:
+        """Prepare a patch sweep and return it; ``given`` are the arguments of ``patching.prepare`` without the host.
+
+        Raises:
+            ValueError, KeyError, TypeError: the sweep cannot be run.
+            RuntimeError: the thread has ended, or is about to.
+        """
+        loop = asyncio.get_running_loop()
+
+        def admit(engine: Engine) -> Job:
+            self._open()
+            job = Job(self, loop, max(self._backlog, 1 << 20), prepare(engine.host, **{"tokens": self._tokens, **given}))
+            self._jobs.append(job)
+            return job
+
+        return await self.call(admit)
+
+    async def close(self, drain: float = 10.0) -> None:
+        """Refuse new work, let requests and sweeps end for at most ``drain`` seconds, cancel the rest, and end the thread."""
+        self._closing = True
+        until = time.monotonic() + drain
+        while self._thread.is_alive() and (self._streams or self._jobs) and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        self._post(self._end)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.01)
+
+    async def _wait(self, admit: Callable[[Engine], None], stream: Stream) -> None:
+        """Run ``admit``; if the caller is cancelled meanwhile, so is the request that it may have submitted."""
+        try:
+            await self.call(admit)
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+
+    def _open(self) -> None:
+        if self._closing:
+            raise RuntimeError("the server is shutting down: send this again to another one, or later")
+
+    def _post(self, command: Callable[[], object]) -> None:
+        self._commands.put(command)
+
+    def _cancel(self, stream: Stream) -> None:
+        if stream.number in self._streams:
+            self._engine.cancel(stream.number)
+
+    def _end(self) -> None:
+        self._engine.close()
+        for job in self._jobs:
+            job.cancel()
+        self._stop = True
+
+    # What follows runs on the thread.
+
+    def _live(self) -> None:
+        try:
+            while not self._stop:
+                self._obey()
+                self._step()
+                self._sweep()
+                self._publish()
+            self._step()
+        except BaseException as error:
+            self.failure = f"the engine's thread failed with {type(error).__name__}: {' '.join(str(error).split()):.400}"
+        finally:
+            self._bury()
+
+    def _obey(self) -> None:
+        """Run the commands that wait; if there is nothing else to do, wait for one."""
+        idle = not (self._engine.busy or self._jobs)
+        try:
+            while True:
+                self._commands.get(timeout=IDLE if idle else None, block=idle)()
+                idle = False
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        if not self._engine.busy:
+            return
+        results = self._engine.step()
+        told: dict[int, list[Event]] = {}
+        for event in self._engine.events:
+            told.setdefault(event.request, []).append(event)
+        for number, events in told.items():
+            if (stream := self._streams.get(number)) is not None:
+                stream._send(events)
+        for result in results:
+            if (stream := self._streams.pop(result.request, None)) is not None:
+                stream._finish(result)
+
+    def _sweep(self) -> None:
+        """Run one forward of the sweep whose turn it is."""
+        if self._jobs:
+            job = self._jobs.popleft()
+            if job._forward():
+                self._jobs.append(job)
+
+    def _publish(self) -> None:
+        engine, now = self._engine, time.monotonic()
+        if now - self._published < FRESH and engine.busy:
+            return
+        self._published = now
+        self.snapshot = {
+            "running": len(engine.scheduler.running),
+            "waiting": len(engine.scheduler.waiting),
+            "steps": engine.steps,
+            "tokens": engine.tokens,
+            "paused": engine.paused,
+            "sweeps": len(self._jobs),
+            "prefix_hits": engine.prefixes.hits,
+            "prefix_misses": engine.prefixes.misses,
+            "prefix_bytes": engine.prefixes.bytes,
+            "last_error": engine.last_error,
+            "steering": engine.controllers.snapshot(),
+        }
+
+    def _bury(self) -> None:
+        """End every stream and sweep that is left, and refuse the commands that come."""
+        self.failure = reason = self.failure or GONE
+        for stream in self._streams.values():
+            stream._finish(Result(stream.number, finish="error", error=reason))
+        for job in self._jobs:
+            job.error = job.error or reason
+            job._send([], ended=True)
+        self._streams.clear()
+        self._jobs.clear()
+        while True:
+            try:
+                self._commands.get_nowait()()
+            except Empty:
+                return
+            except Exception:  # the command of a client that is gone
+                continue

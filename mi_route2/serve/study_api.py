@@ -1,0 +1,346 @@
+"""Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+
+from mi_route2.engine import Capture, Sampling
+from mi_route2.engine import Request as EngineRequest
+from mi_route2.patching.grid import Grid
+from mi_route2.patching.patches import Patch
+from mi_route2.patching.question import Alignment, Span, align
+from mi_route2.patching.targets import Target
+from mi_route2.runs.record import Where
+from mi_route2.serve.app import Server, TheClient, TheServer
+from mi_route2.serve.auth import ApiError, Client, Json, dumps, note, refusal
+from mi_route2.serve.openai_api import cancelled_with, failure, number, submitted
+from mi_route2.serve.owner import Job
+from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
+from mi_route2.steering.specs import Steering
+from mi_route2.validation import read_lines
+
+routes = APIRouter(tags=["study"])
+TOP = 10
+"""Most likely tokens of a patched answer, and largest cells of a summary."""
+
+
+@routes.get("/v1/study")
+async def study(server: TheServer) -> Response:
+    """Return what a page needs to draw itself; without a key, only whether one is needed."""
+    served = server.served
+    points = list(dict.fromkeys(site.point for site in server.sites))
+    return Json(
+        {
+            "model": served.name,
+            "layers": server.layers,
+            "heads": server.heads,
+            "context": server.context,
+            "sites": points,
+            "mode": served.mode,
+            "modes": served.modes,
+            "monitors_example": served.monitor,
+            "vectors": sorted(served.vectors),
+            "examples": [one.to_json() for one in served.examples],
+            "prompts": list(served.prompts),
+            "study_runs": server.study_runs is not None,
+            "key_needed": bool(server.keys),
+        }
+    )
+
+
+def _ids(prompt: str | list[int], server: Server, name: str) -> list[int]:
+    try:
+        ids = server.served.encode(prompt) if isinstance(prompt, str) else prompt
+    except ValueError as error:
+        raise ApiError(400, f"the {name} prompt: {error}", param=name) from error
+    if wrong := [one for one in ids if one >= server.vocabulary]:
+        raise ApiError(400, f"the {name} prompt's {wrong[0]} is not a token: the ids are 0..{server.vocabulary - 1}", param=name)
+    return ids
+
+
+def _aligned(body: AlignIn | CellIn, server: Server) -> tuple[list[int], list[int], Alignment]:
+    clean, corrupt = _ids(body.clean, server, "clean"), _ids(body.corrupt, server, "corrupt")
+    try:
+        return clean, corrupt, align(clean, corrupt)
+    except ValueError as error:
+        raise ApiError(400, str(error)) from error
+
+
+@routes.post("/v1/tokenize")
+async def tokenize(body: TokenizeIn, server: TheServer, _: TheClient) -> Response:
+    """Return the tokens of a prompt."""
+    ids = _ids(body.text, server, "text")
+    return Json({"ids": ids, "tokens": server.served.tokens(ids)})
+
+
+@routes.post("/v1/align")
+async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
+    """Return the tokens of two prompts, and for each position of the corrupt one its partner in the clean one."""
+    clean, corrupt, found = _aligned(body, server)
+    return Json(
+        {
+            "clean": server.served.tokens(clean),
+            "corrupt": server.served.tokens(corrupt),
+            "partner": [found.source(position) for position in range(len(corrupt))],
+            "summary": found.summary,
+        }
+    )
+
+
+# Sweeps
+
+
+@routes.post("/v1/patch_sweep")
+async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
+    running = server.sweeping.get(client.owner, 0)
+    if running >= server.limits.sweeps:
+        raise ApiError(
+            429,
+            f"{running} sweeps of yours are running, which is the limit: wait for one to end",
+            code="too_many_sweeps",
+            headers={"Retry-After": "2"},
+        )
+    server.sweeping[client.owner] = running + 1
+    try:
+        job = await _prepared(body, server, client)
+    except BaseException:
+        _ended(server, client)
+        raise
+    if body.stream:
+        return StreamingResponse(
+            _told(job, server, client, request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
+    try:
+        async with cancelled_with(request, [job]):
+            async for _ in job:
+                pass
+        return Json(_summary(_finished(job, server)))
+    finally:
+        _ended(server, client)
+        note(request, cells=job.sweep.total)
+
+
+def _ended(server: Server, client: Client) -> None:
+    server.sweeping[client.owner] -= 1
+    if not server.sweeping[client.owner]:
+        del server.sweeping[client.owner]
+
+
+async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
+    for name in ("clean", "corrupt"):
+        length = len(_ids(getattr(body, name), server, name))
+        if length > server.context:
+            raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
+    positions = None
+    if body.positions is not None:
+        positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
+    try:
+        job = await server.owner.sweep(
+            clean=body.clean,
+            corrupt=body.corrupt,
+            sites=body.sites,
+            positions=positions,
+            answer=body.answer,
+            foil=body.foil,
+            metric=body.metric,
+            alpha=body.alpha,
+            heads=body.heads,
+            together=body.together,
+            at=body.at,
+            replicas=body.replicas,
+            tokenizer=server.served.tokenizer,
+        )
+    except Exception as error:
+        raise refusal(error, server.names(client).prefix) from error
+    if job.sweep.total > server.limits.cells:
+        job.cancel()
+        raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
+    return job
+
+
+def _finished(job: Job, server: Server) -> Grid:
+    """Return the grid of a job that has ended; ``ApiError`` if it failed."""
+    try:
+        grid = job.grid()
+    except Exception as error:
+        if server.owner.failure is not None:
+            raise ApiError(503, server.owner.failure, code="engine_dead") from error
+        raise ApiError(422, str(error), code="sweep_failed") from error
+    server.metrics.cells.inc(grid.values.size)
+    return grid
+
+
+def _summary(grid: Grid) -> dict[str, Any]:
+    rows = {target: i for i, target in enumerate(grid.sites)}
+    columns = {position: i for i, position in enumerate(grid.columns)}
+    top = [
+        {
+            "row": rows[cell.target],
+            "column": columns[cell.position],
+            "site": str(cell.target),
+            "position": cell.position,
+            "value": cell.value,
+            "recovered": (cell.value - grid.corrupt) / (grid.clean - grid.corrupt) if grid.defined else None,
+        }
+        for cell in grid.top(TOP)
+    ]
+    said = {name: getattr(grid, name) for name in ("metric", "clean", "corrupt", "noise_floor", "defined")}
+    return {"grid": grid.to_json(), "summary": {**said, "top": top, "alignment": grid.alignment.summary, "text": repr(grid)}}
+
+
+def _event(name: str, content: Any) -> str:
+    return f"event: {name}\ndata: {dumps(content)}\n\n"
+
+
+async def _told(job: Job, server: Server, client: Client, request: Request) -> AsyncIterator[str]:
+    """Yield the events of a sweep: start, cells as they come, the summary."""
+    sweep = job.sweep
+    question = sweep.pair.question
+    rows = {target: i for i, target in enumerate(sweep.targets)}
+    columns: dict[int | None, int] = {None: 0} if question.together else {position: i for i, position in enumerate(question.positions)}
+    clean, corrupt = sweep.pair.scores
+    try:
+        yield _event(
+            "start",
+            {
+                "rows": [str(target) for target in sweep.targets],
+                "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
+                "positions": [None] if question.together else list(question.positions),
+                "skipped": [one.position for one in question.skipped],
+                "clean": number(clean),
+                "corrupt": number(corrupt),
+                "total": sweep.total,
+            },
+        )
+        async for finished in job:
+            cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]
+            if cells:
+                yield _event("cell", {"cells": cells})
+        try:
+            yield _event("summary", _summary(_finished(job, server)))
+        except ApiError as error:
+            yield _event("error", error.body())
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancel()
+        _ended(server, client)
+        note(request, cells=sweep.total)
+
+
+@routes.post("/v1/patch_cell")
+async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request: Request) -> Response:
+    """Return what the model answers to the corrupt prompt with one clean value patched in, and its most likely tokens."""
+    clean, corrupt, alignment = _aligned(body, server)
+    try:
+        target = Target.parse(body.site)
+        wanted = range(len(corrupt)) if body.position is None else [body.position]
+        sources = {position: alignment.source(position) for position in wanted}
+        pairs = {position: source for position, source in sources.items() if source is not None}
+        if not pairs:
+            raise ValueError(f"position {body.position} has no partner in the clean prompt ({alignment.summary}): choose another")
+        shape = await server.owner.call(lambda engine: engine.decoder.shape(target.site))
+        alpha = _share(target, shape, body.alpha)
+    except Exception as error:
+        raise refusal(error) from error
+    if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
+        raise ApiError(400, why, param="adapters", code="mode_not_served")
+    closing = server.served.closing(body.adapters, server.width)
+    steering = None if closing is None else Steering(monitors=(closing,))
+    shared = {"steering": steering, "owner": client.owner, "salt": client.salt, "deadline": server.limits.deadline}
+
+    async def run(prompt: Sequence[int], sampling: Sampling, **given: Any) -> Any:
+        try:
+            asked = EngineRequest(tuple(prompt), sampling, **shared, **given)
+        except Exception as error:
+            raise refusal(error) from error
+        (choice,) = await submitted([(0, list(prompt), asked)], server, client)
+        async with cancelled_with(request, [choice.stream]):
+            async for _ in choice.stream:
+                pass
+        server.open.pop(choice.stream.number, None)
+        if (error := failure(choice.result, server)) is not None:
+            raise error
+        return choice.result
+
+    places = sorted(set(pairs.values()))
+    captured = await run(clean, Sampling(max_new=1), capture=(Capture(target.site, Where(positions=places)),))
+    found = captured.captured[target.site]
+    value = dict(zip(found.positions, found.rows, strict=True))
+    patches = tuple(Patch(target.site, position, value[source], alpha) for position, source in pairs.items())
+    most = max(1, min(body.max_tokens, server.context - len(corrupt) + 1))
+    top = min(TOP, server.vocabulary)
+    sampling = Sampling(max_new=most, logprobs=top, stop_tokens=server.served.stop_tokens)
+    result = await run(corrupt, sampling, patch=patches)
+    best = result.tokens[0].top
+    texts = server.served.tokens(list(best))
+    return Json(
+        {
+            "text": result.text,
+            "token_ids": result.ids,
+            "top": [{"token": text, "id": one, "logprob": number(best[one])} for text, one in zip(texts, best, strict=True)],
+        }
+    )
+
+
+def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torch.Tensor:
+    """Return the alpha of a patch of one head: 0 at the others."""
+    if target.head is None:
+        return alpha
+    if target.head >= shape[0]:
+        raise ValueError(f"{target} is outside the model: {target.site} has the heads 0..{shape[0] - 1}")
+    share = torch.zeros(shape, dtype=torch.float64)
+    share[target.head] = alpha
+    return share
+
+
+# Runs of studies
+
+
+MOST_RUNS, MOST_ROWS = 256, 2000
+METRICS = "metrics.jsonl"
+
+
+@routes.get("/v1/study_runs")
+async def study_runs(server: TheServer, client: TheClient) -> Response:
+    """Return the studies' runs: what each recorded, step by step, as far as it has come."""
+    folder = server.study_runs
+    if folder is None:
+        raise ApiError(404, "this server shows no runs of studies: start it with --study-runs FOLDER")
+    return Json(await asyncio.to_thread(read_runs, folder))
+
+
+def read_runs(folder: Path) -> dict[str, Any]:
+    """Return every run below ``folder``: its path, the numbers of its last row, and their curves by step."""
+    runs = []
+    for path in sorted(folder.rglob(METRICS))[:MOST_RUNS]:
+        rows = [row for row in read_lines(path, lambda _, value: value, []) if isinstance(row, Mapping)]
+        name = path.parent.relative_to(folder).as_posix()
+        runs.append({"run": name, "modified": path.stat().st_mtime, "rows": len(rows), **_curves(rows)})
+    return {"folder": folder.name, "runs": runs}
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row if name != "step"))
+    stride = max(1, -(-len(flat) // MOST_ROWS))
+    shown = [row for i, row in enumerate(flat) if i % stride == 0 or i == len(flat) - 1]
+    last = {name: next((row[name] for row in reversed(flat) if name in row), None) for name in names}
+    steps = [row.get("step", i) for i, row in enumerate(shown)]
+    return {"last": last, "steps": steps, "curves": {name: [row.get(name) for row in shown] for name in names}}
+
+
+def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, float | None]:
+    """Return the numbers of a row; those of nested objects are named by their path, as ``deployed.hack.sentinel``."""
+    found: dict[str, float | None] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{before}{name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[before + name] = number(float(value))
+    return found
