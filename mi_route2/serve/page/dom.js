@@ -31,7 +31,7 @@ export function showError(error, form, box) {
 
 export function clearErrors(form, box) {
   box.hidden = true;
-  form.querySelectorAll(".field > .error").forEach(node => node.remove());
+  form.querySelectorAll(".field > .error:not([id])").forEach(node => node.remove());
   form.querySelectorAll("[aria-invalid]").forEach(node => node.removeAttribute("aria-invalid"));
 }
 

@@ -100,11 +100,11 @@ async function align() {
     const answer = await post("/v1/align", { clean, corrupt });
     if (clean !== $("clean").value || corrupt !== $("corrupt").value) return; // typed on meanwhile
     aligned = answer;
-    clearErrors($("patch-form"), $("patch-error"));
+    clearErrors($("prompts"), $("align-error"));
     drawStrip(answer);
   } catch (error) {
     drawStrip(null);
-    showError(error, $("patch-form"), $("patch-error"));
+    showError(error, $("prompts"), $("align-error"));
   }
 }
 

@@ -28,7 +28,7 @@ export function open(given) {
   listen();
 }
 
-const short = text => (text.length > 28 ? `${text.slice(0, 27)}…` : text);
+const short = text => text.trim().replaceAll("\n", " ⏎ ");
 
 function use(text) {
   $("prompt").value = text;
@@ -130,7 +130,8 @@ const steering = () => study.steering_example ?? (monitor ? { [monitor.site]: { 
 function body() {
   const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true };
   if ($("adapters").value) asked.adapters = $("adapters").value;
-  if ($("seed").value.trim()) asked.seed = Number($("seed").value);
+  // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
+  asked.seed = Number($("seed").value.trim() || crypto.getRandomValues(new Uint32Array(1))[0]);
   if (!monitor) return asked;
   base = Number($("scale").value) || NEARLY_ZERO;
   const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
@@ -143,18 +144,14 @@ async function go() {
   clearErrors($("stream-form"), $("stream-error"));
   $("act-error").hidden = true;
   const control = (running = new AbortController());
-  request = null;
-  tokens = [];
-  marks = [];
-  holds = Number($("threshold").value);
-  $("tokens").replaceChildren();
-  $("trace").replaceChildren();
-  $("stream-status").textContent = "waiting for the first token";
   busy(true);
   try {
-    const asked = await fitting(body(), control.signal);
-    for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
-    status("done");
+    do {
+      clear();
+      const asked = await fitting(body(), control.signal);
+      for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
+      status("done");
+    } while ($("again").checked && (await pause(control.signal)));
   } catch (error) {
     if (error.name === "AbortError") status("stopped");
     else {
@@ -168,6 +165,23 @@ async function go() {
     }
   }
 }
+
+function clear() {
+  request = null;
+  tokens = [];
+  marks = [];
+  holds = Number($("threshold").value);
+  $("tokens").replaceChildren();
+  if (!$("again").checked) $("trace").replaceChildren(); // else the page would jump with every completion
+  $("stream-status").textContent = "waiting for the first token";
+}
+
+const PAUSE = 900; // milliseconds to look at a completion before the next
+
+const pause = signal => new Promise((resolve, reject) => {
+  signal.addEventListener("abort", () => reject(signal.reason), { once: true });
+  setTimeout(resolve, PAUSE, true);
+});
 
 /** As many tokens as fit behind the prompt, if more are asked for. */
 async function fitting(asked, signal) {
