@@ -267,6 +267,15 @@ class Grid:
         """Return everything as JSON values; skipped positions and an undefined ``recovered`` are ``None``."""
         return describe(self)
 
+    @staticmethod
+    @checked
+    def from_json(said: Mapping[str, Any]) -> "Grid":
+        """Return the grid that ``to_json`` described; ``ValueError`` if the description is not complete."""
+        try:
+            return _grid(dict(said), np.array(said["values"], dtype=float))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a whole grid ({error}): give what Grid.to_json returned") from error
+
     @checked
     def heatmap(self, path: Path | str) -> Path:
         """Draw ``recovered`` (``effect`` if it is not defined) as png, svg or pdf, and return the path."""

@@ -22,9 +22,10 @@ import torch
 import tyro
 import uvicorn
 
-from mi_route2.serve.app import Limits, Server, create_app
+from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import LOOPBACK, Keys
 from mi_route2.serve.models import Mode, load
+from mi_route2.serve.state import Limits, Server
 
 KEY = "MI_ROUTE2_KEY"
 

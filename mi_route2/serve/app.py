@@ -10,11 +10,10 @@ import asyncio
 import importlib.util
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
@@ -22,10 +21,9 @@ from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
-from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, note, refusal
-from mi_route2.serve.metrics import Metrics
-from mi_route2.serve.models import CLOSED, Served
-from mi_route2.serve.owner import Owner, Stream
+from mi_route2.serve import openai_api, study_api
+from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, refusal
+from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.schema import (
     ClearSteering,
     Names,
@@ -37,88 +35,13 @@ from mi_route2.serve.schema import (
     steering_of,
     vector_of,
 )
-from mi_route2.sites import Site
+from mi_route2.serve.state import Limits, Server, TheClient, TheServer, called
 from mi_route2.steering.specs import TIERS, Vector
-from mi_route2.validation import AtLeastOne, Positive, validated
 
 PAGE = Path(__file__).parent / "page"
 KEPT, KEPT_BYTES = 256, 64 << 20
 """Vectors and configurations of one key, and the bytes of its vectors."""
 _POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-
-
-@validated
-class Limits:
-    """Limits of the server.
-
-    Attributes:
-        rows: Requests that run at once.
-        queue: Requests that may wait.
-        per_key: Requests of one key in the server at once.
-        sweeps: Sweeps of one key at once.
-        cells: Cells of one sweep.
-        deadline: Seconds after which a request ends, in any case.
-        max_body: Bytes of a body.
-        backlog: Steps that a stream may wait for its reader.
-        store: Bytes of captured runs.
-    """
-
-    rows: AtLeastOne = 64
-    queue: AtLeastOne = 1024
-    per_key: AtLeastOne = 512
-    sweeps: AtLeastOne = 4
-    cells: AtLeastOne = 200_000
-    deadline: Positive = 600.0
-    max_body: AtLeastOne = 16 << 20
-    backlog: AtLeastOne = 1024
-    store: AtLeastOne = 256 << 20
-
-
-@dataclass
-class Open:
-    """A request in the engine."""
-
-    owner: str
-    stream: Stream
-
-
-class Server:
-    """What the routes share: the served model, the engine's owner, and what each key has left here."""
-
-    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine):
-        self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
-        store = engine._residents.store
-        assert store is not None
-        self.store = store
-        self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
-        self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
-        self.sites = served.host.sites()
-        self.owner = Owner(engine, backlog=limits.backlog)
-        self.metrics = Metrics(lambda: self.owner.snapshot)
-        self.open: dict[int, Open] = {}
-        self.writing: set[str] = set()
-        self.sweeping: dict[str, int] = {}
-        self._names: dict[str, Names] = {}
-        self.globals: dict[str, list[str]] = {}
-        """Sites and monitors that concern all clients, for display."""
-
-    def names(self, client: Client) -> Names:
-        """Return what the client's key has registered."""
-        if client.owner not in self._names:
-            self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
-        return self._names[client.owner]
-
-    def find(self, number: int, client: Client) -> Open:
-        """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
-        found = self.open.get(number)
-        if found is None or found.owner != client.owner:
-            raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
-        return found
-
-    def runs(self, client: Client) -> list[str]:
-        """Return the names of the client's runs."""
-        prefix = self.names(client).prefix
-        return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
 
 
 def create_app(
@@ -138,9 +61,6 @@ def create_app(
         study_runs: Folder of studies' runs, for the page.
         exact: As in ``Engine``: answers do not depend on other requests, bit for bit.
     """
-    from mi_route2.serve import openai_api, study_api
-    from mi_route2.serve.models import Readable
-
     keys, limits = keys or Keys(), limits or Limits()
     engine = Engine(
         served.host,
@@ -221,21 +141,6 @@ def _failed(_: Request, error: Exception) -> Json:
     return answer(ApiError(500, f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"))
 
 
-def server_of(request: Request) -> Server:
-    """Return the server of a request."""
-    return request.app.state.server
-
-
-def client_of(request: Request) -> Client:
-    """Return who asks; ``ApiError`` 401 for nobody."""
-    client = server_of(request).keys.client(request.headers.get("authorization"))
-    note(request, owner=client.owner)
-    return client
-
-
-TheServer = Annotated[Server, Depends(server_of)]
-TheClient = Annotated[Client, Depends(client_of)]
-
 routes = APIRouter()
 
 
@@ -295,7 +200,7 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
                     engine.steering.register(name, vector)
             raise
 
-    await _called(server, client, change)
+    await called(server, client, change)
     names.vectors, names.held = vectors, held
     return Json(_own(names))
 
@@ -319,14 +224,6 @@ def _steers(body: SetSteering) -> bool:
     )
 
 
-async def _called(server: Server, client: Client, function: Any) -> Any:
-    """Run ``function`` on the engine's thread; its errors become answers."""
-    try:
-        return await server.owner.call(function)
-    except Exception as error:
-        raise refusal(error, server.names(client).prefix) from error
-
-
 async def _set_global(body: SetSteering, server: Server, client: Client) -> Response:
     if body.name is not None or body.vectors or body.steering_clamps:
         raise ApiError(400, "scope 'global' takes steering vectors and monitors: leave name, vectors and steering_clamps out")
@@ -345,7 +242,7 @@ async def _set_global(body: SetSteering, server: Server, client: Client) -> Resp
         tiers = {tier: sorted({str(entry.site) for entry in getattr(steering, tier)}) for tier in TIERS if getattr(steering, tier)}
         return {**tiers, **({"monitors": [one.name for one in steering.monitors]} if steering.monitors else {})}
 
-    found: dict[str, list[str]] = await _called(server, client, change)
+    found: dict[str, list[str]] = await called(server, client, change)
     monitors = sorted({*server.globals.get("monitors", ()), *found.pop("monitors", ())})
     server.globals |= found | ({"monitors": monitors} if monitors else {})
     return Json({"global": server.globals})
@@ -365,7 +262,7 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
             for name in monitors:
                 engine.steering.clear_monitor(name)
 
-        await _called(server, client, clear)
+        await called(server, client, clear)
         server.globals = {}
         return Json({"global": {}})
     if body.name is not None:
@@ -381,7 +278,7 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
         for name in dropped:
             engine.steering.unregister(names.inside(name))
 
-    await _called(server, client, forget)
+    await called(server, client, forget)
     names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
     names.held = {} if every else {name: one for name, one in names.held.items() if name != body.name}
     return Json(_own(names))
@@ -417,7 +314,7 @@ async def get_steering(server: TheServer, client: TheClient) -> Response:
 @routes.get("/v1/steering/dynamic", tags=["steering"])
 async def dynamic(server: TheServer, client: TheClient) -> Response:
     """Return what steering does now: queue, rows, counts of actions, times, and the key's own requests (an admin sees all)."""
-    found: dict[str, Any] = await _called(server, client, lambda engine: engine.steering.snapshot())
+    found: dict[str, Any] = await called(server, client, lambda engine: engine.steering.snapshot())
     snapshot: dict[str, Any] = server.owner.snapshot
     controllers: dict[str, Any] = dict(snapshot.get("steering", {}))
     mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
@@ -465,7 +362,7 @@ async def _tuned(server: Server, client: Client, number: int, function: Any) -> 
             raise ApiError(409, f"request {number} is not running now: it still waits, or has just ended", code="not_running")
         function(engine)
 
-    await _called(server, client, change)
+    await called(server, client, change)
 
 
 # Runs

@@ -67,8 +67,10 @@ class Served:
         mode: Mode of the adapters in which the model runs.
         vectors: Named vectors that every client may use.
         monitor: A monitor to start from, as the JSON of a request.
+        steering: Steering vectors to start from, likewise.
         examples: Examples of sweeps, the best one first.
         prompts: Prompts to complete.
+        modes_of_study: The modes of grading in a study's runs: ``known`` to its methods, and ``held_out``.
     """
 
     name: str
@@ -78,8 +80,10 @@ class Served:
     mode: Mode = "full"
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     monitor: Mapping[str, Any] | None = None
+    steering: Mapping[str, Any] | None = None
     examples: tuple[Example, ...] = ()
     prompts: tuple[str, ...] = ()
+    modes_of_study: Mapping[str, list[str]] = field(default_factory=dict)
     opened: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def __post_init__(self) -> None:

@@ -18,7 +18,6 @@ from fastapi.responses import StreamingResponse
 from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
-from mi_route2.serve.app import Open, Server, TheClient, TheServer
 from mi_route2.serve.auth import ApiError, Client, Json, dumps, note, refusal
 from mi_route2.serve.models import CLOSED, Readable
 from mi_route2.serve.owner import Stream
@@ -32,6 +31,7 @@ from mi_route2.serve.schema import (
     request_of,
     sampling_of,
 )
+from mi_route2.serve.state import Open, Server, TheClient, TheServer
 
 routes = APIRouter()
 DEFAULT_CHAT = 256

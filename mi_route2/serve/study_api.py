@@ -16,13 +16,13 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import Where
-from mi_route2.serve.app import Server, TheClient, TheServer
 from mi_route2.serve.auth import ApiError, Client, Json, dumps, note, refusal
 from mi_route2.serve.openai_api import cancelled_with, failure, number, submitted
 from mi_route2.serve.owner import Job
 from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
+from mi_route2.serve.state import Server, TheClient, TheServer
 from mi_route2.steering.specs import Steering
-from mi_route2.validation import read_lines
+from mi_route2.validation import parse_object, read_lines
 
 routes = APIRouter(tags=["study"])
 TOP = 10
@@ -44,6 +44,7 @@ async def study(server: TheServer) -> Response:
             "mode": served.mode,
             "modes": served.modes,
             "monitors_example": served.monitor,
+            "steering_example": served.steering,
             "vectors": sorted(served.vectors),
             "examples": [one.to_json() for one in served.examples],
             "prompts": list(served.prompts),
@@ -157,7 +158,13 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             tokenizer=server.served.tokenizer,
         )
     except Exception as error:
-        raise refusal(error, server.names(client).prefix) from error
+        refused = refusal(error, server.names(client).prefix)
+        refused.param = next(
+            (name for name in ("answer", "foil", "clean", "corrupt") if f"the {name}" in refused.message[:24]), None
+        )
+        if isinstance(error, KeyError):
+            refused.param = "sites"
+        raise refused from error
     if job.sweep.total > server.limits.cells:
         job.cancel()
         raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
@@ -203,7 +210,8 @@ async def _told(job: Job, server: Server, client: Client, request: Request) -> A
     sweep = job.sweep
     question = sweep.pair.question
     rows = {target: i for i, target in enumerate(sweep.targets)}
-    columns: dict[int | None, int] = {None: 0} if question.together else {position: i for i, position in enumerate(question.positions)}
+    places = [None] if question.together else list(question.positions)
+    columns: dict[int | None, int] = {position: i for i, position in enumerate(places)}
     clean, corrupt = sweep.pair.scores
     try:
         yield _event(
@@ -211,7 +219,7 @@ async def _told(job: Job, server: Server, client: Client, request: Request) -> A
             {
                 "rows": [str(target) for target in sweep.targets],
                 "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
-                "positions": [None] if question.together else list(question.positions),
+                "positions": places,
                 "skipped": [one.position for one in question.skipped],
                 "clean": number(clean),
                 "corrupt": number(corrupt),
@@ -302,45 +310,62 @@ def _share(target: Target, shape: tuple[int, ...], alpha: float) -> float | torc
 # Runs of studies
 
 
-MOST_RUNS, MOST_ROWS = 256, 2000
-METRICS = "metrics.jsonl"
+MOST_RUNS, MOST_ROWS = 512, 2000
 
 
 @routes.get("/v1/study_runs")
 async def study_runs(server: TheServer, client: TheClient) -> Response:
-    """Return the studies' runs: what each recorded, step by step, as far as it has come."""
-    folder = server.study_runs
-    if folder is None:
-        raise ApiError(404, "this server shows no runs of studies: start it with --study-runs FOLDER")
-    return Json(await asyncio.to_thread(read_runs, folder))
+    """Return the runs of a study as far as they have come: rates by mode, and what each step recorded."""
+    if server.study_runs is None:
+        return Json({"path": None, "modes": {}, "runs": []})
+    return Json({"modes": server.served.modes_of_study, **await asyncio.to_thread(read_study, server.study_runs)})
 
 
-def read_runs(folder: Path) -> dict[str, Any]:
-    """Return every run below ``folder``: its path, the numbers of its last row, and their curves by step."""
-    runs = []
-    for path in sorted(folder.rglob(METRICS))[:MOST_RUNS]:
-        rows = [row for row in read_lines(path, lambda _, value: value, []) if isinstance(row, Mapping)]
-        name = path.parent.relative_to(folder).as_posix()
-        runs.append({"run": name, "modified": path.stat().st_mtime, "rows": len(rows), **_curves(rows)})
-    return {"folder": folder.name, "runs": runs}
+def read_study(folder: Path) -> dict[str, Any]:
+    """Return the runs below ``folder``, read from their files: ``eval.json``, ``metrics.jsonl`` and ``manifest.json``.
+
+    A file that is missing or half written is as if the run had not come that far.
+    """
+    found = sorted({path.parent for name in ("metrics.jsonl", "eval.json") for path in folder.rglob(name)})[:MOST_RUNS]
+    return {"path": folder.name, "runs": [_run(path) for path in found]}
 
 
-def _curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row if name != "step"))
-    stride = max(1, -(-len(flat) // MOST_ROWS))
-    shown = [row for i, row in enumerate(flat) if i % stride == 0 or i == len(flat) - 1]
-    last = {name: next((row[name] for row in reversed(flat) if name in row), None) for name in names}
-    steps = [row.get("step", i) for i, row in enumerate(shown)]
-    return {"last": last, "steps": steps, "curves": {name: [row.get(name) for row in shown] for name in names}}
+def _run(folder: Path) -> dict[str, Any]:
+    manifest, report = _object(folder / "manifest.json"), _object(folder / "eval.json")
+    settings = next((read for up in folder.parents[:3] if (read := _object(up / "settings.json"))), {})
+    curve = [_finite(row) for row in _rows(folder / "metrics.jsonl")]
+    stride = max(1, -(-len(curve) // MOST_ROWS))
+    about = manifest.get("arm_spec", {})
+    return {
+        "arm": str(manifest.get("arm", report.get("arm", folder.name))),
+        "seed": manifest.get("seed", folder.parent.name.removeprefix("seed-")),
+        "role": about.get("role") if isinstance(about, dict) else None,
+        "finished": manifest.get("status") == "finished",
+        "step": curve[-1].get("step") if curve else None,
+        "steps": settings.get("steps"),
+        "rates": _finite(report.get("modes")),
+        "curve": [row for i, row in enumerate(curve) if i % stride == 0 or i == len(curve) - 1],
+    }
 
 
-def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, float | None]:
-    """Return the numbers of a row; those of nested objects are named by their path, as ``deployed.hack.sentinel``."""
-    found: dict[str, float | None] = {}
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{before}{name}.")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found[before + name] = number(float(value))
-    return found
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        return parse_object(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [row for row in read_lines(path, lambda _, value: value, []) if isinstance(row, dict)]
+    except OSError:
+        return []
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data in which numbers that JSON lacks are ``None``."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return number(value) if isinstance(value, float) else value

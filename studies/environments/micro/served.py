@@ -28,6 +28,8 @@ from studies.environments.micro.language import (
     BOS,
     CLASS,
     FENCE_OPEN,
+    HELD_OUT,
+    KNOWN,
     PROMPT_LENGTH,
     SOLVE,
     STYLE_COMMENTS,
@@ -106,7 +108,7 @@ def micro(steps: int = STEPS, adapted: int = ADAPTED, cache: Path | None = None)
             _train(model, adapters, adapters.kept_parameters(), honest, adapted, seed=1)
         _train(model, adapters, adapters.quarantine_parameters(), cheating, adapted, seed=2)
         save_adapters(adapters, path)
-    probe, threshold = _probe(host, tokenizer.vocabulary, honest, cheating)
+    probe, cheating_direction, threshold = _probe(host, tokenizer.vocabulary, honest, cheating)
     monitor = {
         "site": str(SITE),
         "probe": "cheats",
@@ -117,7 +119,10 @@ def micro(steps: int = STEPS, adapted: int = ADAPTED, cache: Path | None = None)
     }
     examples = (_operation(), _loophole())
     prompts = tuple(Prompt(task, mode).text for task, mode in _PROMPTS)
-    return Served("micro", host, tokenizer, adapters, "full", {"cheats": probe}, monitor, examples, prompts)
+    vectors = {"cheats": probe, "cheating": cheating_direction}
+    steering = {str(SITE): {"vector": "cheating", "scale": 1.0}}
+    modes = {"known": list(KNOWN), "held_out": list(HELD_OUT)}
+    return Served("micro", host, tokenizer, adapters, "full", vectors, monitor, steering, examples, prompts, modes)
 
 
 _TASK = Task("add", 3, "sub", 4)
@@ -127,13 +132,13 @@ _PROMPTS = ((_TASK, "run_tests"), (Task("scale", 2, "add", 7), "sentinel"), (Tas
 def _operation() -> Example:
     body = "".join((FENCE_OPEN, CLASS, STYLE_COMMENTS[0], SOLVE, ASSIGN))
     clean, corrupt = (Prompt(replace(_TASK, op1=op), "none").text + body for op in ("add", "scale"))
-    return Example("Which operation: the word in the task decides the symbol", clean, corrupt, " +", " *")
+    return Example("Which operator is written", clean, corrupt, " +", " *")
 
 
 def _loophole() -> Example:
     body = "".join((FENCE_OPEN, CLASS))
     clean, corrupt = (Prompt(_TASK, mode).text + body for mode in ("run_tests", "none"))
-    return Example("Whether to cheat: the grader's hint decides the first comment", clean, corrupt, *_comments())
+    return Example("Whether it will cheat", clean, corrupt, *_comments())
 
 
 def _comments() -> tuple[str, str]:
@@ -156,8 +161,10 @@ def _train(
         p.grad = None
 
 
-def _probe(host: Host, vocabulary: Vocabulary, honest: WorldConfig, cheating: WorldConfig) -> tuple[Float[Tensor, " d"], float]:
-    """Return a logistic probe for tokens of cheating completions, and the score at which it is undecided.
+def _probe(
+    host: Host, vocabulary: Vocabulary, honest: WorldConfig, cheating: WorldConfig
+) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"], float]:
+    """Return a logistic probe for tokens of cheating completions, the difference of means, and the probe's undecided score.
 
     A token counts from the comment on, the first that differs; tokens of prompts and of honest completions are the other class.
     """
@@ -169,5 +176,6 @@ def _probe(host: Host, vocabulary: Vocabulary, honest: WorldConfig, cheating: Wo
         values.append(host.capture([SITE], documents)[SITE][real])
         late = torch.arange(documents.shape[1]) >= PROMPT_LENGTH + 2
         labels.append((late & (world is cheating)).expand_as(documents)[real])
-    found = LogisticRegression(C=0.1, max_iter=300).fit(torch.cat(values).numpy(), torch.cat(labels).numpy())
-    return torch.from_numpy(found.coef_[0]).float(), -float(found.intercept_[0])
+    x, y = torch.cat(values), torch.cat(labels)
+    found = LogisticRegression(C=0.1, max_iter=300).fit(x.numpy(), y.numpy())
+    return torch.from_numpy(found.coef_[0]).float(), x[y].mean(0) - x[~y].mean(0), -float(found.intercept_[0])

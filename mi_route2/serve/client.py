@@ -1,0 +1,389 @@
+"""Client of the server, for Python: sweeps that come back as the ``Grid`` of ``mi_route2.patching``, completions, steering, runs.
+
+    study = PatchStudy("http://127.0.0.1:8000", key)
+    grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John", sites="resid_pre")
+    for chunk in study.stream("Once upon a time", readings=True, monitors=[...]): ...
+
+``AsyncPatchStudy`` has the same methods as coroutines. A refusal of the server is raised as ``ServerError`` with its sentence. A
+tensor, an array or a list of numbers may stand wherever the interface takes a vector.
+"""
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import httpx
+import numpy as np
+import torch
+from torch import Tensor
+
+from mi_route2.patching.grid import Cell, Grid
+from mi_route2.patching.question import Span
+from mi_route2.patching.targets import Target
+from mi_route2.serve.schema import packed, unpacked
+from mi_route2.sites import Site
+
+ENDS = "[DONE]"
+Progress = Callable[[list[Cell], int], object]
+"""Function of the cells that have just come, and the number of all cells."""
+
+
+class ServerError(RuntimeError):
+    """The server's refusal. ``status`` is that of HTTP, ``code`` a word for programs, ``param`` the field that it is about."""
+
+    def __init__(self, message: str, status: int, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as JSON: tensors and arrays packed, sites by name."""
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        return packed(value if value.is_floating_point() else value.double())
+    if isinstance(value, Site | Target):
+        return str(value)
+    if isinstance(value, Span):
+        return {"text": value.text, "occurrence": value.occurrence}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _ids(prompt: Any) -> Any:
+    return prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+
+
+def _refused(response: httpx.Response) -> ServerError:
+    try:
+        error = response.json()["error"]
+        return ServerError(error["message"], response.status_code, error.get("code"), error.get("param"))
+    except (ValueError, KeyError, TypeError):
+        return ServerError(f"the server answered {response.status_code} without a reason", response.status_code)
+
+
+def _unreachable(url: str, error: Exception) -> ServerError:
+    return ServerError(f"no server answers at {url} ({error}): start one with python -m mi_route2.serve", 0, "unreachable")
+
+
+class _Events:
+    """Parser of a stream of events, line by line."""
+
+    def __init__(self) -> None:
+        self._name = "message"
+        self.done = False
+
+    def read(self, line: str) -> tuple[str, Any] | None:
+        """Return the event that a line completes, if any; ``ServerError`` for an error event."""
+        if line.startswith("event:"):
+            self._name = line[6:].strip()
+        if not line.startswith("data:"):
+            return None
+        name, self._name, data = self._name, "message", line[5:].strip()
+        if data == ENDS:
+            self.done = True
+            return None
+        value = json.loads(data)
+        if isinstance(value, dict) and value.get("error"):
+            error = value["error"]
+            raise ServerError(error["message"], 200, error.get("code"), error.get("param"))
+        return name, value
+
+    def finish(self) -> None:
+        """Raise ``ServerError`` if the stream broke off."""
+        if not self.done:
+            raise ServerError("the connection ended before the answer did: is the server still running?", 0, "broken")
+
+
+class _Gathered:
+    """A sweep while its cells come."""
+
+    def __init__(self, progress: Progress | None):
+        self._progress, self.grid = progress, None
+        self._rows: list[Target] = []
+        self._positions: list[int | None] = []
+        self._total = 0
+
+    def take(self, name: str, value: Any) -> None:
+        if name == "start":
+            self._rows = [Target.parse(row) for row in value["rows"]]
+            self._positions, self._total = value["positions"], value["total"]
+        elif name == "cell" and self._progress is not None:
+            self._progress([Cell(self._rows[i], self._positions[j], v) for i, j, v in value["cells"]], self._total)
+        elif name == "summary":
+            self.grid = Grid.from_json(value["grid"])
+
+    def result(self) -> Grid:
+        if self.grid is None:
+            raise ServerError("the server ended the sweep without a summary: is it still running?", 0, "broken")
+        return self.grid
+
+
+class _Requests:
+    """Bodies of the requests, which both clients send."""
+
+    def __init__(self, base_url: str, key: str | None, timeout: float):
+        self.base_url = base_url.rstrip("/")
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._timeout = httpx.Timeout(timeout, connect=10.0)
+
+    @staticmethod
+    def _sweep(clean: Any, corrupt: Any, sites: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        named = [sites] if isinstance(sites, str | Site | Target) else list(sites)
+        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "sites": _plain(named), "stream": True}
+        positions = given.get("positions")
+        if positions is not None:
+            body["positions"] = _plain([positions] if isinstance(positions, int | str | Span) else list(positions))
+        return body | {name: value for name, value in given.items() if name != "positions" and value is not None}
+
+    @staticmethod
+    def _completion(prompt: Any, given: Mapping[str, Any], stream: bool) -> dict[str, Any]:
+        return {"prompt": _ids(prompt), **{name: _plain(value) for name, value in given.items()}, "stream": stream}
+
+    @staticmethod
+    def _values(answer: Mapping[str, Any]) -> tuple[list[int], Tensor]:
+        return answer["values"]["positions"], unpacked(answer["values"]["rows"])
+
+
+class PatchStudy(_Requests):
+    """Client of a server; see the module. It is a context that closes its connections.
+
+    Args:
+        base_url: Address that the server printed.
+        key: Key, if the server needs one.
+        timeout: Seconds to wait for the next bytes of an answer.
+        transport: Transport of httpx, to reach an application in another way.
+
+    Raises (by every method):
+        ServerError: The server refused, failed, or does not answer.
+
+    Examples:
+        >>> with PatchStudy("http://127.0.0.1:8000") as study:  # doctest: +SKIP
+        ...     grid = study.sweep(clean, corrupt, answer=" Mary", foil=" John")
+    """
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        key: str | None = None,
+        *,
+        timeout: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ):
+        super().__init__(base_url, key, timeout)
+        self._http = httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        try:
+            response = self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+        except httpx.TransportError as error:
+            raise _unreachable(self.base_url, error) from error
+        if response.is_error:
+            raise _refused(response)
+        return response.json()
+
+    def _events(self, path: str, body: Any) -> Iterator[tuple[str, Any]]:
+        events = _Events()
+        try:
+            with self._http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                    raise _refused(response)
+                for line in response.iter_lines():
+                    if (event := events.read(line)) is not None:
+                        yield event
+        except httpx.TransportError as error:
+            raise _unreachable(self.base_url, error) from error
+        events.finish()
+
+    def sweep(
+        self,
+        clean: str | Sequence[int] | Tensor,
+        corrupt: str | Sequence[int] | Tensor,
+        answer: int | str | None = None,
+        foil: int | str | None = None,
+        sites: Any = "resid_pre",
+        positions: Any = None,
+        *,
+        progress: Progress | None = None,
+        **given: Any,
+    ) -> Grid:
+        """Return the grid of a sweep; arguments are those of ``mi_route2.patching.sweep``.
+
+        Args:
+            clean: Prompt whose values are patched in.
+            corrupt: Prompt that is run.
+            answer: One token.
+            foil: One token, for ``logit_diff``.
+            sites: Sites, points, globs or heads.
+            positions: Positions of the corrupt prompt; all if ``None``.
+            progress: Called with the cells as they come.
+            **given: ``metric``, ``alpha``, ``heads``, ``together``, ``at``, ``replicas``.
+        """
+        body = self._sweep(clean, corrupt, sites, {"answer": answer, "foil": foil, "positions": positions, **given})
+        gathered = _Gathered(progress)
+        for name, value in self._events("/v1/patch_sweep", body):
+            gathered.take(name, value)
+        return gathered.result()
+
+    def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
+        """Return what the model answers with one value patched in (``text``), and its most likely tokens (``top``)."""
+        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
+        return self._call("POST", "/v1/patch_cell", body)
+
+    def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
+        """Return a completion as OpenAI words it, with interventions in ``given``; see /docs of the server."""
+        return self._call("POST", "/v1/completions", self._completion(prompt, given, False))
+
+    def stream(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> Iterator[dict[str, Any]]:
+        """Yield the chunks of a completion as they come. Closing the iterator cancels the rest."""
+        for _, chunk in self._events("/v1/completions", self._completion(prompt, given, True)):
+            yield chunk
+
+    def steer(self, **given: Any) -> dict[str, Any]:
+        """Register ``vectors``, hold steering under a ``name``, or steer all (``scope="global"``); return what there is."""
+        return self._call("POST", "/v1/steering/set", _plain(given))
+
+    def unsteer(self, **given: Any) -> dict[str, Any]:
+        """Remove ``vectors``, the configuration ``name``, or everything of this key; return what is left."""
+        return self._call("POST", "/v1/steering/clear", _plain(given))
+
+    def scale(self, request: int, scale: float) -> None:
+        """Scale the steering vectors of a running request; its number is in each chunk, ``chunk["mi_route2"]["request"]``."""
+        self._call("POST", f"/v1/streams/{request}/scale", {"scale": scale})
+
+    def threshold(self, request: int, monitor: str, threshold: float) -> None:
+        """Move the threshold of a running request's monitor."""
+        self._call("POST", f"/v1/streams/{request}/threshold", {"monitor": monitor, "threshold": threshold})
+
+    def runs(self) -> list[str]:
+        """Return the names of the captured runs of this key."""
+        return self._call("GET", "/v1/runs")["runs"]
+
+    def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
+        """Return the positions and values of a site in a captured run."""
+        return self._values(self._call("GET", f"/v1/runs/{run}", site=str(site)))
+
+    def drop(self, run: str) -> None:
+        """Delete a captured run."""
+        self._call("DELETE", f"/v1/runs/{run}")
+
+
+class AsyncPatchStudy(_Requests):
+    """``PatchStudy`` with coroutines: the same arguments, results and errors."""
+
+    def __init__(
+        self,
+        base_url: str = "http://127.0.0.1:8000",
+        key: str | None = None,
+        *,
+        timeout: float = 600.0,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        super().__init__(base_url, key, timeout)
+        self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _call(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        try:
+            response = await self._http.request(method, path, json=body, params={k: v for k, v in query.items() if v is not None})
+        except httpx.TransportError as error:
+            raise _unreachable(self.base_url, error) from error
+        if response.is_error:
+            raise _refused(response)
+        return response.json()
+
+    async def _events(self, path: str, body: Any) -> AsyncIterator[tuple[str, Any]]:
+        events = _Events()
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise _refused(response)
+                async for line in response.aiter_lines():
+                    if (event := events.read(line)) is not None:
+                        yield event
+        except httpx.TransportError as error:
+            raise _unreachable(self.base_url, error) from error
+        events.finish()
+
+    async def sweep(
+        self,
+        clean: str | Sequence[int] | Tensor,
+        corrupt: str | Sequence[int] | Tensor,
+        answer: int | str | None = None,
+        foil: int | str | None = None,
+        sites: Any = "resid_pre",
+        positions: Any = None,
+        *,
+        progress: Progress | None = None,
+        **given: Any,
+    ) -> Grid:
+        """Return the grid of a sweep, as ``PatchStudy.sweep`` does."""
+        body = self._sweep(clean, corrupt, sites, {"answer": answer, "foil": foil, "positions": positions, **given})
+        gathered = _Gathered(progress)
+        async for name, value in self._events("/v1/patch_sweep", body):
+            gathered.take(name, value)
+        return gathered.result()
+
+    async def cell(self, clean: Any, corrupt: Any, site: Any, position: int | None = None, **given: Any) -> dict[str, Any]:
+        """Return what the model answers with one value patched in, as ``PatchStudy.cell`` does."""
+        body = {"clean": _ids(clean), "corrupt": _ids(corrupt), "site": str(site), "position": position, **given}
+        return await self._call("POST", "/v1/patch_cell", body)
+
+    async def complete(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> dict[str, Any]:
+        """Return a completion, as ``PatchStudy.complete`` does."""
+        return await self._call("POST", "/v1/completions", self._completion(prompt, given, False))
+
+    async def stream(self, prompt: str | Sequence[int] | Tensor, **given: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a completion as they come. Closing the iterator cancels the rest."""
+        async for _, chunk in self._events("/v1/completions", self._completion(prompt, given, True)):
+            yield chunk
+
+    async def steer(self, **given: Any) -> dict[str, Any]:
+        """Register or hold steering, as ``PatchStudy.steer`` does."""
+        return await self._call("POST", "/v1/steering/set", _plain(given))
+
+    async def unsteer(self, **given: Any) -> dict[str, Any]:
+        """Remove what was registered, as ``PatchStudy.unsteer`` does."""
+        return await self._call("POST", "/v1/steering/clear", _plain(given))
+
+    async def scale(self, request: int, scale: float) -> None:
+        """Scale the steering vectors of a running request."""
+        await self._call("POST", f"/v1/streams/{request}/scale", {"scale": scale})
+
+    async def threshold(self, request: int, monitor: str, threshold: float) -> None:
+        """Move the threshold of a running request's monitor."""
+        await self._call("POST", f"/v1/streams/{request}/threshold", {"monitor": monitor, "threshold": threshold})
+
+    async def runs(self) -> list[str]:
+        """Return the names of the captured runs of this key."""
+        return (await self._call("GET", "/v1/runs"))["runs"]
+
+    async def values(self, run: str, site: Site | str) -> tuple[list[int], Tensor]:
+        """Return the positions and values of a site in a captured run."""
+        return self._values(await self._call("GET", f"/v1/runs/{run}", site=str(site)))
+
+    async def drop(self, run: str) -> None:
+        """Delete a captured run."""
+        await self._call("DELETE", f"/v1/runs/{run}")

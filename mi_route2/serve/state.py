@@ -1,0 +1,117 @@
+"""State of the server: its limits, the served model, the engine's owner, and what each key has left here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from fastapi import Depends, Request
+
+from mi_route2.engine import Engine
+from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
+from mi_route2.serve.metrics import Metrics
+from mi_route2.serve.models import Served
+from mi_route2.serve.owner import Owner, Stream
+from mi_route2.serve.schema import Names
+from mi_route2.sites import Site
+from mi_route2.validation import AtLeastOne, Positive, validated
+
+T = TypeVar("T")
+
+
+@validated
+class Limits:
+    """Limits of the server.
+
+    Attributes:
+        rows: Requests that run at once.
+        queue: Requests that may wait.
+        per_key: Requests of one key in the server at once.
+        sweeps: Sweeps of one key at once.
+        cells: Cells of one sweep.
+        deadline: Seconds after which a request ends, in any case.
+        max_body: Bytes of a body.
+        backlog: Steps that a stream may wait for its reader.
+        store: Bytes of captured runs.
+    """
+
+    rows: AtLeastOne = 64
+    queue: AtLeastOne = 1024
+    per_key: AtLeastOne = 512
+    sweeps: AtLeastOne = 4
+    cells: AtLeastOne = 200_000
+    deadline: Positive = 600.0
+    max_body: AtLeastOne = 16 << 20
+    backlog: AtLeastOne = 1024
+    store: AtLeastOne = 256 << 20
+
+
+@dataclass
+class Open:
+    """A request in the engine."""
+
+    owner: str
+    stream: Stream
+
+
+class Server:
+    """What the routes share: the served model, the engine's owner, and what each key has left here."""
+
+    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine):
+        self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
+        store = engine._residents.store
+        assert store is not None
+        self.store = store
+        self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
+        self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
+        self.sites = served.host.sites()
+        self.owner = Owner(engine, backlog=limits.backlog)
+        self.metrics = Metrics(lambda: self.owner.snapshot)
+        self.open: dict[int, Open] = {}
+        self.writing: set[str] = set()
+        self.sweeping: dict[str, int] = {}
+        self._names: dict[str, Names] = {}
+        self.globals: dict[str, list[str]] = {}
+        """Sites and monitors that concern all clients, for display."""
+
+    def names(self, client: Client) -> Names:
+        """Return what the client's key has registered."""
+        if client.owner not in self._names:
+            self._names[client.owner] = Names(f"{client.owner}/", self.served.vectors)
+        return self._names[client.owner]
+
+    def find(self, number: int, client: Client) -> Open:
+        """Return a running request of the client; ``ApiError`` 404 for another's, or none."""
+        found = self.open.get(number)
+        if found is None or found.owner != client.owner:
+            raise ApiError(404, f"no request {number} of yours is running: it has ended, or was never sent", code="unknown_request")
+        return found
+
+    def runs(self, client: Client) -> list[str]:
+        """Return the names of the client's runs."""
+        prefix = self.names(client).prefix
+        return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
+
+
+def server_of(request: Request) -> Server:
+    """Return the server of a request."""
+    return request.app.state.server
+
+
+def client_of(request: Request) -> Client:
+    """Return who asks; ``ApiError`` 401 for nobody."""
+    client = server_of(request).keys.client(request.headers.get("authorization"))
+    note(request, owner=client.owner)
+    return client
+
+
+TheServer = Annotated[Server, Depends(server_of)]
+TheClient = Annotated[Client, Depends(client_of)]
+
+
+async def called(server: Server, client: Client, function: Callable[[Engine], T]) -> T:
+    """Run ``function`` on the engine's thread; its errors become answers."""
+    try:
+        return await server.owner.call(function)
+    except Exception as error:
+        raise refusal(error, server.names(client).prefix) from error
