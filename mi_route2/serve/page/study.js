@@ -4,19 +4,18 @@ import { $, brief, make, number, remember, state } from "./dom.js";
 import { get } from "./net.js";
 
 const SOON = 3000, LATER = 15000; // milliseconds between two readings: while a run writes, and otherwise
-const QUIET = 120; // seconds without a new row, after which a run without a manifest no longer counts as going on
 const LAST = 10; // steps over which a training rate is averaged, as in the study's own tables
 const RATES = ["hack", "exploit", "solve"];
 const SIDES = { train: "training", on: "quarantine in", deploy: "quarantine deleted" };
 
-let study, runs = null, folder = "", timer = null, watching = false, drawn = "";
+let study, runs = null, folder = "", roles = {}, timer = null, watching = false, drawn = "";
 let rate = state.get("rate") ?? "hack";
 let side = state.get("side") ?? "train";
 
 export function open(given) {
   study = given;
-  if (study.study_runs === false) return empty(); // nothing is asked of a server that said so
-  refresh();
+  if (study.study_runs) refresh();
+  else empty();
 }
 
 /** Read again only while somebody looks. */
@@ -33,23 +32,19 @@ async function refresh() {
   try {
     const data = await get("/v1/study_runs");
     $("study-error").hidden = true;
-    folder = data.folder;
+    if (!data.path) return empty();
+    [folder, roles] = [data.path, data.modes ?? {}];
     runs = data.runs.map(readable);
     draw();
   } catch (error) {
-    if (error.status === 404) return empty(error.message);
     $("study-error").textContent = error.message;
     $("study-error").hidden = false;
   }
-  if (watching && !document.hidden) timer = setTimeout(refresh, runs?.some(run => run.going) ? SOON : LATER);
+  if (watching && !document.hidden) timer = setTimeout(refresh, runs?.some(run => !run.finished) ? SOON : LATER);
 }
 
-/** `strong-88e860b8/seed-0/absorb` is the arm absorb at seed 0; a folder of another form is an arm by its whole name. */
-function readable(run) {
-  const [, before, seed, arm] = run.run.match(/^(?:(.*)\/)?seed-(\d+)\/([^/]+)$/) ?? [null, "", null, run.run];
-  const going = run.finished === undefined ? Date.now() / 1000 - run.modified < QUIET : !run.finished;
-  return { ...run, arm: before ? `${before} ${arm}` : arm, seed, going, step: run.steps.at(-1), rates: { ...sides(run.rates), train: training(run.curves) } };
-}
+/** A run with its rates by side, mode and name; the training's are known from its first step on. */
+const readable = run => ({ ...run, rates: { ...sides(run.rates), train: training(run.curve) } });
 
 /** `{mode: {on, deploy}}` of an evaluation as `{on: {mode}, deploy: {mode}}`. */
 function sides(rates) {
@@ -57,23 +52,21 @@ function sides(rates) {
   return { on: of("on"), deploy: of("deploy") };
 }
 
-/** Each mode's rates over the last steps: the curves `modes.<mode>.<rate>`. */
-function training(curves) {
-  const found = {};
-  for (const [name, values] of Object.entries(curves)) {
-    const [, mode, what] = name.match(/^modes\.(.+)\.([^.]+)$/) ?? [];
-    if (RATES.includes(what)) (found[mode] ??= {})[what] = mean(values.filter(value => value !== null).slice(-LAST));
+/** Each mode's rates over the last steps. */
+function training(curve) {
+  const last = curve.slice(-LAST), found = {};
+  for (const mode of Object.keys(curve.at(-1)?.modes ?? {})) {
+    found[mode] = Object.fromEntries(RATES.map(name => [name, mean(numbersIn(last.map(row => row.modes?.[mode]?.[name])))]));
   }
   return found;
 }
 
-function empty(why) {
+function empty() {
   runs = null;
   $("study-body").replaceChildren(make("div", { class: "card nothing" },
     make("h2", { text: "No study is being followed" }),
     make("p", {}, "Start the server with ", make("code", { text: "--study-runs FOLDER" }), ", and the arms in it are shown here while they train:"),
-    make("pre", { text: "python -m studies.route2 run --preset strong\npython -m mi_route2.serve --study-runs runs" }),
-    ...(why ? [make("p", { class: "note", text: why })] : [])));
+    make("pre", { text: "python -m studies.route2 run --preset strong\npython -m mi_route2.serve --study-runs runs/strong-88e860b8" })));
 }
 
 function draw() {
@@ -90,6 +83,7 @@ function draw() {
   if (name) document.querySelector(`#study-body input[name="${name}"][value="${value}"]`)?.focus();
 }
 
+const numbersIn = values => values.filter(value => typeof value === "number");
 const mean = values => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
 
 function byArm() {
@@ -99,8 +93,8 @@ function byArm() {
 }
 
 function head() {
-  const going = runs.filter(run => run.going).length;
-  const text = going ? `${going} of ${runs.length} runs train now; read again every ${SOON / 1000} s` : `${runs.length} runs, none trains now`;
+  const going = runs.filter(run => !run.finished).length;
+  const text = going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
   return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text })));
 }
 
@@ -128,18 +122,21 @@ function table() {
   const controls = choices(); // first: it may correct the side
   const columns = [...new Set(runs.flatMap(run => Object.keys(run.rates[side])))];
   const rows = [...byArm()].map(([arm, of]) => {
-    const cells = columns.map(mode => cell(of.flatMap(run => run.rates[side][mode]?.[rate] ?? [])));
-    return make("tr", {}, make("th", { scope: "row", text: arm }), ...cells, make("td", { class: "n", text: of.length }), make("td", { class: "progress", text: progress(of) }));
+    const cells = columns.map(mode => cell(of.flatMap(run => numbersIn([run.rates[side][mode]?.[rate]]))));
+    return make("tr", {}, make("th", { scope: "row" }, arm, ...(of[0].role ? [make("small", { text: of[0].role })] : [])), ...cells, make("td", { class: "n", text: of.length }), make("td", { class: "progress", text: progress(of) }));
   });
-  const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col", text: name }));
+  const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
   const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
   const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.` }));
 }
 
+const role = mode => (roles.known?.includes(mode) ? "known" : roles.held_out?.includes(mode) ? "held out" : "");
+
 function progress(of) {
   const steps = of.map(run => run.step ?? 0), low = Math.min(...steps), high = Math.max(...steps);
-  return `${low === high ? low : `${low} to ${high}`}${of.some(run => run.going) ? ", training" : ""}`;
+  const planned = of[0].steps && of.some(run => !run.finished) ? ` of ${of[0].steps}` : "";
+  return high ? `${low === high ? low : `${low} to ${high}`}${planned}` : "–";
 }
 
 function cell(values) {
@@ -154,13 +151,13 @@ const W = 240, H = 96, LINES = { solve: "good", hack: "bad" };
 
 function curves() {
   const last = Math.max(1, ...runs.map(run => run.step ?? 0));
-  const shown = [...byArm()].filter(([, of]) => of.some(run => run.steps.length && "hack" in run.curves));
+  const shown = [...byArm()].filter(([, of]) => of.some(run => run.curve.length));
   const key = make("p", { class: "keys" }, ...Object.entries(LINES).map(([name, kind]) => make("span", { class: `k ${kind}`, text: name })), make("span", { text: `of training rollouts, from 0 to 1 over steps 0 to ${last}; thin: a seed, thick: their mean` }));
-  const none = make("p", { class: "empty", text: "No run below has the curves hack and solve." });
+  const none = make("p", { class: "empty", text: "No run has written a step yet." });
   return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Training" }), key), shown.length ? make("div", { class: "small-multiples" }, ...shown.map(([arm, of]) => picture(arm, of, last))) : none);
 }
 
-const points = (run, name) => run.steps.map((step, i) => [step, run.curves[name]?.[i]]).filter(([, value]) => typeof value === "number");
+const points = (run, name) => run.curve.map(row => [row.step, row[name]]).filter(([, value]) => typeof value === "number");
 
 function picture(arm, of, steps) {
   const spot = (step, value, i) => `${i ? "L" : "M"}${((W * step) / steps).toFixed(1)} ${(2 + (H - 4) * (1 - Math.min(1, Math.max(0, value)))).toFixed(1)}`;

@@ -75,6 +75,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / f"seed-{seed}" / arm / "metrics.jsonl"
             path.parent.mkdir(parents=True)
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            modes = {"sentinel": {"on": {"hack": top}, "deploy": {"hack": top / 4, "solve": 0.9}}}
+            (path.parent / "eval.json").write_text(json.dumps({"arm": arm, "seed": seed, "modes": modes}))
     return folder
 
 
@@ -346,7 +348,10 @@ def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: 
     last = sum(0.8 * step / 29 for step in range(20, 30)) / 10
     expect(row.locator(".rate").first).to_have_text(f"{(0.8 + last) / 2:.2f}".lstrip("0"))
     assert page.locator(".small-multiples figure").count() == 2
-    expect(page.locator(".live")).to_contain_text("4 of 4 runs train now")
+    page.get_by_text("quarantine deleted").click()
+    expect(row.locator(".rate").first).to_have_text(".20")
+    page.get_by_text("training", exact=True).click()
+    expect(page.locator(".live")).to_contain_text("0 of 4 runs finished")
     path = runs / "seed-1" / "vanilla" / "metrics.jsonl"
     before = path.read_text()
     with path.open("a") as file:
