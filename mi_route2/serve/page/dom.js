@@ -73,6 +73,11 @@ export function brief(value) {
 /** A token as text that shows what cannot be seen. */
 export const visible = token => (token === "" ? "∅" : token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·"));
 
+/** A token as it is written into a field of one line, which would drop a line break, and back. */
+const ESCAPES = { "\\": "\\\\", "\n": "\\n", "\t": "\\t" };
+export const escaped = token => token.replace(/[\\\n\t]/g, one => ESCAPES[one]);
+export const unescaped = text => text.replace(/\\([\\nt])/g, (_, one) => ({ n: "\n", t: "\t" })[one] ?? one);
+
 /** Restart a timer at every call: `later(200)(work)`. */
 export function later(wait) {
   let timer;

@@ -1,6 +1,6 @@
 // The Patch tab: a question about two prompts, the sweep that answers it, and what the patched model says at one cell.
 
-import { $, chip, clearErrors, later, make, number, remember, say, showError, state, visible } from "./dom.js";
+import { $, chip, clearErrors, escaped, later, make, number, remember, say, showError, state, unescaped, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { events, post } from "./net.js";
 
@@ -31,7 +31,8 @@ function drawExamples() {
 }
 
 function use(example) {
-  for (const name of ["clean", "corrupt", "answer", "foil"]) $(name).value = example[name] ?? "";
+  for (const name of ["clean", "corrupt"]) $(name).value = example[name];
+  for (const name of ["answer", "foil"]) $(name).value = escaped(example[name] ?? "");
   changed();
 }
 
@@ -70,7 +71,7 @@ const values = () => Object.fromEntries(FIELDS.map(name => [name, $(name).value]
 function usable() {
   $("answer").disabled = $("metric").value === "kl";
   $("foil").disabled = $("metric").value !== "logit_diff";
-  for (const name of ["answer", "foil"]) $(`${name}-shown`).textContent = /\s/.test($(name).value) ? visible($(name).value) : "";
+  for (const name of ["answer", "foil"]) $(`${name}-shown`).textContent = /[\s\\]/.test($(name).value) ? visible(unescaped($(name).value)) : "";
 }
 
 function drawSites() {
@@ -141,8 +142,8 @@ function drawColumn({ clean, corrupt, position }) {
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
   const asked = { clean, corrupt, metric, sites: [...chosen], alpha: Number(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
-  if (metric !== "kl" && answer) asked.answer = answer;
-  if (metric === "logit_diff" && foil) asked.foil = foil;
+  if (metric !== "kl" && answer) asked.answer = unescaped(answer);
+  if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
   return asked;
 }
 

@@ -150,6 +150,7 @@ async function go() {
       clear();
       const asked = await fitting(body(), control.signal);
       for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
+      request = null; // a slider now acts on the next one
       status("done");
     } while ($("again").checked && (await pause(control.signal)));
   } catch (error) {

@@ -10,7 +10,7 @@ const SIDES = { train: "training", on: "quarantine in", deploy: "quarantine dele
 
 let study, runs = null, folder = "", roles = {}, timer = null, watching = false, drawn = "";
 let rate = state.get("rate") ?? "hack";
-let side = state.get("side") ?? "train";
+let side = state.get("side"); // until it is chosen: the evaluation if there is one
 
 export function open(given) {
   study = given;
@@ -105,7 +105,7 @@ const option = (name, value, now, text, set) => make("label", {}, make("input", 
 
 function choices() {
   const known = Object.keys(SIDES).filter(of => RATES.some(what => has(of, what)));
-  if (!known.includes(side)) side = known[0] ?? "train";
+  if (!known.includes(side)) side = runs.every(run => run.finished) ? (known.at(-1) ?? "train") : "train";
   const what = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Rate" }, ...RATES.filter(one => has(side, one)).map(one => option("rate", one, rate, one, () => choose({ rate: one }))));
   const of = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Model" }, ...known.map(one => option("side", one, side, SIDES[one], () => choose({ side: one }))));
   return known.length > 1 ? [what, of] : [what];

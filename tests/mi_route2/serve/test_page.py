@@ -238,6 +238,17 @@ def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> N
     expect(page.locator("#cell-head h2")).to_have_text("blocks.0.attn_out")
 
 
+def test_an_example_whose_answer_ends_a_line_can_be_swept(seen: Seen, served: Served) -> None:
+    page = seen.go(tab="patch")
+    example = next(one for one in served.examples if one.answer.endswith("\n"))
+    page.get_by_role("button", name=example.title).click()
+    with page.expect_request("**/v1/patch_sweep") as asked:
+        page.click("#sweep")
+    body = asked.value.post_data_json
+    assert (body["answer"], body["foil"]) == (example.answer, example.foil)
+    expect(page.locator("#peak")).to_contain_text("peak")
+
+
 def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
     seen.refused = 1
     page = seen.go(tab="patch")
