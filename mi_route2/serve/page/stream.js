@@ -168,7 +168,7 @@ async function go() {
 }
 
 function clear() {
-  request = null;
+  request = finish = seed = null;
   tokens = [];
   marks = [];
   holds = Number($("threshold").value);
