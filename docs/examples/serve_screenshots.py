@@ -62,7 +62,7 @@ def stream(browser: Browser, address: str) -> Page:
     page = window(browser, address, 740, tab="stream", **{"s.scale": "2.5", "s.seed": "3", "s.temperature": "0.7"})
     page.click("#go")
     expect(page.locator("#stream-status")).to_contain_text("done", timeout=60_000)
-    page.locator("#tokens .made").nth(3).hover()
+    page.locator("#tokens .made").nth(6).hover()
     return page
 
 

@@ -277,7 +277,7 @@ function drawAnswer({ text, top }) {
     const p = Math.exp(logprob);
     const word = mark(token).trim();
     return make("tr", { class: `top${mark(token)}` },
-      make("th", { scope: "row" }, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : [])),
+      make("th", { scope: "row", title: visible(token) }, make("div", {}, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : []))),
       make("td", { class: "share" }, make("span", { class: "fill", style: { width: `${(100 * p).toFixed(1)}%` } })),
       make("td", { class: "p", text: p < 0.001 ? "<.001" : p.toFixed(3).replace(/^0/, ""), title: `log-probability ${number(logprob)}` }));
   };
