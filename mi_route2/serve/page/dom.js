@@ -19,7 +19,7 @@ export function make(tag, { text, on = {}, style = {}, ...attributes } = {}, ...
 /** Show the server's sentence under the field that it speaks of, else in `box`. */
 export function showError(error, form, box) {
   clearErrors(form, box);
-  const field = error.param && form.querySelector(`[data-field="${CSS.escape(String(error.param).split(".").at(-1))}"]`);
+  const field = String(error.param ?? "").split(".").map(name => form.querySelector(`[data-field="${CSS.escape(name)}"]`)).find(Boolean);
   if (!field) {
     box.textContent = error.message;
     box.hidden = false;
@@ -31,7 +31,7 @@ export function showError(error, form, box) {
 
 export function clearErrors(form, box) {
   box.hidden = true;
-  form.querySelectorAll(".field > .error").forEach(node => node.remove());
+  form.querySelectorAll(".field > .error:not([id])").forEach(node => node.remove());
   form.querySelectorAll("[aria-invalid]").forEach(node => node.removeAttribute("aria-invalid"));
 }
 
@@ -72,6 +72,11 @@ export function brief(value) {
 
 /** A token as text that shows what cannot be seen. */
 export const visible = token => (token === "" ? "∅" : token.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·"));
+
+/** A token as it is written into a field of one line, which would drop a line break, and back. */
+const ESCAPES = { "\\": "\\\\", "\n": "\\n", "\t": "\\t" };
+export const escaped = token => token.replace(/[\\\n\t]/g, one => ESCAPES[one]);
+export const unescaped = text => text.replace(/\\([\\nt])/g, (_, one) => ({ n: "\n", t: "\t" })[one] ?? one);
 
 /** Restart a timer at every call: `later(200)(work)`. */
 export function later(wait) {

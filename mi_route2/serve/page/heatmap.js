@@ -43,7 +43,7 @@ export class Heatmap {
     this.defined = Math.abs(this.span) > 1e-9;
     this.cells = this.rows.map(() => []);
     this.order = []; // rows from top to bottom, in which the arrow keys move
-    const table = make("div", { class: "grid", role: "grid", "aria-label": "Effect of each patch, sites by tokens", "aria-rowcount": this.rows.length + 1, "aria-colcount": this.columns.length + 1, style: { "--columns": this.columns.length } });
+    const table = make("div", { class: "grid", role: "grid", "aria-label": "Effect of each patch, sites by tokens", "aria-rowcount": this.rows.length + 1, "aria-colcount": this.columns.length + 1, style: { "--columns": this.columns.length, "--name": `calc(${Math.max(2, ...this.rows.map(name => split(name).label.length))}ch + 10px)` } });
     for (const [point, rows] of bands(this.rows)) table.append(this.band(point, rows));
     table.append(this.axis());
     table.addEventListener("keydown", event => this.key(event));
@@ -136,8 +136,11 @@ export class Heatmap {
     if (value === undefined || !node) return;
     const shown = this.shown(value), strength = Math.min(1, Math.abs(shown) / this.reach);
     node.style.setProperty("--t", `${(100 * strength).toFixed(1)}%`);
-    node.className = `cell done ${shown < 0 ? "away" : "toward"}${strength > 0.55 ? " strong" : ""}${node.classList.contains("open") ? " open" : ""}`;
-    node.textContent = brief(shown);
+    // Where the text turns over so that its contrast stays above 4.5: in the dark, and in the light
+    const ink = strength > 0.78 ? " strong stronger" : strength > 0.62 ? " strong" : "";
+    node.className = `cell done ${shown < 0 ? "away" : "toward"}${ink}${node.classList.contains("open") ? " open" : ""}`;
+    // Numbers in all the cells without an effect would hide the others
+    node.textContent = strength < 0.005 ? "" : brief(shown);
     node.setAttribute("aria-label", `${this.where(row, column)}: ${this.meaning(value)}`);
   }
 
@@ -162,13 +165,13 @@ export class Heatmap {
     this.table.classList.toggle("numbers", width >= NUMBERS);
   }
 
-  at_(node) {
+  cellOf(node) {
     const cell = node.closest?.(".cell");
     return cell && { row: Number(cell.dataset.row), column: Number(cell.dataset.column), node: cell };
   }
 
   look(target) {
-    const cell = this.at_(target);
+    const cell = this.cellOf(target);
     if (!cell) return hideTip();
     const value = this.value(cell.row, cell.column);
     const text = value !== undefined ? this.meaning(value) : this.skipped.has(cell.column) ? "no partner in the clean prompt" : "not done yet";
@@ -177,7 +180,7 @@ export class Heatmap {
   }
 
   press(target) {
-    const cell = this.at_(target);
+    const cell = this.cellOf(target);
     if (!cell) return;
     this.rove(cell.row, cell.column);
     if (!this.skipped.has(cell.column)) this.show(cell.row, cell.column);
@@ -186,6 +189,7 @@ export class Heatmap {
   show(row, column) {
     this.table.querySelector(".open")?.classList.remove("open");
     this.cells[row][column].classList.add("open");
+    hideTip(); // what it says stands beside the grid now
     this.onOpen({ row, column });
   }
 
@@ -202,7 +206,7 @@ export class Heatmap {
   }
 
   key(event) {
-    const cell = this.at_(event.target);
+    const cell = this.cellOf(event.target);
     if (!cell) return;
     const line = this.order.indexOf(cell.row), last = this.columns.length - 1, rows = this.order.length - 1;
     const moves = {

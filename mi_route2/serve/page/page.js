@@ -37,15 +37,18 @@ function walkTabs(event) {
 
 function askKey() {
   $("key").hidden = false;
-  $("banner").hidden = true;
+  $("key-value").focus();
 }
 
 async function load() {
   try {
-    served = await get("/v1/study");
+    const found = await get("/v1/study");
+    if (found.key_needed && !key.get()) return askKey();
+    if (found.key_needed) await get("/v1/models"); // a wrong key is told here, not by whatever is pressed first
+    served = found;
   } catch (error) {
-    $("banner").textContent = error.status === 401 && key.get() ? `${error.message}: the key was not accepted` : error.message;
-    $("banner").hidden = error.status === 401 && !key.get();
+    $("banner").textContent = error.message;
+    $("banner").hidden = false;
     return;
   }
   $("key").hidden = true;

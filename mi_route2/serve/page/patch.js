@@ -1,6 +1,6 @@
 // The Patch tab: a question about two prompts, the sweep that answers it, and what the patched model says at one cell.
 
-import { $, chip, clearErrors, later, make, number, remember, say, showError, state, visible } from "./dom.js";
+import { $, chip, clearErrors, escaped, later, make, number, remember, say, showError, state, unescaped, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 import { events, post } from "./net.js";
 
@@ -31,7 +31,8 @@ function drawExamples() {
 }
 
 function use(example) {
-  for (const name of ["clean", "corrupt", "answer", "foil"]) $(name).value = example[name] ?? "";
+  for (const name of ["clean", "corrupt"]) $(name).value = example[name];
+  for (const name of ["answer", "foil"]) $(name).value = escaped(example[name] ?? "");
   changed();
 }
 
@@ -70,6 +71,7 @@ const values = () => Object.fromEntries(FIELDS.map(name => [name, $(name).value]
 function usable() {
   $("answer").disabled = $("metric").value === "kl";
   $("foil").disabled = $("metric").value !== "logit_diff";
+  for (const name of ["answer", "foil"]) $(`${name}-shown`).textContent = /[\s\\]/.test($(name).value) ? visible(unescaped($(name).value)) : "";
 }
 
 function drawSites() {
@@ -99,11 +101,11 @@ async function align() {
     const answer = await post("/v1/align", { clean, corrupt });
     if (clean !== $("clean").value || corrupt !== $("corrupt").value) return; // typed on meanwhile
     aligned = answer;
-    clearErrors($("patch-form"), $("patch-error"));
+    clearErrors($("prompts"), $("align-error"));
     drawStrip(answer);
   } catch (error) {
     drawStrip(null);
-    showError(error, $("patch-form"), $("patch-error"));
+    showError(error, $("prompts"), $("align-error"));
   }
 }
 
@@ -140,8 +142,8 @@ function drawColumn({ clean, corrupt, position }) {
 function body() {
   const { clean, corrupt, answer, foil, metric, alpha } = values();
   const asked = { clean, corrupt, metric, sites: [...chosen], alpha: Number(alpha), heads: [...chosen].some(name => HEADED.has(name)), stream: true };
-  if (metric !== "kl") asked.answer = answer;
-  if (metric === "logit_diff") asked.foil = foil;
+  if (metric !== "kl" && answer) asked.answer = unescaped(answer);
+  if (metric === "logit_diff" && foil) asked.foil = unescaped(foil);
   return asked;
 }
 
@@ -184,12 +186,11 @@ function receive(event, data) {
 
 function started(data) {
   const positions = data.positions ?? data.columns.map((_, column) => (data.columns.length === aligned?.corrupt.length ? column : null));
-  const differs = new Set(), skipped = new Set();
-  positions.forEach((position, column) => {
-    const source = aligned?.partner[position];
-    if (source === null) skipped.add(column);
-    else if (source !== undefined && aligned.clean[source] !== aligned.corrupt[position]) differs.add(column);
-  });
+  const skipped = new Set((data.skipped ?? []).map(position => positions.indexOf(position)));
+  const differs = new Set([...positions.keys()].filter(column => {
+    const source = aligned?.partner[positions[column]];
+    return typeof source === "number" && aligned.clean[source] !== aligned.corrupt[positions[column]];
+  }));
   map.start({ ...data, positions, differs, skipped, at: data.columns.length - 1, total: data.total });
   $("map-empty").hidden = true;
   $("legend").hidden = false;
@@ -254,6 +255,7 @@ async function openCell({ row, column }) {
   $("cell-answer").replaceChildren(make("p", { class: "empty waiting", text: "The patched model answers…" }));
   try {
     const { clean, corrupt, alpha } = swept;
+    if (innerWidth < 980) $("cell-head").scrollIntoView({ block: "nearest" });
     drawAnswer(await post("/v1/patch_cell", { clean, corrupt, site, position, alpha, max_tokens: 16 }, control.signal));
   } catch (error) {
     if (error.name !== "AbortError") $("cell-answer").replaceChildren(make("p", { class: "error", role: "alert", text: error.message }));
@@ -275,7 +277,7 @@ function drawAnswer({ text, top }) {
     const p = Math.exp(logprob);
     const word = mark(token).trim();
     return make("tr", { class: `top${mark(token)}` },
-      make("th", { scope: "row" }, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : [])),
+      make("th", { scope: "row", title: visible(token) }, make("div", {}, make("code", { text: visible(token) }), ...(word ? [make("small", { text: word })] : []))),
       make("td", { class: "share" }, make("span", { class: "fill", style: { width: `${(100 * p).toFixed(1)}%` } })),
       make("td", { class: "p", text: p < 0.001 ? "<.001" : p.toFixed(3).replace(/^0/, ""), title: `log-probability ${number(logprob)}` }));
   };

@@ -9,6 +9,9 @@ let study, monitor, running;
 let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
+let holds = 0; // the threshold that the server has, which follows the slider
+let base = 1; // the scale with which the stream was sent, of which the server knows the slider's as a multiple
+const NEARLY_ZERO = 1e-6; // a vector of scale 0 could not be turned up while the stream runs
 const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
@@ -16,20 +19,16 @@ export function open(given) {
   const example = study.monitors_example;
   monitor = Array.isArray(example) ? example[0] : example;
   if (monitor && !monitor.probe) monitor = null;
-  const modes = Object.entries(study.modes ?? { full: "" });
-  $("adapters").replaceChildren(...modes.map(([name, about]) => make("option", { value: name, text: name, title: about })));
-  const prompts = study.prompts ?? [...new Set((study.examples ?? []).flatMap(({ clean, corrupt }) => [clean, corrupt]))];
-  $("stream-examples").replaceChildren(...prompts.slice(0, 4).map((text, i) => chip(short(text, i), undefined, () => use(text), text)));
+  const modes = Object.entries(study.modes ?? {}).filter(([, served]) => served);
+  $("adapters").replaceChildren(...modes.map(([name]) => make("option", { value: name, text: name })));
+  const prompts = study.prompts?.map(text => ({ text })) ?? (study.examples ?? []).map(({ title, clean }) => ({ title, text: clean }));
+  $("stream-examples").replaceChildren(...prompts.map(({ title, text }) => chip(title ?? short(text), undefined, () => use(text), text)));
   restore(prompts);
   limits();
   listen();
 }
 
-/** The last line says what an example is about, better than its first words, which many share. */
-const short = (text, i) => {
-  const line = text.trim().split("\n")[0];
-  return line.length > 28 ? `${line.slice(0, 27)}…` : line || `example ${i + 1}`;
-};
+const short = text => text.trim().replaceAll("\n", " ⏎ ");
 
 function use(text) {
   $("prompt").value = text;
@@ -38,9 +37,9 @@ function use(text) {
 
 function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
-  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0];
+  if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
   $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
-  $("scale").value = state.get("s.scale") ?? 1;
+  $("scale").value = state.get("s.scale") ?? 0;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
   lens.checked = true;
 }
@@ -98,12 +97,13 @@ function moved(name) {
 async function act(name) {
   if (request === null) return;
   const value = Number($(name).value);
-  const body = name === "scale" ? { scale: value } : { monitor: monitor.name, threshold: value };
+  const body = name === "scale" ? { scale: value / base } : { monitor: monitor.name, threshold: value };
   const position = tokens.length;
   try {
     await post(`/v1/streams/${request}/${name}`, body);
     $("act-error").hidden = true;
     marks.push(position);
+    if (name === "threshold") holds = value;
     drawTrace();
   } catch (error) {
     // The stream may have ended while the slider moved; the next one starts with its value
@@ -117,28 +117,25 @@ function drawSliders() {
   for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
   if (!monitor) return;
   const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
-  $("scale-note").textContent = `Times the steering vector at ${steering().map(one => one.site).join(", ")}. ${live}`;
+  $("scale-note").textContent = `Times the steering vector at ${Object.keys(steering()).join(", ")}. ${live}`;
   const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
   $("threshold-note").textContent = `Monitor ${monitor.name ?? ""} at ${monitor.site} ${closes}.`;
 }
 
-/** What the scale slider scales: the server's example, or a push along the monitor's own probe. */
-function steering() {
-  const given = study.steering_example;
-  if (given) return Array.isArray(given) ? given : [given];
-  return monitor ? [{ site: monitor.site, vector: monitor.probe, scale: 1 }] : [];
-}
+/** What the scale slider scales, `{ site: vector }`: the server's example, or a push along the monitor's own probe. */
+const steering = () => study.steering_example ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
 
 // --- the stream
 
 function body() {
-  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true, adapters: $("adapters").value };
-  if ($("seed").value.trim()) asked.seed = Number($("seed").value);
+  const asked = { model: study.model, prompt: $("prompt").value, max_tokens: Number($("max_tokens").value), temperature: Number($("temperature").value), stream: true };
+  if ($("adapters").value) asked.adapters = $("adapters").value;
+  // Drawn here if none is given: a number of 64 bits would lose its last digits in JavaScript, and could not be given again
+  asked.seed = Number($("seed").value.trim() || crypto.getRandomValues(new Uint32Array(1))[0]);
   if (!monitor) return asked;
-  const scale = Number($("scale").value);
-  // A vector of scale 0 could not be turned up later, so a stream that starts at 0 is set to 0 with its first token
-  const start = scale || 1;
-  asked.decode_steering_vectors = steering().map(one => ({ ...one, scale: (one.scale ?? 1) * start }));
+  base = Number($("scale").value) || NEARLY_ZERO;
+  const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
+  asked.decode_steering_vectors = Object.fromEntries(Object.entries(steering()).map(([site, given]) => [site, scaled(given)]));
   return { ...asked, readings: true, monitors: [{ ...monitor, threshold: Number($("threshold").value) }] };
 }
 
@@ -147,15 +144,15 @@ async function go() {
   clearErrors($("stream-form"), $("stream-error"));
   $("act-error").hidden = true;
   const control = (running = new AbortController());
-  tokens = [];
-  marks = [];
-  $("tokens").replaceChildren();
-  $("trace").replaceChildren();
-  $("stream-status").textContent = "waiting for the first token";
   busy(true);
   try {
-    for await (const { data } of events("/v1/completions", body(), control.signal)) receive(data);
-    status("done");
+    do {
+      clear();
+      const asked = await fitting(body(), control.signal);
+      for await (const { data } of events("/v1/completions", asked, control.signal)) receive(data);
+      request = null; // a slider now acts on the next one
+      status("done");
+    } while ($("again").checked && (await pause(control.signal)));
   } catch (error) {
     if (error.name === "AbortError") status("stopped");
     else {
@@ -168,6 +165,31 @@ async function go() {
       busy(false);
     }
   }
+}
+
+function clear() {
+  request = finish = seed = null;
+  tokens = [];
+  marks = [];
+  holds = Number($("threshold").value);
+  $("tokens").replaceChildren();
+  if (!$("again").checked) $("trace").replaceChildren(); // else the page would jump with every completion
+  $("stream-status").textContent = "waiting for the first token";
+}
+
+const PAUSE = 900; // milliseconds to look at a completion before the next
+
+const pause = signal => new Promise((resolve, reject) => {
+  signal.addEventListener("abort", () => reject(signal.reason), { once: true });
+  setTimeout(resolve, PAUSE, true);
+});
+
+/** As many tokens as fit behind the prompt, if more are asked for. */
+async function fitting(asked, signal) {
+  if (!study.context) return asked;
+  const { ids } = await post("/v1/tokenize", { text: asked.prompt }, signal);
+  const room = study.context - ids.length;
+  return room >= 1 && asked.max_tokens > room ? { ...asked, max_tokens: room } : asked;
 }
 
 function busy(on) {
@@ -205,7 +227,6 @@ function begin(told) {
   finish = null;
   told.prompt_tokens.forEach(text => add(text, false));
   drawSliders();
-  if (monitor && Number($("scale").value) === 0) act("scale");
 }
 
 function add(text, generated) {
@@ -221,7 +242,7 @@ function read(position, readings) {
   const one = tokens[position], reading = monitor && (readings[monitor.name] ?? Object.values(readings)[0]);
   if (!one || !reading) return;
   one.reading = reading;
-  one.threshold = Number($("threshold").value);
+  one.threshold = holds;
 }
 
 // --- colors
@@ -259,11 +280,13 @@ function drawTrace() {
   const every = points.flatMap(({ score, threshold }) => [score, threshold]);
   const low = Math.min(...every), span = Math.max(...every) - low || 1, last = Math.max(tokens.length - 1, 1);
   const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - (value - low) / span)).toFixed(1);
-  const line = name => points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one[name])}`).join("");
+  const line = points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one.score)}`).join("");
+  // A threshold holds until the next one: a slope between them would show values that never were
+  const steps = points.map((one, i) => `${i ? `H${x(one.position - 0.5)}V` : `M${x(one.position)} `}${y(one.threshold)}`).join("") + `H${x(points.at(-1).position)}`;
   const first = tokens.findIndex(one => one.generated), width = 1000 / last;
   const gates = points.map(({ position, gate }) => make("rect", { class: "gate", x: (x(position) - width / 2).toFixed(1), y: (HEIGHT + 4 + GATE * (1 - gate)).toFixed(1), width: width.toFixed(1), height: (GATE * gate).toFixed(1) }));
   const ticks = [...(first > 0 ? [[first - 0.5, "begin"]] : []), ...marks.map(position => [position - 0.5, "moved"])].map(([at, kind]) => make("line", { class: kind, x1: x(at), x2: x(at), y1: 0, y2: HEIGHT + GATE + 4 }));
-  const picture = make("svg", { viewBox: `0 0 1000 ${HEIGHT + GATE + 4}`, preserveAspectRatio: "none", role: "img", "aria-label": `Probe score from ${number(low, 2)} to ${number(low + span, 2)} and the gate, over ${points.length} tokens` }, ...gates, ...ticks, make("path", { class: "threshold", d: line("threshold") }), make("path", { class: "score", d: line("score") }));
+  const picture = make("svg", { viewBox: `0 0 1000 ${HEIGHT + GATE + 4}`, preserveAspectRatio: "none", role: "img", "aria-label": `Probe score from ${number(low, 2)} to ${number(low + span, 2)} and the gate, over ${points.length} tokens` }, ...gates, ...ticks, make("path", { class: "threshold", d: steps }), make("path", { class: "score", d: line }));
   const key = make("p", { class: "keys" }, ...[["score", "score"], ["threshold", "threshold"], ["gate", "gate"], ...(marks.length ? [["moved", "slider moved"]] : [])].map(([kind, text]) => make("span", { class: `k ${kind}`, text })));
   $("trace").replaceChildren(picture, key);
 }

@@ -1,81 +1,114 @@
-// The Study tab: rates of every arm in every mode, and its training curves, read again while a run is unfinished.
+// The Study tab: rates of every arm in every mode, and its training curves, read again while a run goes on.
 
 import { $, brief, make, number, remember, state } from "./dom.js";
 import { get } from "./net.js";
 
-const EVERY = 3000; // milliseconds between two readings of the files
-const RATES = { hack: "hack", exploit: "exploit", solve: "solve", format: "format" };
+const SOON = 3000, LATER = 15000; // milliseconds between two readings: while a run writes, and otherwise
+const LAST = 10; // steps over which a training rate is averaged, as in the study's own tables
+const RATES = ["hack", "exploit", "solve"];
+const SIDES = { train: "training", on: "quarantine in", deploy: "quarantine deleted" };
 
-let data = null, timer = null, watching = false, drawn = "";
+let study, runs = null, folder = "", roles = {}, timer = null, watching = false, drawn = "";
 let rate = state.get("rate") ?? "hack";
-let side = state.get("side") ?? "deploy";
+let side = state.get("side"); // until it is chosen: the evaluation if there is one
 
-export const open = () => refresh();
+export function open(given) {
+  study = given;
+  if (study.study_runs) refresh();
+  else empty();
+}
 
 /** Read again only while somebody looks. */
 export function watch(on) {
   watching = on;
   clearTimeout(timer);
-  if (on && data) refresh();
+  if (on && runs) refresh();
 }
 
-document.addEventListener("visibilitychange", () => watching && !document.hidden && refresh());
+document.addEventListener("visibilitychange", () => watching && runs && !document.hidden && refresh());
 
 async function refresh() {
   clearTimeout(timer);
   try {
-    data = await get("/v1/study_runs");
+    const data = await get("/v1/study_runs");
     $("study-error").hidden = true;
+    if (!data.path) return empty();
+    [folder, roles] = [data.path, data.modes ?? {}];
+    runs = data.runs.map(readable);
     draw();
   } catch (error) {
-    if (error.status === 404) empty(error.message);
-    else {
-      $("study-error").textContent = error.message;
-      $("study-error").hidden = false;
-    }
+    $("study-error").textContent = error.message;
+    $("study-error").hidden = false;
   }
-  const going = !data?.runs?.length || data.runs.some(run => !run.finished);
-  if (watching && !document.hidden && going && data?.path !== null) timer = setTimeout(refresh, EVERY);
+  if (watching && !document.hidden) timer = setTimeout(refresh, runs?.some(run => !run.finished) ? SOON : LATER);
 }
 
-function empty(why) {
+/** A run with its rates by side, mode and name; the training's are known from its first step on. */
+const readable = run => ({ ...run, rates: { ...sides(run.rates), train: training(run.curve) } });
+
+/** `{mode: {on, deploy}}` of an evaluation as `{on: {mode}, deploy: {mode}}`. */
+function sides(rates) {
+  const of = name => Object.fromEntries(Object.entries(rates ?? {}).map(([mode, both]) => [mode, both[name] ?? {}]));
+  return { on: of("on"), deploy: of("deploy") };
+}
+
+/** Each mode's rates over the last steps. */
+function training(curve) {
+  const last = curve.slice(-LAST), found = {};
+  for (const mode of Object.keys(curve.at(-1)?.modes ?? {})) {
+    found[mode] = Object.fromEntries(RATES.map(name => [name, mean(numbersIn(last.map(row => row.modes?.[mode]?.[name])))]));
+  }
+  return found;
+}
+
+function empty() {
+  runs = null;
   $("study-body").replaceChildren(make("div", { class: "card nothing" },
     make("h2", { text: "No study is being followed" }),
-    make("p", {}, "Start the server with ", make("code", { text: "--study-runs FOLDER" }), " to see its arms here while they train, for example"),
-    make("pre", { text: "python -m studies.route2 run --preset strong\npython -m mi_route2.serve --study-runs runs/strong-88e860b8" }),
-    ...(why ? [make("p", { class: "note", text: why })] : [])));
+    make("p", {}, "Start the server with ", make("code", { text: "--study-runs FOLDER" }), ", and the arms in it are shown here while they train:"),
+    make("pre", { text: "python -m studies.route2 run --preset strong\npython -m mi_route2.serve --study-runs runs/strong-88e860b8" })));
 }
 
 function draw() {
-  if (!data.path) return empty();
-  // The same bytes draw nothing, so that a focus or a scroll position is not lost every three seconds
-  const now = JSON.stringify([data, rate, side]);
+  // The same numbers draw nothing, so that a focus or a scroll position is not lost every three seconds
+  const now = JSON.stringify([runs, rate, side]);
   if (now === drawn) return;
   drawn = now;
-  const scroll = document.querySelector("#study-body .scroll")?.scrollLeft ?? 0, focused = document.activeElement?.value, name = document.activeElement?.name;
-  $("study-body").replaceChildren(head(), table(), curves());
-  document.querySelector("#study-body .scroll").scrollLeft = scroll;
-  if (name) document.querySelector(`#study-body input[name="${name}"][value="${focused}"]`)?.focus();
+  const scroll = document.querySelector("#study-body .scroll")?.scrollLeft ?? 0;
+  const { name, value } = document.activeElement ?? {};
+  const content = runs.length ? [table(), curves()] : [make("p", { class: "empty", text: `No run has written a step below ${folder} yet.` })];
+  $("study-body").replaceChildren(head(), ...content);
+  const scroller = document.querySelector("#study-body .scroll");
+  if (scroller) scroller.scrollLeft = scroll;
+  if (name) document.querySelector(`#study-body input[name="${name}"][value="${value}"]`)?.focus();
 }
 
-const byArm = () => Map.groupBy ? Map.groupBy(data.runs, run => run.arm) : data.runs.reduce((found, run) => found.set(run.arm, [...(found.get(run.arm) ?? []), run]), new Map());
-const modes = () => [...new Set(data.runs.flatMap(run => Object.keys(run.rates ?? {})))];
+const numbersIn = values => values.filter(value => typeof value === "number");
 const mean = values => (values.length ? values.reduce((sum, one) => sum + one, 0) / values.length : null);
 
-function head() {
-  const done = data.runs.filter(run => run.finished).length;
-  const text = done === data.runs.length ? `${done} runs, all finished` : `${done} of ${data.runs.length} runs finished; read again every ${EVERY / 1000} s`;
-  return make("div", { class: "head study-head" }, make("h2", { text: data.path }), make("p", { class: "scores", "aria-live": "polite" }, make("span", { class: done === data.runs.length ? "" : "live", text })));
+function byArm() {
+  const found = new Map();
+  for (const run of runs) found.set(run.arm, [...(found.get(run.arm) ?? []), run]);
+  return found;
 }
 
-const option = (name, value, now, text, set) => make("label", {}, make("input", { type: "radio", name, value, ...(now === value ? { checked: true } : {}), on: { change: () => set(value) } }), make("span", { text }));
+function head() {
+  const going = runs.filter(run => !run.finished).length;
+  const text = going ? `${runs.length - going} of ${runs.length} runs finished; read again every ${SOON / 1000} s` : `${runs.length} runs, all finished`;
+  return make("div", { class: "head study-head" }, make("h2", { text: folder }), make("p", { class: "scores" }, make("span", { class: going ? "live" : "", text })));
+}
+
+// --- arms x modes
+
+const has = (of, what) => runs.some(run => Object.values(run.rates[of]).some(rates => typeof rates[what] === "number"));
+const option = (name, value, now, text, set) => make("label", {}, make("input", { type: "radio", name, value, checked: now === value, on: { change: () => set(value) } }), make("span", { text }));
 
 function choices() {
-  const known = Object.keys(RATES).filter(name => data.runs.some(run => Object.values(run.rates ?? {}).some(both => both.deploy && name in both.deploy)));
-  return [
-    make("div", { class: "segmented", role: "radiogroup", "aria-label": "Rate" }, ...known.map(name => option("rate", name, rate, RATES[name], value => choose({ rate: value })))),
-    make("div", { class: "segmented", role: "radiogroup", "aria-label": "Model" }, option("side", "on", side, "quarantine in", value => choose({ side: value })), option("side", "deploy", side, "deleted", value => choose({ side: value }))),
-  ];
+  const known = Object.keys(SIDES).filter(of => RATES.some(what => has(of, what)));
+  if (!known.includes(side)) side = runs.every(run => run.finished) ? (known.at(-1) ?? "train") : "train";
+  const what = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Rate" }, ...RATES.filter(one => has(side, one)).map(one => option("rate", one, rate, one, () => choose({ rate: one }))));
+  const of = make("div", { class: "segmented", role: "radiogroup", "aria-label": "Model" }, ...known.map(one => option("side", one, side, SIDES[one], () => choose({ side: one }))));
+  return known.length > 1 ? [what, of] : [what];
 }
 
 function choose(values) {
@@ -85,59 +118,66 @@ function choose(values) {
   draw();
 }
 
-function role(mode) {
-  const { known = [], held_out: held = [] } = data.modes ?? {};
-  return [known].flat().includes(mode) ? "known" : [held].flat().includes(mode) ? "held out" : "honest";
+function table() {
+  const controls = choices(); // first: it may correct the side
+  const columns = [...new Set(runs.flatMap(run => Object.keys(run.rates[side])))];
+  const rows = [...byArm()].map(([arm, of]) => {
+    const cells = columns.map(mode => cell(of.flatMap(run => numbersIn([run.rates[side][mode]?.[rate]]))));
+    return make("tr", {}, make("th", { scope: "row" }, arm, ...(of[0].role ? [make("small", { text: of[0].role })] : [])), ...cells, make("td", { class: "n", text: of.length }), make("td", { class: "progress", text: progress(of) }));
+  });
+  const names = [...columns, "seeds", "step"].map(name => make("th", { scope: "col" }, name, make("small", { text: columns.includes(name) ? role(name) : "" })));
+  const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `Rate of ${rate}, ${SIDES[side]}, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names)), make("tbody", {}, ...rows));
+  const note = side === "train" ? `Training rollouts of the last ${LAST} steps` : "Evaluation after training";
+  return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...controls), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: `${note}, mean over seeds; hover for each seed.` }));
 }
 
-function table() {
-  const columns = modes();
-  const rows = [...byArm()].map(([arm, runs]) => {
-    const cells = columns.map(mode => cell(runs.flatMap(run => run.rates?.[mode]?.[side]?.[rate] ?? [])));
-    const steps = runs.map(run => (run.finished ? null : `${run.step ?? 0}${run.steps ? ` of ${run.steps}` : ""}`)).filter(Boolean);
-    return make("tr", {}, make("th", { scope: "row" }, arm, ...(runs[0].role ? [make("small", { text: runs[0].role })] : [])), ...cells, make("td", { class: "n", text: runs.filter(run => run.finished).length }), make("td", { class: "progress", text: steps.length ? `step ${steps.join(", ")}` : "done" }));
-  });
-  const names = columns.map(mode => make("th", { scope: "col" }, mode, make("small", { text: role(mode) })));
-  const whole = make("table", { class: "rates" }, make("caption", { class: "visually-hidden", text: `${rate} rate, mean over seeds` }), make("thead", {}, make("tr", {}, make("th", { scope: "col", text: "arm" }), ...names, make("th", { scope: "col", text: "seeds" }), make("th", { scope: "col", text: "training" }))), make("tbody", {}, ...rows));
-  return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Arms and modes" }), ...choices()), make("div", { class: "scroll" }, whole), make("p", { class: "note", text: "Mean over finished seeds; hover for each seed." }));
+const role = mode => (roles.known?.includes(mode) ? "known" : roles.held_out?.includes(mode) ? "held out" : "");
+
+function progress(of) {
+  const steps = of.map(run => run.step ?? 0), low = Math.min(...steps), high = Math.max(...steps);
+  const planned = of[0].steps && of.some(run => !run.finished) ? ` of ${of[0].steps}` : "";
+  return high ? `${low === high ? low : `${low} to ${high}`}${planned}` : "–";
 }
 
 function cell(values) {
   const value = mean(values);
   if (value === null) return make("td", { class: "rate none", text: "–" });
-  const kind = rate === "solve" || rate === "format" ? "good" : "bad";
-  return make("td", { class: `rate ${kind}${value > 0.6 ? " strong" : ""}`, style: { "--t": `${(100 * value).toFixed(0)}%` }, title: values.map(one => number(one)).join("  "), text: brief(value) });
+  return make("td", { class: `rate ${rate === "solve" ? "good" : "bad"}${value > 0.6 ? " strong" : ""}`, style: { "--t": `${(88 * value).toFixed(0)}%` }, title: values.map(one => number(one)).join("  "), text: brief(value) });
 }
 
-// --- curves: one small picture an arm, on the same axes
+// --- curves: one small picture an arm, all on the same axes
 
-const W = 240, H = 96;
+const W = 240, H = 96, LINES = { solve: "good", hack: "bad" };
 
 function curves() {
-  const arms = [...byArm()], steps = Math.max(1, ...data.runs.flatMap(run => run.curve?.at(-1)?.step ?? 0), ...data.runs.map(run => (run.steps ?? 1) - 1));
-  const key = make("p", { class: "keys" }, ...[["bad", "hack"], ["good", "solve"]].map(([kind, text]) => make("span", { class: `k ${kind}`, text })), make("span", { class: "note", text: `training rollouts, 0 to 1 over ${steps + 1} steps; thin: a seed, thick: their mean` }));
-  const shown = arms.filter(([, runs]) => runs.some(run => run.curve?.length));
-  const none = make("p", { class: "empty", text: "No step has been written yet." });
-  return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Training" }), key), shown.length ? make("div", { class: "small-multiples" }, ...shown.map(([arm, runs]) => picture(arm, runs, steps))) : none);
+  const last = Math.max(1, ...runs.map(run => run.step ?? 0));
+  const shown = [...byArm()].filter(([, of]) => of.some(run => run.curve.length));
+  const key = make("p", { class: "keys" }, ...Object.entries(LINES).map(([name, kind]) => make("span", { class: `k ${kind}`, text: name })), make("span", { text: `of training rollouts, from 0 to 1 over steps 0 to ${last}; thin: a seed, thick: their mean` }));
+  const none = make("p", { class: "empty", text: "No run has written a step yet." });
+  return make("div", { class: "card" }, make("div", { class: "head" }, make("h2", { text: "Training" }), key), shown.length ? make("div", { class: "small-multiples" }, ...shown.map(([arm, of]) => picture(arm, of, last))) : none);
 }
 
-function picture(arm, runs, steps) {
-  const point = (step, value, i) => `${i ? "L" : "M"}${((W * step) / steps).toFixed(1)} ${(2 + (H - 4) * (1 - Math.min(1, Math.max(0, value)))).toFixed(1)}`;
-  const path = (rows, kind, name) => make("path", { class: `${kind} ${name === "hack" ? "bad" : "good"}`, d: rows.map(([step, value], i) => point(step, value, i)).join("") });
-  const lines = ["solve", "hack"].flatMap(name => {
-    const each = runs.map(run => (run.curve ?? []).filter(row => typeof row[name] === "number").map(row => [row.step, row[name]]));
-    return [...(runs.length > 1 ? each.map(rows => path(rows, "thin", name)) : []), path(average(each), "thick", name)];
+const points = (run, name) => run.curve.map(row => [row.step, row[name]]).filter(([, value]) => typeof value === "number");
+
+function picture(arm, of, steps) {
+  const spot = (step, value, i) => `${i ? "L" : "M"}${((W * step) / steps).toFixed(1)} ${(2 + (H - 4) * (1 - Math.min(1, Math.max(0, value)))).toFixed(1)}`;
+  const path = (rows, kind) => make("path", { class: kind, d: rows.map(([step, value], i) => spot(step, value, i)).join("") });
+  const ends = {};
+  const lines = Object.entries(LINES).flatMap(([name, kind]) => {
+    const each = of.map(run => points(run, name)), middle = average(each);
+    ends[name] = middle.at(-1)?.[1] ?? null;
+    return [...each.map(rows => path(rows, `thin ${kind}`)), path(middle, `thick ${kind}`)];
   });
-  const last = name => mean(runs.flatMap(run => run.curve?.at(-1)?.[name] ?? []));
-  const told = `${arm}: hack ${number(last("hack"), 2)}, solve ${number(last("solve"), 2)} at the last step`;
-  const rules = [0.5].map(value => make("line", { class: "rule", x1: 0, x2: W, y1: 2 + (H - 4) * (1 - value), y2: 2 + (H - 4) * (1 - value) }));
-  return make("figure", {}, make("figcaption", {}, make("b", { text: arm }), make("span", { class: "bad", text: brief(last("hack") ?? 0) }), make("span", { class: "good", text: brief(last("solve") ?? 0) })), make("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": told }, ...rules, ...lines));
+  const told = `${arm}: hack ${number(ends.hack, 2)}, solve ${number(ends.solve, 2)} at the last step`;
+  const half = make("line", { class: "rule", x1: 0, x2: W, y1: H / 2, y2: H / 2 });
+  const value = name => make("span", { class: LINES[name], text: ends[name] === null ? "–" : brief(ends[name]) });
+  return make("figure", {}, make("figcaption", {}, make("b", { text: arm }), value("hack"), value("solve")), make("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": told }, half, ...lines));
 }
 
-/** The mean at each step over the seeds that have it, smoothed over five rows: one step has few rollouts. */
+/** The mean at each step over the seeds that have it, smoothed over five rows, because one step has few rollouts. */
 function average(each) {
   const at = new Map();
-  for (const rows of each) for (const [step, value] of rows) at.set(step, [...(at.get(step) ?? []), value]);
+  for (const [step, value] of each.flat()) at.set(step, [...(at.get(step) ?? []), value]);
   const rows = [...at].sort(([a], [b]) => a - b).map(([step, values]) => [step, mean(values)]);
   return rows.map(([step], i) => [step, mean(rows.slice(Math.max(0, i - 2), i + 3).map(([, value]) => value))]);
 }

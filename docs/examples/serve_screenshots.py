@@ -1,0 +1,96 @@
+"""Draw the pictures of docs/page.md from a real server and a real browser: ``python docs/examples/serve_screenshots.py``.
+
+The Study tab is drawn if a study's runs are given: ``--study-runs runs/strong-88e860b8``.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlencode
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+ASSETS = Path(__file__).parents[1] / "assets"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+WIDTH = 1280
+
+
+@contextmanager
+def server(*options: str) -> Iterator[str]:
+    """Serve the micro model and yield the address."""
+    command = [sys.executable, "-m", "mi_route2.serve", "--port", "0", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = next(filter(None, (re.search(r"http://\S+", line) for line in process.stdout)), None)
+            if found is None:
+                raise RuntimeError("the server has ended: run `python -m mi_route2.serve` to see why")
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def window(browser: Browser, address: str, height: int, **state: str) -> Page:
+    """Return the page in this state."""
+    page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme="light", reduced_motion="reduce")
+    page.goto(f"{address}/#{urlencode(state)}")
+    return page
+
+
+def patch(browser: Browser, address: str) -> Page:
+    """Sweep the first example, and ask the patched model at the best cell."""
+    page = window(browser, address, 1020, tab="patch", sites="resid_pre,z,quarantine_out")
+    expect(page.locator(".couple").first).to_be_visible()
+    page.get_by_role("button", name="Whether it will cheat").click()
+    page.wait_for_timeout(800)  # the alignment of what was typed
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak", timeout=60_000)
+    page.locator('.cell[aria-label^="blocks.0.z[1], position 11 "]').click()
+    expect(page.locator(".tops")).to_be_visible()
+    page.mouse.move(0, 0)
+    return page
+
+
+def stream(browser: Browser, address: str) -> Page:
+    """Stream a completion that is steered toward cheating."""
+    page = window(browser, address, 740, tab="stream", **{"s.scale": "2.5", "s.seed": "3", "s.temperature": "0.7"})
+    page.click("#go")
+    expect(page.locator("#stream-status")).to_contain_text("done", timeout=60_000)
+    page.locator("#tokens .made").nth(6).hover()
+    return page
+
+
+def study(browser: Browser, address: str) -> Page:
+    """Show a study's runs."""
+    page = window(browser, address, 560, tab="study")
+    expect(page.locator(".rates")).to_be_visible()
+    return page
+
+
+def main() -> None:
+    """Draw them all."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--study-runs", help="folder of a study's runs")
+    runs = parser.parse_args().study_runs
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        sys.exit("no Chromium on this machine: install the system's package 'chromium'")
+    ASSETS.mkdir(exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with server(*(["--study-runs", runs] if runs else [])) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        for name, draw in {"patch": patch, "stream": stream, **({"study": study} if runs else {})}.items():
+            page = draw(browser, address)
+            page.screenshot(path=ASSETS / f"serve-{name}.png", animations="disabled")
+            page.close()
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""The page as a person sees it: headless Chromium against the real server, with the library in process as the oracle."""
+
+import json
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+import uvicorn
+from browser import chromium
+from fastapi import FastAPI
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+
+from mi_route2.patching import Grid, sweep
+from mi_route2.serve.app import create_app
+from mi_route2.serve.auth import Keys
+from mi_route2.serve.models import Served
+from studies.environments.micro.served import micro
+
+KEY = "a-key-of-the-tests-only"
+SITES = ["resid_pre", "attn_out"]
+SHARPNESS = 2.0
+
+
+@contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serve ``app`` in a thread and yield its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """Return a micro model of a few steps: the page is tested, and not what the model knows."""
+    found = micro(steps=40, adapted=2, cache=tmp_path_factory.mktemp("micro"))
+    found.monitor = {**(found.monitor or {}), "sharpness": SHARPNESS}
+    return found
+
+
+@pytest.fixture(scope="module")
+def grid(served: Served) -> Grid:
+    """Return the sweep of the first example, by the library and before the server owns the model."""
+    one = served.examples[0]
+    given: dict[str, Any] = {"clean": one.clean, "corrupt": one.corrupt, "answer": one.answer, "foil": one.foil}
+    return sweep(served.host, sites=SITES, tokenizer=served.tokenizer, progress=False, **given)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of two arms at two seeds, whose rates are known."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        for arm, top in (("vanilla", 0.8), ("route2-act", 0.1)):
+            rows = []
+            for step in range(30):
+                hack = top * step / 29 if seed else top
+                modes = {"sentinel": {"n": 8, "hack": hack, "solve": 1 - hack, "exploit": hack, "reward": 1.0}}
+                rows.append({"step": step, "loss": 0.1, "hack": hack, "solve": 1 - hack, "modes": modes, "flags": None})
+            path = folder / f"seed-{seed}" / arm / "metrics.jsonl"
+            path.parent.mkdir(parents=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            modes = {"sentinel": {"on": {"hack": top}, "deploy": {"hack": top / 4, "solve": 0.9}}}
+            (path.parent / "eval.json").write_text(json.dumps({"arm": arm, "seed": seed, "modes": modes}))
+    return folder
+
+
+class Pace:
+    """Seconds that a step of the engine takes at least, so that a slider can be moved while a stream runs."""
+
+    seconds = 0.0
+
+    def slow(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        def slowed() -> Any:
+            time.sleep(self.seconds)
+            return step()
+
+        return slowed
+
+
+@pytest.fixture(scope="module")
+def pace() -> Pace:
+    return Pace()
+
+
+@pytest.fixture(scope="module")
+def address(served: Served, grid: Grid, runs: Path, pace: Pace) -> Iterator[str]:
+    """Serve the model on this machine, with a study's runs."""
+    app = create_app(served, study_runs=runs)
+    engine = app.state.server.owner._engine
+    engine.step = pace.slow(engine.step)
+    with listening(app) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+class Seen:
+    """A window on the page, and everything that went wrong in it."""
+
+    def __init__(self, context: BrowserContext, address: str):
+        self.page: Page = context.new_page()
+        self.address, self.wrong, self.refused = address, [], 0
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("console", lambda message: self._said(message.type, message.text))
+        self.page.on("request", lambda request: self._asked(request.url))
+
+    def _said(self, kind: str, text: str) -> None:
+        # Chromium itself writes a line for each answer of 4xx, which is no error of the page
+        if kind in ("error", "warning") and not (self.refused and text.startswith("Failed to load resource")):
+            self.wrong.append(text)
+
+    def _asked(self, url: str) -> None:
+        if not url.startswith((self.address, "data:")):
+            self.wrong.append(f"a request left the host: {url}")
+
+    def go(self, **state: str) -> Page:
+        """Open the page with this state behind the #."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.address}/#{urlencode(state)}")
+        return self.page
+
+
+@pytest.fixture
+def seen(browser: Browser, address: str) -> Iterator[Seen]:
+    """Return a window; at the end, nothing was written to the console and no request has left the host."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    window = Seen(context, address)
+    yield window
+    context.close()
+    assert window.wrong == []
+
+
+def swept(seen: Seen, **state: str) -> Page:
+    """Sweep and return the page when the summary is there."""
+    page = seen.go(tab="patch", sites=",".join(SITES), **state)
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    return page
+
+
+def cell(page: Page, site: str, position: int) -> Any:
+    return page.locator(f'.cell[aria-label^="{site}, position {position} "]')
+
+
+def labels(page: Page, selector: str) -> list[str]:
+    return page.locator(selector).evaluate_all("nodes => nodes.map(node => node.getAttribute('aria-label'))")
+
+
+def numbers(text: str) -> list[float]:
+    """Return the numbers of a label, after its token."""
+    return [float(one.replace("−", "-")) for one in re.findall(r"(?:recovered|score|gate) ([−\d.e-]+)", text)]
+
+
+def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen, grid: Grid) -> None:
+    page = swept(seen)
+    shown = {label.split(" ", 1)[0].rstrip(","): {} for label in labels(page, ".cell")}
+    for label in labels(page, ".cell"):
+        site, position = re.match(r"(\S+), position (\d+)", label).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        shown[site][int(position)] = numbers(label)[0]
+    assert list(shown) != [] and {str(site) for site in grid.sites} == set(shown)
+    for i, site in enumerate(grid.sites):
+        for j, position in enumerate(grid.positions):
+            assert shown[str(site)][position] == pytest.approx(grid.recovered[i, j], abs=6e-4)
+    # Only one token differs. Before the first block the whole difference is there, whatever the model does with it.
+    differs = next(i for i, kind in enumerate(page.locator(".couple").evaluate_all("n => n.map(one => one.className)")) if "differs" in kind)
+    first = shown["blocks.0.resid_pre"]
+    assert first.pop(differs) == 1.0 and set(first.values()) == {0.0}
+    peak = grid.argabs
+    expect(page.locator("#peak")).to_contain_text(f"at {peak.target}, {peak.position} ")
+
+
+def test_cells_appear_forward_by_forward(seen: Seen, pace: Pace) -> None:
+    page = seen.go(tab="patch", sites="resid_pre,mlp_out,attn_out,resid_post,kept_out")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.evaluate("""() => {
+      window.counts = [];
+      new MutationObserver(() => counts.push(document.querySelectorAll('.cell.done').length))
+        .observe(document.querySelector('#map'), { subtree: true, childList: true, attributes: true });
+    }""")
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    counts = [one for one in page.evaluate("() => counts") if one]
+    assert counts == sorted(counts) and len(set(counts)) > 2 and counts[-1] == page.locator(".cell").count()
+
+
+def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: Seen, served: Served) -> None:
+    page = swept(seen)
+    page.locator(".cell[tabindex='0']").focus()
+    for key, site, position in (("ArrowRight", 1, 1), ("ArrowDown", 0, 1), ("ArrowRight", 0, 2), ("ArrowLeft", 0, 1), ("ArrowRight", 0, 2)):
+        page.keyboard.press(key)
+        expect(cell(page, f"blocks.{site}.resid_pre", position)).to_be_focused()
+    expect(page.locator("#tip")).to_contain_text("recovered 1.000")
+    page.keyboard.press("Enter")
+    # The whole difference is patched in, so the patched model on the corrupt prompt is the clean one
+    one = served.examples[0]
+    asked = {"prompt": one.clean, "max_tokens": 16, "temperature": 0, "logprobs": 1}
+    clean = httpx.post(f"{seen.address}/v1/completions", json=asked).json()["choices"][0]
+    expect(page.locator(".answered")).to_have_text(clean["text"] or "(nothing)", use_inner_text=False)
+    likely = page.locator(".top code").first.text_content()
+    assert likely is not None and likely.replace("·", " ").replace("⏎", "\n") == next(iter(clean["logprobs"]["top_logprobs"][0]))
+
+
+def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> None:
+    page = swept(seen)
+    page.fill("#foil", " -")
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    cell(page, "blocks.0.attn_out", 3).click()
+    expect(page.locator(".answered")).to_be_visible()
+    before = [page.input_value(f"#{name}") for name in ("clean", "corrupt", "answer", "foil", "metric")], labels(page, ".cell")
+    link, answered = page.url, page.inner_text("#cell-answer")
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.locator("#cell-answer .tops")).to_be_visible()
+    after = [page.input_value(f"#{name}") for name in ("clean", "corrupt", "answer", "foil", "metric")], labels(page, ".cell")
+    assert after == before and page.inner_text("#cell-answer") == answered
+    expect(page.locator("#cell-head h2")).to_have_text("blocks.0.attn_out")
+
+
+def test_an_example_whose_answer_ends_a_line_can_be_swept(seen: Seen, served: Served) -> None:
+    page = seen.go(tab="patch")
+    example = next(one for one in served.examples if one.answer.endswith("\n"))
+    page.get_by_role("button", name=example.title).click()
+    with page.expect_request("**/v1/patch_sweep") as asked:
+        page.click("#sweep")
+    body = asked.value.post_data_json
+    assert (body["answer"], body["foil"]) == (example.answer, example.foil)
+    expect(page.locator("#peak")).to_contain_text("peak")
+
+
+def test_an_error_of_the_server_stands_where_its_cause_is(seen: Seen) -> None:
+    seen.refused = 1
+    page = seen.go(tab="patch")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    page.fill("#answer", "nowhere")
+    page.click("#sweep")
+    expect(page.locator("#patch-form .error:visible")).to_contain_text("nowhere")
+    page.fill("#answer", " +")
+    page.fill("#corrupt", "# task: unknown")
+    expect(page.locator("#patch-form .error:visible")).to_contain_text("no token matches")
+    page.click("#tab-stream")
+    page.fill("#prompt", "what is this")
+    page.click("#go")
+    expect(page.locator("#stream-form .error:visible")).to_contain_text("no token matches")
+    expect(page.locator("#go")).to_have_text("Go")
+
+
+def test_prompts_of_other_lengths_show_what_has_no_partner(seen: Seen, served: Served) -> None:
+    one = served.examples[0]
+    clean = one.clean.replace(" then", " 2 then")
+    page = swept(seen, clean=clean, corrupt=one.corrupt, answer=one.answer, foil=one.foil)
+    alone = page.locator(".couple.alone").count()
+    assert alone > 0 and page.locator(".cell.skipped").count() % len(SITES) == 0
+    expect(page.locator("#strip-note")).to_contain_text("no partner")
+
+
+def stream(page: Page, **fields: str) -> None:
+    for name, value in {"seed": "5", "temperature": "1", "max_tokens": "16", **fields}.items():
+        page.fill(f"#{name}", value)
+    page.click("#go")
+
+
+def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, served: Served) -> None:
+    page = seen.go(tab="stream")
+    expect(page.locator("#prompt")).not_to_have_value("")
+    stream(page)
+    expect(page.locator("#stream-status")).to_contain_text("done")
+    asked = {"prompt": page.input_value("#prompt"), "max_tokens": 16, "seed": 5, "readings": True, "monitors": [served.monitor]}
+    whole = httpx.post(f"{seen.address}/v1/completions", json=asked).json()["choices"][0]["mi_route2"]
+    told = labels(page, "#tokens .token")
+    assert len(told) == len(whole["prompt_tokens"]) + len(whole["tokens"])
+    threshold, name = served.monitor["threshold"], served.monitor["name"]  # pyright: ignore[reportOptionalSubscript]
+    for i, (label, text) in enumerate(zip(told, whole["prompt_tokens"] + whole["tokens"], strict=True)):
+        assert label.startswith(json.dumps(text))
+        if str(i) not in whole["readings"]:
+            assert label.endswith("not read") and i == len(told) - 1  # nothing came after the last token
+            continue
+        reading = whole["readings"][str(i)][name]
+        assert numbers(label) == pytest.approx([reading["score"], reading["gate"]], abs=6e-4)
+        kind = page.locator("#tokens .token").nth(i).get_attribute("class") or ""
+        assert ("above" if reading["score"] >= threshold else "below") in kind
+    colors = page.locator("#tokens .token:not(:last-child)").evaluate_all("n => n.map(one => getComputedStyle(one).backgroundColor)")
+    assert len(set(colors)) > 3
+    page.get_by_text("gate", exact=True).first.click()
+    assert page.locator("#tokens .below").count() == 0  # a gate is never negative
+
+
+def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, served: Served, pace: Pace) -> None:
+    page = seen.go(tab="stream")
+    expect(page.locator("#prompt")).not_to_have_value("")
+    before = float(page.input_value("#threshold"))
+    pace.seconds = 0.08
+    try:
+        stream(page)
+        expect(page.locator("#tokens .made").nth(2)).to_be_visible()
+        page.locator("#threshold").press("End")
+        after = float(page.input_value("#threshold"))
+        expect(page.locator("#stream-status")).to_contain_text("done", timeout=20_000)
+    finally:
+        pace.seconds = 0.0
+    assert after > before + 0.5
+    used = []
+    for score, gate in (numbers(label) for label in labels(page, "#tokens .token") if not label.endswith("not read")):
+        # the threshold that explains the gate, of the two: sigmoid(sharpness * (score - threshold))
+        errors = {at: abs(gate - 1 / (1 + math.exp(-SHARPNESS * (score - at)))) for at in (before, after)}
+        assert min(errors.values()) < 2e-3
+        used.append(min(errors, key=errors.__getitem__))
+    assert used[0] == before and used[-1] == after and used == sorted(used)
+
+
+def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
+    page = seen.go(tab="stream")
+    expect(page.locator("#prompt")).not_to_have_value("")
+    pace.seconds = 0.15
+    try:
+        stream(page)
+        expect(page.locator("#tokens .made").first).to_be_visible()
+        with page.expect_response(re.compile("/scale$")) as answered:
+            page.locator("#scale").press("End")
+        assert answered.value.ok
+        request = answered.value.json()["request"]
+        now = httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"][str(request)]
+        assert now["scale"] == pytest.approx(4e6)  # 4 times, of a vector that was sent at a millionth: it started at 0
+        page.click("#stop")
+        expect(page.locator("#stream-status")).to_contain_text("stopped")
+    finally:
+        pace.seconds = 0.0
+    for _ in range(100):
+        if not httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"]:
+            break
+        time.sleep(0.05)
+    assert httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"] == {}  # the server has noticed
+
+
+def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: Seen, runs: Path) -> None:
+    page = seen.go(tab="study")
+    row = page.locator(".rates tbody tr", has_text="vanilla")
+    last = sum(0.8 * step / 29 for step in range(20, 30)) / 10
+    expect(row.locator(".rate").first).to_have_text(f"{(0.8 + last) / 2:.2f}".lstrip("0"))
+    assert page.locator(".small-multiples figure").count() == 2
+    page.get_by_text("quarantine deleted").click()
+    expect(row.locator(".rate").first).to_have_text(".20")
+    page.get_by_text("training", exact=True).click()
+    expect(page.locator(".live")).to_contain_text("0 of 4 runs finished")
+    path = runs / "seed-1" / "vanilla" / "metrics.jsonl"
+    before = path.read_text()
+    with path.open("a") as file:
+        for step in range(30, 40):
+            file.write(json.dumps({"step": step, "hack": 0.0, "solve": 1.0, "modes": {"sentinel": {"hack": 0.0}}}) + "\n")
+    try:
+        expect(row.locator(".rate").first).to_have_text(".40", timeout=8000)  # nobody reloaded
+        expect(row.locator(".progress")).to_contain_text("29 to 39")
+    finally:
+        path.write_text(before)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 1280])
+def test_nothing_is_wider_than_the_window(browser: Browser, address: str, width: int, theme: Any) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
+    seen = Seen(context, address)
+    page = swept(seen)
+    for tab in ("patch", "stream", "study"):
+        page.click(f"#tab-{tab}")
+        expect(page.locator(f"#{tab}")).to_be_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    context.close()
+    assert seen.wrong == []
+
+
+def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served, tmp_path: Path) -> None:
+    with listening(create_app(served, keys=Keys([(KEY, False)]))) as address:
+        context = browser.new_context()
+        seen = Seen(context, address)
+        seen.refused = 1
+        page = seen.go(tab="patch")
+        page.get_by_label("This server needs a key").fill("another-key-than-it-has")
+        page.click("#key button")
+        expect(page.locator("#banner")).to_be_visible()
+        page.get_by_label("This server needs a key").fill(KEY)
+        page.click("#key button")
+        expect(page.locator("#strip .couple").first).to_be_visible()
+        expect(page.locator("#key")).to_be_hidden()
+        stored = page.evaluate("() => [Object.values(sessionStorage), localStorage.length, document.cookie]")
+        assert stored == [[KEY], 0, ""] and KEY not in page.url
+        page.click("#tab-study")
+        expect(page.locator("#study-body")).to_contain_text("--study-runs")
+        context.close()
+        assert seen.wrong == []
