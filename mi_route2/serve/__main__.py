@@ -21,7 +21,12 @@ from typing import Annotated
 
 import torch
 import tyro
-import uvicorn
+
+try:
+    import fastapi  # noqa: F401
+    import uvicorn
+except ModuleNotFoundError as error:
+    sys.exit(f"the server needs {error.name}, which is not installed: pip install 'mi-route2[serve]'")
 
 from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import LOOPBACK, Keys
