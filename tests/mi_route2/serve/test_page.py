@@ -349,6 +349,19 @@ def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen,
     assert used == sorted(used)
 
 
+def test_a_probe_of_two_prompts_puts_them_half_a_unit_on_either_side_of_its_threshold(seen: Seen, served: Served) -> None:
+    one = served.examples[0]
+    page = seen.go(tab="stream", clean=one.clean, corrupt=one.corrupt, **{"s.block": "0"})  # as a link does it
+    expect(page.locator("#threshold-note")).to_contain_text("toward clean at blocks.0.resid_post")
+    threshold = float(page.input_value("#threshold"))
+    last = len(served.encode(one.clean)) - 1
+    for prompt, side in ((one.clean, 0.5), (one.corrupt, -0.5)):
+        page.fill("#prompt", prompt)
+        stream(page)
+        expect(page.locator("#stream-status")).to_contain_text("done")
+        assert numbers(labels(page, "#tokens .token")[last])[0] - threshold == pytest.approx(side, abs=0.01)
+
+
 def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
