@@ -80,9 +80,12 @@ function restore(prompts) {
   lens.checked = true;
 }
 
+/** The readings that set a scale: not the first token's, which many models give activations ten times as large as any other's. */
+const typical = () => tokens.flatMap(({ reading, threshold }, position) => (reading && position ? [{ ...reading, threshold }] : []));
+
 /** The slider's ends: the monitor's own unit, known only from what was read. */
 function limits() {
-  const scores = tokens.flatMap(one => (one.reading ? [one.reading.score] : []));
+  const scores = typical().map(one => one.score);
   const now = Number($("threshold").value);
   const low = Math.min(now - 1, ...scores), high = Math.max(now + 1, ...scores);
   const slider = $("threshold"), room = scores.length ? (high - low) * 0.1 : 3;
@@ -286,7 +289,7 @@ function read(position, readings) {
 
 function repaint() {
   const by = lens(), middle = by === "score" ? Number($("threshold").value) : 0;
-  const sizes = tokens.flatMap(one => (one.reading ? [Math.abs(one.reading[by] - middle)] : []));
+  const sizes = typical().map(one => Math.abs(one[by] - middle));
   const reach = by === "gate" ? 1 : Math.max(0, ...sizes) || 1;
   for (const one of tokens) if (one.reading) paint(one, one.reading[by] - middle, reach);
   drawLegend(by, middle, reach, sizes.length);
@@ -314,9 +317,9 @@ const HEIGHT = 96, GATE = 22;
 function drawTrace() {
   const points = tokens.flatMap(({ reading, threshold }, position) => (reading ? [{ position, threshold, ...reading }] : []));
   if (points.length < 2) return $("trace").replaceChildren();
-  const every = points.flatMap(({ score, threshold }) => [score, threshold]);
+  const every = typical().flatMap(({ score, threshold }) => [score, threshold]);
   const low = Math.min(...every), span = Math.max(...every) - low || 1, last = Math.max(tokens.length - 1, 1);
-  const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - (value - low) / span)).toFixed(1);
+  const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - Math.min(1, Math.max(0, (value - low) / span)))).toFixed(1);
   const line = points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one.score)}`).join("");
   // A threshold holds until the next one: a slope between them would show values that never were
   const steps = points.map((one, i) => `${i ? `H${x(one.position - 0.5)}V` : `M${x(one.position)} `}${y(one.threshold)}`).join("") + `H${x(points.at(-1).position)}`;
