@@ -1,0 +1,107 @@
+"""A checkpoint of transformers with its own tokenizer and chat template, and adapters from a folder, behind the server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.adapters.io import save_pretrained
+from mi_route2.engine import Engine, Request, Sampling
+from mi_route2.hosts.load import load as load_host
+from mi_route2.serve.models import Readable, load
+from mi_route2.sites import Site
+from tests.support.served import Running, running
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a random Llama whose tokens are bytes, so that what it writes is mostly no text, and adapters for it."""
+    folder = tmp_path_factory.mktemp("bytes")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {word: i for i, word in enumerate([*alphabet, "<eos>"])}
+    inner = Tokenizer(BPE(words, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", chat_template=TEMPLATE)
+    tokenizer.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(words), max_position_embeddings=256, num_key_value_heads=2, eos_token_id=256, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder / "base")
+    host = load_host(folder / "base")
+    draw = torch.Generator().manual_seed(1)
+    adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p.add_(0.5 * torch.randn(p.shape, generator=draw))
+    save_pretrained(adapters, folder / "adapters", "full")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint: Path) -> Iterator[Running]:
+    with running(load(str(checkpoint / "base"), adapters=checkpoint / "adapters"), exact=True) as one:
+        yield one
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+@pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
+def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI, mode: Any) -> None:
+    served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)
+    text = "<|system|>Be short.<|user|>Grüße<|assistant|>"
+    ids = tuple(served.tokenizer.encode(text))
+    engine = Engine(served.host, exact=True, tokenizer=Readable(served.tokenizer))
+    (truth,) = engine.generate([Request(ids, Sampling(max_new=8, logprobs=0, stop_tokens=(256,)))])
+    served.opened.close()
+    messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Grüße"}]}]
+    asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    if mode == "reference":
+        with pytest.raises(openai.BadRequestError, match="--mode reference"):
+            client.chat.completions.create(**asked, extra_body={"adapters": mode})
+        return
+    choice: Any = client.chat.completions.create(**asked, extra_body={"adapters": mode}).choices[0]
+    assert choice.mi_route2["prompt_token_ids"] == list(ids)
+    assert choice.message.content == truth.text
+    assert [one.logprob for one in choice.logprobs.content] == truth.logprobs
+
+
+@pytest.mark.parametrize("stop", [None, ["e", "\ufffd\ufffd"]])
+def test_bytes_that_are_no_text_are_streamed_as_they_are_told_whole(client: openai.OpenAI, stop: Any) -> None:
+    asked: dict[str, Any] = {"model": "base", "prompt": "Grüße", "max_tokens": 24, "n": 2, "seed": 5, "stop": stop}
+    whole = {one.index: one.text for one in client.completions.create(**asked, extra_body={"ignore_eos": True}).choices}
+    pieces: dict[int, str] = {}
+    for chunk in client.completions.create(**asked, stream=True, extra_body={"ignore_eos": True}):
+        for one in chunk.choices:
+            pieces[one.index] = pieces.get(one.index, "") + one.text
+    assert pieces == whole
+
+
+def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
+    modes = {"full": (True, True, False), "deployed": (False, True, False), "reference": (False, False, True)}
+    for mode, served_modes in modes.items():
+        served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)  # pyright: ignore[reportArgumentType]
+        assert tuple(served.modes.values()) == served_modes
+        fires = any(site.point == "quarantine_out" for site in served.host.sites())
+        assert served.closing("deployed", 16) is None or mode == "full"
+        assert fires or mode != "full"
+        served.opened.close()
+    plain = load(str(checkpoint / "base"))
+    assert all(plain.modes.values())
+    with pytest.raises(ValueError, match="no adapters"):
+        load(str(checkpoint / "base"), mode="deployed")
+    assert plain.host.capture([Site(0, "resid_pre")], torch.zeros((1, 1), dtype=torch.long))
