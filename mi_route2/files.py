@@ -188,8 +188,8 @@ def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tens
             tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a complete safetensors file ({error}); delete it and write it again") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{path} has a header that is not a JSON object; delete it and write it again")
+    if not isinstance(header, dict) or not all(isinstance(entry, str) for entry in header.values()):
+        raise ValueError(f"{path} has a header that is not a JSON object of texts; delete it and write it again")
     checksum = header.pop(CHECKSUM, None)
     if checksum is None and not unchecked:
         raise ValueError(

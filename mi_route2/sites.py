@@ -171,18 +171,16 @@ def module_at(model: nn.Module, architecture: Architecture, path: str) -> nn.Mod
 def block_paths(model: nn.Module, architecture: Architecture) -> list[str]:
     """Return the module path of every block; ``ValueError`` if two layers are one module, which has one set of hooks for both."""
     blocks = module_at(model, architecture, architecture.blocks)._modules.items()
-    _refuse_shared(model, ((layer, block and block._modules.get(WRAPPED, block)) for layer, block in blocks))
+    _refuse_shared(model, ((f"layer {layer}", block and block._modules.get(WRAPPED, block)) for layer, block in blocks))
     return [f"{architecture.blocks}.{layer}" for layer, _ in blocks]
 
 
 def refuse_shared(model: nn.Module, architecture: Architecture) -> None:
-    """Raise ``ValueError`` if two layers share a module at which sites are read: its values would be those of either layer."""
+    """Raise ``ValueError`` if one module stands at two places at which sites are read: its values would be those of either."""
     points = {at.path for at in architecture.points.values() if not isinstance(at, str) and not at.linear}
-    parts = (points | {at.path for at in architecture.linears.values()}) - {""}
-    for part in sorted(parts):
-        _refuse_shared(
-            model, ((path.rpartition(".")[2], _part(model, f"{path}.{part}")) for path in block_paths(model, architecture))
-        )
+    parts = sorted((points | {at.path for at in architecture.linears.values()}) - {""})
+    paths = [f"{block}.{part}" for block in block_paths(model, architecture) for part in parts]
+    _refuse_shared(model, ((path, _part(model, path)) for path in (*paths, architecture.unembed)))
 
 
 def _part(model: nn.Module, path: str) -> nn.Module | None:
@@ -193,12 +191,12 @@ def _part(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _refuse_shared(model: nn.Module, modules: Iterable[tuple[str, nn.Module | None]]) -> None:
-    layers: dict[int, str] = {}
-    for layer, module in modules:
-        if module is not None and (first := layers.setdefault(id(module), layer)) != layer:
+    places: dict[int, str] = {}
+    for place, module in modules:
+        if module is not None and (first := places.setdefault(id(module), place)) != place:
             raise ValueError(
-                f"layers {first} and {layer} of this {type(model).__name__} share one {type(module).__name__}, so a site of one "
-                "would be a site of both: give each layer modules of its own (their parameters may be tied)"
+                f"{first} and {place} of this {type(model).__name__} are one {type(module).__name__}, so a site of one would be a "
+                "site of both: give each a module of its own (their parameters may be tied)"
             )
 
 

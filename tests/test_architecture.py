@@ -207,17 +207,19 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A fresh install must be able to import all of the wheel but the benchmarks and the lanes, which have extras of their own."""
+    """A fresh install must be able to import all of the wheel but the benchmarks, the lanes and the server, which have extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extra = project["optional-dependencies"]["lanes"]
-    declared, lanes = (
-        {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in texts} for texts in (project["dependencies"], extra)
+    extras = project["optional-dependencies"]
+    declared, lanes, serve = (
+        {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in texts}
+        for texts in (project["dependencies"], extras["lanes"], [*extras["serve"], "starlette"])  # which fastapi is made of
     )
     assert set(BROUGHT_BY.values()) <= declared
     known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
     for name, targets in direct().items():
         if not within(name, "studies.benchmarks"):
             known_here = known | lanes if within(name, "studies.lanes") else known
+            known_here = known_here | serve if within(name, "mi_route2.serve") else known_here
             known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra
             foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

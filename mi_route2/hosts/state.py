@@ -1,7 +1,10 @@
-"""Fingerprint of a model's state: its weights, the switches of its adapters, and hooks on its modules.
+"""Fingerprint of a model's state: its weights and modules, their settings and code, the switches of adapters, and hooks.
 
 Cached keys and values are valid for one such state only.
 """
+
+from collections.abc import Mapping
+from types import NoneType
 
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
@@ -12,7 +15,7 @@ from mi_route2.hosts.base import Host
 
 
 class ModelState:
-    """Detector of changes to a model: weights written or replaced, modules exchanged, adapters switched, hooks put on or removed.
+    """Detector of changes to a model: weights, modules, their settings (scales, epsilons) and code, adapters' switches, and hooks.
 
     ``look`` walks the whole model and reads all of its bytes (9 GB/s on one core, .05 s for 125M float32 weights), because torch's
     version counters miss the writes of fused optimizers and writes through ``p.data``. ``changed`` is a quick check of everything
@@ -24,6 +27,7 @@ class ModelState:
         # Kept alive, so that no later module or tensor can have the id of one that was removed.
         self._modules: list[nn.Module] = []
         self._tensors: list[Tensor] = []
+        self._settings: list[tuple[Mapping[str, object], str]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
         self.current: tuple[object, ...] = ()
@@ -35,6 +39,7 @@ class ModelState:
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())
+        self._settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         content = checksum(named)
         self.current = (*self._quick(), content)
@@ -44,7 +49,7 @@ class ModelState:
 
     @property
     def changed(self) -> bool:
-        """True if since the last ``look`` torch counted a write, or a tensor, a module, a hook or a switch is another one."""
+        """True if since the last ``look`` torch counted a write, or a tensor, module, setting, hook or switch is another one."""
         return self._quick() != self.current[:-1]
 
     def weights(self) -> str:
@@ -62,4 +67,12 @@ class ModelState:
         # torch never uses the id of a hook again
         hooks = tuple(n for m in self._modules for n in (*m._forward_hooks, *m._forward_pre_hooks))
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
-        return versions, places, hooks, everywhere, tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
+        # A forward that was put on the module itself, another class, another scale or epsilon.
+        code = (*map(type, self._modules), *(own.get(name) for own, name in self._settings))
+        boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
+        return versions, places, hooks, everywhere, code, boards
+
+
+def _settings(module: nn.Module) -> list[str]:
+    """Return the names of the module's public numbers, switches and texts (private ones are notes of its forward)."""
+    return [name for name, value in vars(module).items() if type(value) in (bool, int, float, str, NoneType) and name[0] != "_"]

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -242,14 +242,21 @@ def unit(v: Tensor, site: str = "") -> Tensor:
     if not norm > 0:
         at = f" ({site})" if site else ""
         raise ValueError(
-            f"a contrast of norm 0 has no direction{at}: are the hack and clean sides of the pairs the same, or so short that "
-            "only rounding errors remain (attention to one token has no gradient)?"
+            f"a contrast of norm 0 has no direction{at}: are the hack and clean sides of the pairs the same (in another order, "
+            "perhaps), or so short that only rounding errors remain (attention to one token has no gradient)?"
         )
     return (v / norm).contiguous()
 
 
-def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Tensor]:
-    """Return, per site, ``f(hack) - f(clean)`` with one row per pair; for ``full``, each side is first scaled to unit norm."""
+class Contrast(NamedTuple):
+    """``f(hack) - f(clean)`` of every pair, and the norm up to which their mean may be a rounding error."""
+
+    rows: Float[Tensor, "n ..."]
+    noise: Tensor
+
+
+def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Contrast]:
+    """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
     if kind == "act" and policy.adapters not in bases:
         bases[policy.adapters] = coordinates(policy.adapters)
     basis = bases.get(policy.adapters, {})
@@ -267,15 +274,22 @@ def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Base
     return {site: contrast(rows(hack, floor[0], site), rows(clean, floor[1], site)) for site in policy.adapters.sites}
 
 
-def contrast(hack: Tensor, clean: Tensor) -> Tensor:
-    """Return ``hack - clean``, rows ``[n, ...]``.
+def contrast(hack: Tensor, clean: Tensor) -> Contrast:
+    """Return the contrast of features ``[n, ...]``.
 
     A row whose two sides are equal up to rounding is set to 0, because its rounding error would look like a direction.
     """
     delta = hack - clean
     size = torch.maximum(hack.flatten(1).norm(dim=1), clean.flatten(1).norm(dim=1))
-    real = delta.flatten(1).norm(dim=1) > 32 * torch.finfo(delta.dtype).eps * size
-    return torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta))
+    noise = 32 * torch.finfo(delta.dtype).eps * size
+    real = delta.flatten(1).norm(dim=1) > noise
+    return Contrast(torch.where(real.view(-1, *[1] * (delta.ndim - 1)), delta, torch.zeros_like(delta)), noise.mean())
+
+
+def mean_direction(contrast: Contrast, site: str) -> Tensor:
+    """Return the unit vector along the mean contrast; ``ValueError`` if the pairs cancel up to rounding."""
+    mean = contrast.rows.mean(dim=0)
+    return unit(mean if mean.norm() > contrast.noise else torch.zeros_like(mean), site)
 
 
 @checked
@@ -291,7 +305,7 @@ class PersonaFitter:
 
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = differences(policy, self.pairs, self.kind, self._bases)
-        vectors = {site: unit(d.mean(dim=0), site) for site, d in deltas.items()}
+        vectors = {site: mean_direction(delta, site) for site, delta in deltas.items()}
         return Directions(vectors, Provenance(self.name, self.kind, self.pairs.pairs_hash, policy.adapters.base_hash, step))
 
 
@@ -321,7 +335,7 @@ class TopKFitter:
             )
 
     def fit(self, policy: Policy, step: int) -> Directions:
-        deltas = differences(policy, self.pairs, self.kind, self._bases)
+        deltas = {site: found.rows for site, found in differences(policy, self.pairs, self.kind, self._bases).items()}
         axes, strengths = {}, {}
         for site, delta in deltas.items():
             _, S, Vh = torch.linalg.svd(delta.flatten(1), full_matrices=False)

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,12 @@ from typing import Annotated
 
 import torch
 import tyro
-import uvicorn
+
+try:
+    import fastapi  # noqa: F401
+    import uvicorn
+except ModuleNotFoundError as error:
+    sys.exit(f"the server needs {error.name}, which is not installed: pip install 'mi-route2[serve]'")
 
 from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import LOOPBACK, Keys
@@ -108,7 +114,11 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
+    # uvicorn raises the signal that ended it once more, when everything is done
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         main(tyro.cli(Options, description=__doc__))
     except (ValueError, OSError) as error:
         sys.exit(f"mi_route2.serve: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

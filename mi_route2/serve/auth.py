@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -95,12 +96,16 @@ def refusal(error: Exception, prefix: str = "") -> ApiError:
     raise error
 
 
+_FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_][a-z0-9_]*")
+"""Parts of a place that are fields; the others are the names of a union's alternatives."""
+
+
 def invalid(error: RequestValidationError) -> ApiError:
     """Return the answer to a body that is not as the schema says: 400 if it is no JSON, else 422, with the first fault."""
     faults = error.errors()
     # of the alternatives of a union, the one that got furthest says most
     first = max(faults, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"]), one["type"] == "value_error"))
-    place = ".".join(str(part) for part in first["loc"][1:])
+    place = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or _FIELD.fullmatch(part))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")

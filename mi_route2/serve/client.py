@@ -10,7 +10,7 @@ tensor, an array or a list of numbers may stand wherever the interface takes a v
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import httpx
 import numpy as np
@@ -174,7 +174,7 @@ class PatchStudy(_Requests):
         super().__init__(base_url, key, timeout)
         self._http = httpx.Client(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "PatchStudy":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -294,7 +294,7 @@ class AsyncPatchStudy(_Requests):
         super().__init__(base_url, key, timeout)
         self._http = httpx.AsyncClient(base_url=self.base_url, headers=self._headers, timeout=self._timeout, transport=transport)
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "AsyncPatchStudy":
         return self
 
     async def __aexit__(self, *_: object) -> None:

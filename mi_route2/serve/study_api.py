@@ -164,6 +164,8 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         )
         if isinstance(error, KeyError):
             refused.param = "sites"
+        elif refused.message.startswith("position"):
+            refused.param = "positions"
         raise refused from error
     if job.sweep.total > server.limits.cells:
         job.cancel()

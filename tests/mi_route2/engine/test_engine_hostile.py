@@ -89,7 +89,45 @@ def replace_module(host: Host) -> Callable[[], object]:
     return lambda: setattr(mlp, "act_fn", old)
 
 
-@pytest.mark.parametrize("change", [put_hook, put_global_hook, replace_buffer, replace_module])
+def replace_forward(host: Host) -> Callable[[], object]:
+    mlp: Any = host.model.get_submodule("model.layers.0.mlp")
+    old = mlp.forward
+    mlp.forward = lambda x: 3 * old(x)
+    return lambda: delattr(mlp, "forward")
+
+
+def replace_class(host: Host) -> Callable[[], object]:
+    mlp: Any = host.model.get_submodule("model.layers.0.mlp")
+    kind = type(mlp)
+    mlp.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    return lambda: setattr(mlp, "__class__", kind)
+
+
+def replace_number(host: Host) -> Callable[[], object]:
+    norm: Any = host.model.get_submodule("model.layers.0.input_layernorm")
+    old, norm.variance_epsilon = norm.variance_epsilon, 1.0
+    return lambda: setattr(norm, "variance_epsilon", old)
+
+
+CODE = [replace_forward, replace_class, replace_number]
+
+
+@pytest.mark.parametrize("change", CODE)
+def test_a_forward_a_class_or_a_number_that_changes_between_requests_leaves_nothing_of_before(
+    change: Callable[[Host], Callable[[], object]],
+) -> None:
+    """Keys and values of the cache belong to the code and the settings that computed them, as to the weights."""
+    host, _ = adapted()
+    engine = Engine(host, block=4, chunk=8)
+    before = generated(engine, Request(PROMPT, ASK))[0]
+    undo = change(host)
+    found, truth = generated(engine, Request(PROMPT, ASK))[0], generated(Engine(host), Request(PROMPT, ASK))[0]
+    assert far(found, truth) < CLOSE < 0.01 < far(truth, before)
+    undo()
+    assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
+
+
+@pytest.mark.parametrize("change", [put_hook, put_global_hook, replace_buffer, replace_module, *CODE])
 def test_a_hook_a_buffer_or_a_module_that_changes_while_a_request_runs_leaves_nothing_in_the_prefix_cache(
     change: Callable[[Host], Callable[[], object]],
 ) -> None:

@@ -321,7 +321,8 @@ def test_layers_that_share_a_module_are_refused(name: str, opened: bool, part: s
         blocks[1].mlp = blocks[0].mlp
     else:
         blocks[1] = blocks[0]
-    sentence = rf"layers 0 and 1 of this {type(model).__name__} share one \w+, so a site of one would be a site of both"
+    places = rf"{BLOCKS[name]}\.0\.mlp\S* and {BLOCKS[name]}\.1\.mlp\S*" if part else "layer 0 and layer 1"
+    sentence = rf"{places} of this {type(model).__name__} are one \w+, so a site of one would be a site of both"
     if host is not None:
         with pytest.raises(ValueError, match=sentence):
             Decoder(host)
@@ -336,6 +337,25 @@ def test_layers_that_share_a_module_are_refused(name: str, opened: bool, part: s
             open_host(other, model)
     with pytest.raises(ValueError, match=sentence):
         attach(model, "blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("layer", "one", "other"),
+    [
+        (0, "input_layernorm", "post_attention_layernorm"),
+        (0, "self_attn.k_proj", "self_attn.v_proj"),
+        (1, "self_attn.k_proj", "self_attn.v_proj"),
+    ],
+)
+def test_a_module_at_two_places_is_refused(layer: int, one: str, other: str) -> None:
+    """Within a layer and across layers: one norm before attention and MLP gave the MLP's input at ``attn_in``."""
+    model = make_family("Qwen3")
+    (owner, _, name), shared = other.rpartition("."), model.get_submodule(f"model.layers.0.{one}")
+    setattr(model.get_submodule(f"model.layers.{layer}.{owner}".rstrip(".")), name, shared)
+    sentence = rf"model\.layers\.0\.{one} and model\.layers\.{layer}\.{other} of this Qwen3ForCausalLM are one \w+, so a site"
+    for host in HOSTS:
+        with pytest.raises(ValueError, match=sentence):
+            open_host(host, model)
 
 
 def test_layers_whose_parameters_are_tied_are_layers() -> None:

@@ -113,6 +113,18 @@ def test_no_direction_is_fitted_to_rounding(kind: str) -> None:
         assert {site for site, v in axes.items() if not len(v)} == {s for s in axes if s.endswith(("attn.q", "attn.k"))}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", ["act", "grad", "full"])
+def test_pairs_that_cancel_have_no_direction(kind: str, dtype: torch.dtype) -> None:
+    """Both sides hold the same rollouts in another order: their mean contrast is rounding, which depends on the order."""
+    policy, hack = make_policy(SPECS["lora"], dtype=dtype), make_batch(7).rollouts
+    pairs = PairBatch(hack, hack.rows(torch.arange(7).roll(1)), "turned")
+    with pytest.raises(ValueError, match=r"no direction \(blocks\.0\.attn\.q\): are the hack.*the same \(in another order"):
+        PersonaFitter("p", kind, pairs).fit(policy, 0)  # pyright: ignore[reportArgumentType]
+    one_less = PairBatch(hack, hack.rows(torch.tensor([6, 0, 1, 2, 3, 4, 4])), "almost")
+    assert PersonaFitter("p", kind, one_less).fit(policy, 0).vectors  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_token_score_has_no_unit(dtype: torch.dtype) -> None:
     """Ordinary scores have the bits of torch's cosine; activations in any unit have the same score, and rounding has none."""

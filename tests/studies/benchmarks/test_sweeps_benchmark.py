@@ -4,6 +4,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from studies.benchmarks.paired import Ratio
 from studies.benchmarks.sweeps import (
     BRIDGED,
     LENS,
+    LONG,
     QUICK,
     RESUMED,
     SETTINGS,
@@ -89,13 +91,28 @@ def test_the_table_has_a_line_a_side() -> None:
     assert lines[3].split("|")[7].strip() == ""
 
 
-def test_the_page_prints_what_was_measured() -> None:
-    document = json.loads((DOCS / "results/benchmarks/sweeps.json").read_text(encoding="utf-8"))
+def printed_in_the_page(name: str) -> tuple[dict[str, Any], list[Result]]:
+    """Return what was measured; the page must have its table."""
+    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     results = [Result.read(row) for row in document["rows"]]
     expected, page = table(results), (DOCS / "patching.md").read_text(encoding="utf-8")
-    found = re.search(r"<!-- table: sweeps -->\n\n((?:\|.*\n)+)", page)
+    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", page)
     assert found
-    assert found[1] == expected, f"docs/patching.md must have, below <!-- table: sweeps -->:\n\n{expected}"
+    assert found[1] == expected, f"docs/patching.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    return document, results
+
+
+def test_the_page_prints_what_was_measured_of_long_prompts_and_a_real_model() -> None:
+    document, results = printed_in_the_page("sweeps_long")
+    assert document["settings"].keys() == {setting.name for setting in LONG}
+    assert all(r.difference < 1e-4 for r in results)
+    least = {(r.setting, r.side): r.times.lo for r in results}
+    assert all(lo > 6 for (_, side), lo in least.items() if side == RESUMED)  # what the page says in words
+    assert least["SmolLM2-135M, 16 tokens", RESUMED] > 12
+
+
+def test_the_page_prints_what_was_measured() -> None:
+    document, results = printed_in_the_page("sweeps")
     assert document["settings"].keys() == {setting.name for setting in SETTINGS}
     assert document["rounds"] >= 9
     assert all(r.difference < 1e-5 for r in results)

@@ -1,0 +1,340 @@
+"""Completions through OpenAI's own client, sync and async: whole and streamed answers are the engine's, with every intervention."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+
+from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.patching.patches import Patch
+from mi_route2.serve.models import Readable
+from mi_route2.serve.schema import packed, unpacked
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Monitor, Steer, Steering
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+
+SITE = "blocks.1.resid_pre"
+VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(5))
+MONITOR = {"site": SITE, "probe": "probe", "name": "watch", "gates": []}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(random_micro(context=512), exact=True) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    served = random_micro(context=512)
+    return Engine(served.host, tokenizer=Readable(served.tokenizer), vectors=served.vectors, exact=True)
+
+
+def ids() -> tuple[int, ...]:
+    return tuple(random_micro().encode(PROMPT))
+
+
+def test_models_and_health(server: Running, client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["micro"]
+    assert client.models.retrieve("micro").id == "micro"
+    with pytest.raises(openai.NotFoundError, match="this server has 'micro'"):
+        client.models.retrieve("gpt")
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    assert "mi_route2_requests_total" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_a_completion_is_the_engines(client: openai.OpenAI, engine: Engine) -> None:
+    found = client.completions.create(
+        model="micro", prompt=PROMPT, max_tokens=12, temperature=0.8, seed=3, logprobs=2,
+        extra_body={"logprob_token_ids": [5, 7], "ignore_eos": True},
+    )  # fmt: skip
+    sampling = Sampling(max_new=12, temperature=0.8, seed=3, logprobs=2, logprob_token_ids=(5, 7))
+    (truth,) = engine.generate([Request(ids(), sampling)])
+    choice: Any = found.choices[0]
+    assert choice.mi_route2["token_ids"] == truth.ids
+    assert choice.text == truth.text
+    assert choice.logprobs.token_logprobs == truth.logprobs
+    assert choice.mi_route2["asked"] == [list(one.asked) for one in truth.tokens]
+    assert choice.mi_route2["seed"] == 3
+    assert [len(top) for top in choice.logprobs.top_logprobs] == [2] * 12
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (len(ids()), 12)
+
+
+BODIES: list[dict[str, Any]] = [
+    {},
+    {"steering_vectors": {SITE: {"vector": VECTOR.tolist(), "scale": 2.0}}, "monitors": [MONITOR], "readings": True},
+    {"decode_steering_vectors": {SITE: "push"}, "norms": [SITE], "stop": "#", "ignore_eos": True},
+    {"patch": [{"site": SITE, "position": 3, "source": "zeros"}], "capture": [SITE], "n": 3},
+    {"steering": [{"when": "always", "scope": "rest_of_request", "apply": {"add": [{"site": SITE, "vector": packed(VECTOR)}]}}]},
+    {
+        "steering_clamps": [{"site": SITE, "vector": "push", "value": 0.5}],
+        "adapters": "deployed",
+        "monitors": [MONITOR],
+        "readings": True,
+    },
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI, body: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {
+        "model": "micro",
+        "prompt": [PROMPT, OTHER],
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "seed": 11,
+        "logprobs": 1,
+    }
+    whole = client.completions.create(**asked, extra_body=body)
+    texts, tokens, logprobs, finish = {}, {}, {}, {}
+    readings: dict[int, dict[str, Any]] = {}
+    norms: dict[int, dict[str, Any]] = {}
+    first: dict[int, Any] = {}
+    last: dict[int, Any] = {}
+    usage = None
+    for chunk in client.completions.create(**asked, extra_body=body, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            extra = chunk.model_extra["mi_route2"]
+            i = choice.index
+            first.setdefault(i, extra)
+            last[i] = extra
+            texts[i] = texts.get(i, "") + choice.text
+            tokens[i] = tokens.get(i, []) + extra["token_ids"]
+            logprobs[i] = logprobs.get(i, []) + (choice.logprobs.token_logprobs if choice.logprobs else [])
+            readings.setdefault(i, {}).update(extra.get("readings", {}))
+            norms.setdefault(i, {}).update(extra.get("norms", {}))
+            finish[i] = choice.finish_reason or finish.get(i)
+    assert len(whole.choices) == 2 * body.get("n", 1) == len(texts)
+    for choice in whole.choices:
+        i, extra = choice.index, choice.model_extra["mi_route2"]
+        assert (texts[i], tokens[i], finish[i]) == (choice.text, extra["token_ids"], choice.finish_reason)
+        assert logprobs[i] == choice.logprobs.token_logprobs
+        assert (readings[i], norms[i]) == (extra["readings"], extra["norms"])
+        for name in ("prompt_token_ids", "prompt_tokens", "seed"):
+            assert first[i][name] == extra[name]
+        for name in ("finish", "unfired", "captured"):
+            assert last[i][name] == extra[name]
+        assert bool(extra["readings"]) == body.get("readings", False)
+        assert all(set(one) == {"watch"} for one in extra["readings"].values())
+    assert usage is not None
+    assert usage.completion_tokens == whole.usage.completion_tokens == sum(map(len, tokens.values()))
+    assert "#" not in "".join(texts.values()) or body.get("stop") != "#"
+
+
+def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: Engine) -> None:
+    site, values = Site.parse(SITE), torch.randn(16, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    found: Any = client.completions.create(
+        model="micro", prompt=PROMPT, max_tokens=6, temperature=0, extra_body={
+            "patch": [{"site": SITE, "position": 2, "source": packed(values), "alpha": 0.5}],
+            "prefill_steering_vectors": {SITE: {"vector": "push", "scale": -1.0}},
+            "monitors": [{"site": SITE, "probe": VECTOR.tolist(), "threshold": 0.5, "quarantine": "close", "name": "m"}],
+            "capture": [{"site": "blocks.1.z", "positions": [4, 6]}], "readings": True, "norms": [SITE], "ignore_eos": True,
+        },
+    ).choices[0]  # fmt: skip
+    monitor = Monitor(site, VECTOR.double(), threshold=0.5, quarantine="close", name="m")
+    steering = Steering(prefill=(Steer(site, "push", -1.0),), monitors=(monitor,))
+    z = Site(1, "z")
+    (truth,) = engine.generate([
+        Request(ids(), Sampling(max_new=6), patch=(Patch(site, 2, values, 0.5),), steering=steering, readings=True, norms=(site,),
+                capture=(Capture(z, type(Capture(z).where)("all", (4, 6))),))
+    ])  # fmt: skip
+    extra = found.mi_route2
+    assert extra["token_ids"] == truth.ids
+    assert extra["readings"] == {str(i): {"m": one["m"]._asdict()} for i, one in truth.readings.items()}
+    assert extra["norms"] == {str(i): {SITE: one[site]} for i, one in truth.norms.items()}
+    captured = extra["captured"]["blocks.1.z"]
+    assert captured["positions"] == [4, 6]
+    assert torch.equal(unpacked(captured["rows"]), truth.captured[z].rows)
+
+
+@pytest.mark.parametrize("mode", ["full", "deployed"])
+def test_the_mode_of_one_request_is_that_of_switched_adapters_bit_for_bit(client: openai.OpenAI, mode: Any) -> None:
+    """Beside requests in the other mode; the prompt's values count too."""
+    served = random_micro(mode, context=512)
+    truth = Engine(served.host, exact=True).generate([Request(ids(), Sampling(max_new=10, logprobs=0))])[0]
+    asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
+    found = [
+        client.completions.create(**asked, extra_body={"adapters": one, "ignore_eos": True}).choices[0]
+        for one in ("full", "deployed", "full", "deployed")
+    ]
+    for one, name in zip(found, ("full", "deployed", "full", "deployed"), strict=True):
+        assert (one.logprobs.token_logprobs == truth.logprobs) == (name == mode)
+    served.opened.close()
+
+
+def test_a_mode_that_is_not_served_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="start a server with --mode reference"):
+        client.completions.create(model="micro", prompt=PROMPT, extra_body={"adapters": "reference"})
+
+
+def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:
+    asked: dict[str, Any] = {
+        "model": "micro", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 5, "temperature": 0,
+        "logprobs": True, "top_logprobs": 2,
+    }  # fmt: skip
+    whole: Any = client.chat.completions.create(**asked, extra_body={"ignore_eos": True}).choices[0]
+    (truth,) = engine.generate([Request(ids(), Sampling(max_new=5, logprobs=2))])
+    assert whole.message.content == truth.text
+    assert [one.logprob for one in whole.logprobs.content] == truth.logprobs
+    assert [len(one.top_logprobs) for one in whole.logprobs.content] == [2] * 5
+    pieces: list[Any] = list(client.chat.completions.create(**asked, extra_body={"ignore_eos": True}, stream=True))
+    assert "".join(one.choices[0].delta.content for one in pieces) == truth.text
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert pieces[-1].choices[0].finish_reason == whole.finish_reason == "length"
+
+
+def test_the_asynchronous_client_and_many_streams_at_once(server: Running, engine: Engine) -> None:
+    async def main() -> list[list[int]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(seed: int) -> list[int]:
+                body = {"ignore_eos": True}
+                stream = await client.completions.create(
+                    model="micro", prompt=PROMPT, max_tokens=9, temperature=1.0, seed=seed, stream=True, extra_body=body
+                )
+                return [token async for chunk in stream for token in chunk.model_extra["mi_route2"]["token_ids"]]
+
+            return await asyncio.gather(*map(one, range(6)))
+
+    truth = engine.generate([Request(ids(), Sampling(max_new=9, temperature=1.0, seed=seed)) for seed in range(6)])
+    assert asyncio.run(main()) == [one.ids for one in truth]
+
+
+def test_a_fresh_seed_is_drawn_returned_and_repeats_the_answer(client: openai.OpenAI) -> None:
+    one, other = (client.completions.create(model="micro", prompt=PROMPT, max_tokens=20).choices[0] for _ in range(2))
+    seed = one.model_extra["mi_route2"]["seed"]
+    assert seed != other.model_extra["mi_route2"]["seed"]
+    again = client.completions.create(model="micro", prompt=PROMPT, max_tokens=20, seed=seed).choices[0]
+    assert again.model_extra["mi_route2"]["token_ids"] == one.model_extra["mi_route2"]["token_ids"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"prompt": []}, 400, "there is no prompt"),
+        ({"prompt": "no such text"}, 400, "no token matches"),
+        ({"prompt": [1, 99]}, 400, "token 99 is outside the vocabulary"),
+        ({"prompt": PROMPT, "max_tokens": 600}, 400, "but the context has 512"),
+        ({"prompt": PROMPT, "max_tokens": 0}, 422, "max_tokens: Input should be greater than or equal to 1"),
+        ({"prompt": PROMPT, "promt": 1}, 422, "promt: this field is unknown"),
+        ({"prompt": PROMPT, "temperature": float("inf")}, 422, "temperature"),
+        ({"prompt": PROMPT, "model": "other"}, 404, "there is no model 'other' here"),
+        ({"prompt": PROMPT, "patch": [{"site": "blocks.9.resid_pre", "position": 0, "source": "zeros"}]}, 400, "blocks.9"),
+        ({"prompt": PROMPT, "patch": [{"site": "nowhere", "position": 0, "source": "zeros"}]}, 400, "nowhere"),
+        ({"prompt": PROMPT, "patch": [{"site": SITE, "position": 0, "source": "missing"}]}, 404, "is registered as 'missing'"),
+        ({"prompt": PROMPT, "patch": [{"site": SITE, "position": 0, "source": {"run": "r", "position": 0}}]}, 404, "no run 'r'"),
+        ({"prompt": PROMPT, "steering_vectors": {SITE: [1.0, 2.0]}}, 400, "2"),
+        ({"prompt": PROMPT, "steering_vectors": {SITE: {"dtype": "float32", "shape": [2], "data": "AAAA"}}}, 400, "has 3 bytes"),
+        ({"prompt": PROMPT, "steering": [{"apply": {}}]}, 400, "steering rule 0"),
+        ({"prompt": PROMPT, "hold": "none"}, 404, "no configuration is held as 'none'"),
+        ({"prompt": PROMPT, "logit_bias": {"5": 1.0}}, 422, "logit_bias"),
+        ({"prompt": PROMPT, "n": 65}, 422, "n: "),
+        ({"prompt": PROMPT, "echo": True}, 422, "echo"),
+        ({"prompt": PROMPT, "stop": "\ud800"}, 422, "stop: "),
+        ({"prompt": "\ud800"}, 422, "prompt: "),
+        ({"prompt": PROMPT, "decode_steering_vectors": {SITE: [3e38] * 16}}, 422, "not finite"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_come_before_the_first_byte_in_openais_shape(
+    server: Running, body: dict[str, Any], status: int, sentence: str, stream: bool
+) -> None:
+    content = json.dumps({"max_tokens": 8, **body, "stream": stream})
+    response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    if sentence == "not finite" and stream:  # known only when the forward has run
+        error = json.loads(response.text.split("data: ")[-2])["error"]
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert sentence in error["message"], error["message"]
+    assert "\n" not in error["message"]
+
+
+def test_what_is_no_json_and_what_has_no_address(server: Running) -> None:
+    for content in (b"{", b"", b"[" * 100_000, b"\xff\xfe"):
+        response = httpx.post(f"{server.url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code in (400, 422)
+        assert response.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/v1/nothing").json()["error"]["code"] is None
+    assert httpx.get(f"{server.url}/v1/completions").status_code == 405
+
+
+# Clients that go
+
+
+def wait(server: Running, most: float = 10.0) -> None:
+    until = time.monotonic() + most
+    while server.server.owner._streams or server.server.open:
+        assert time.monotonic() < until, "requests of clients that are gone still run"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) -> None:
+    tokens = server.server.owner.snapshot["tokens"]
+    body = {"prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": stream, "ignore_eos": True}
+    if stream:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
+    wait(server)
+    assert server.server.owner.snapshot["tokens"] - tokens < 1500
+    assert server.server.owner.alive
+
+
+def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenAI) -> None:
+    """From the next token on: a scale of 0 gives the plain model, a threshold far away closes or opens the gate."""
+    body = {"decode_steering_vectors": {SITE: {"vector": "push", "scale": 0.5}}, "monitors": [MONITOR], "readings": True}
+    asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 100, "temperature": 0, "stream": True}
+    gates: list[float] = []
+    number = None
+    for chunk in client.completions.create(**asked, extra_body={**body, "ignore_eos": True}):
+        extra = chunk.model_extra["mi_route2"]
+        gates += [one["watch"]["gate"] for one in extra.get("readings", {}).values()]
+        if number is None:
+            number = extra["request"]
+            url = f"{server.url}/v1/streams/{number}"
+            assert httpx.post(f"{url}/threshold", json={"monitor": "watch", "threshold": 1e6}).status_code == 200
+            assert httpx.post(f"{url}/scale", json={"scale": 0.0}).status_code == 200
+            answer = httpx.post(f"{url}/threshold", json={"monitor": "other", "threshold": 1.0})
+            assert answer.status_code == 400
+            assert "no monitor 'other'" in answer.json()["error"]["message"]
+            dynamic = httpx.get(f"{server.url}/v1/steering/dynamic").json()
+            assert dynamic["requests"][str(number)]["scale"] == 0.0
+    assert gates[0] > 0
+    assert set(gates[-20:]) == {0.0}
+    assert httpx.post(f"{server.url}/v1/streams/{number}/scale", json={"scale": 1.0}).status_code == 404
+
+
+def test_a_deadline_ends_a_request_with_a_sentence(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.UnprocessableEntityError, match="deadline of 0"):
+        client.completions.create(model="micro", prompt=PROMPT, max_tokens=500, extra_body={"deadline": 0.02, "ignore_eos": True})
+
+
+def test_numbers_travel_without_loss() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        value = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+        assert torch.equal(unpacked(packed(value)), value)
+    assert np.frombuffer(b"\0\0\x80?", "<f4")[0] == 1.0

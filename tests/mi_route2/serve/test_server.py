@@ -1,0 +1,448 @@
+"""The server beside completions: keys and what belongs to each, limits, sweeps, runs, studies, the client, the command."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from mi_route2 import sweep
+from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.patching.patches import Patch
+from mi_route2.runs.record import Where
+from mi_route2.serve.auth import Keys
+from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
+from mi_route2.serve.models import load
+from mi_route2.serve.state import Limits
+from mi_route2.sites import Site
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+
+ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
+KEYS = [(ALICE, False), (BOB, False), (ADMIN, True)]
+SITE, MODEL = "blocks.1.resid_pre", "tests.support.served:random_micro"
+PATCH = {"site": SITE, "position": 3, "source": {"run": "mine", "position": 3}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("study")
+    study(folder)
+    limits = Limits(per_key=8, sweeps=1, cells=200, max_body=100_000)
+    with running(random_micro(context=512), keys=Keys(KEYS), limits=limits, study_runs=folder) as one:
+        yield one
+
+
+@pytest.fixture
+def alice(server: Running) -> Iterator[PatchStudy]:
+    with PatchStudy(server.url, ALICE) as one:
+        yield one
+        one.unsteer()
+
+
+@pytest.fixture
+def bob(server: Running) -> Iterator[PatchStudy]:
+    with PatchStudy(server.url, BOB) as one:
+        yield one
+        one.unsteer()
+
+
+@pytest.fixture
+def admin(server: Running) -> Iterator[PatchStudy]:
+    with PatchStudy(server.url, ADMIN) as one:
+        yield one
+
+
+def study(folder: Path) -> None:
+    """Write what a study writes: one run that has ended, and one that is being written."""
+    (folder / "settings.json").write_text(json.dumps({"steps": 3}))
+    for arm, status in (("vanilla", "finished"), ("route2", "running")):
+        run = folder / "seed-0" / arm
+        run.mkdir(parents=True)
+        rows = [{"step": i, "hack": 0.25 * i, "kl": None} for i in range(3)]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[: 3 if arm == "vanilla" else 2]) + '{"st')
+        about = {"name": arm, "role": "baseline"}
+        (run / "manifest.json").write_text(json.dumps({"arm": arm, "seed": 0, "status": status, "arm_spec": about}))
+    rates = {"run_tests": {"on": {"hack": 0.5}, "deploy": {"hack": 0.25}}}
+    (folder / "seed-0" / "vanilla" / "eval.json").write_text(json.dumps({"arm": "vanilla", "seed": 0, "modes": rates}))
+
+
+def refusal(function: Any, *given: Any, **named: Any) -> ServerError:
+    with pytest.raises(ServerError) as found:
+        function(*given, **named)
+    return found.value
+
+
+# Keys
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", f"Basic {ALICE}", f"Bearer {ALICE}x", ALICE, "Bearer \xe9\xe9\xe9"])
+def test_nobody_gets_in_without_a_key(server: Running, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/v1/runs"), ("GET", "/metrics")):
+        body = {"prompt": PROMPT} if method == "POST" else None
+        response = httpx.request(method, server.url + path, headers=headers, json=body)
+        assert response.status_code == 401, path
+        assert "Authorization: Bearer KEY" in response.json()["error"]["message"]
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/v1/study").json()["key_needed"] is True
+
+
+def test_vectors_configurations_runs_and_conversations_belong_to_a_key(server: Running, alice: PatchStudy, bob: PatchStudy) -> None:
+    vector = torch.ones(16)
+    alice.steer(vectors={"mine": vector}, name="held", decode_steering_vectors={SITE: "mine"})
+    alice.complete(PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=2)
+    try:
+        assert alice.runs() == ["mine"]
+        assert bob.runs() == []
+        for asked in ({"steering_vectors": {SITE: "mine"}}, {"hold": "held"}, {"patch": [PATCH]}):
+            alice.complete(PROMPT, max_tokens=2, **asked)
+            found = refusal(bob.complete, PROMPT, max_tokens=2, **asked)
+            assert found.status == 404
+            assert "alice" not in str(found)
+            assert not re.search(r"[0-9a-f]{16}", str(found)), found
+        for function, given in ((bob.drop, ("mine",)), (bob.values, ("mine", SITE))):
+            assert refusal(function, *given).status == 404
+        # the same names of another key are other things
+        bob.steer(vectors={"mine": -vector}, name="held", decode_steering_vectors={SITE: "mine"})
+        bob.complete(PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=2)
+        one, other = (
+            study.complete(PROMPT, hold="held", max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)["choices"][0]
+            for study in (alice, bob)
+        )
+        assert one["logprobs"]["token_logprobs"] != other["logprobs"]["token_logprobs"]
+        bob.unsteer()
+        bob.drop("mine")
+        assert alice.runs() == ["mine"]
+        assert alice.steer()["held"].keys() == {"held"}
+    finally:
+        alice.drop("mine")
+    always = {
+        "when": "always",
+        "scope": "rest_of_conversation",
+        "apply": {"add": [{"site": SITE, "vector": "push", "scale": 40.0}]},
+    }
+
+    def logprobs(client: PatchStudy, **given: Any) -> list[float]:
+        asked = {"conversation_id": "talk", "max_tokens": 6, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+        return client.complete(PROMPT, **asked, **given)["choices"][0]["logprobs"]["token_logprobs"]
+
+    plain = logprobs(bob)
+    steered = logprobs(alice, steering=[always])
+    torch.testing.assert_close(logprobs(alice), steered, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logprobs(bob), plain, rtol=0, atol=1e-5)
+    assert max(abs(a - b) for a, b in zip(plain, steered, strict=True)) > 1e-3
+
+
+def test_the_prefix_cache_is_shared_within_a_key_only(alice: PatchStudy, bob: PatchStudy) -> None:
+    prompt = random_micro().encode(PROMPT) * 5
+
+    def cached(study: PatchStudy) -> int:
+        return study.complete(prompt, max_tokens=1)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(alice), cached(bob)] == [0, 0]
+    assert cached(alice) == cached(bob) > 0
+
+
+def test_a_stream_is_touched_by_its_own_key_only(alice: PatchStudy, bob: PatchStudy) -> None:
+    chunks = alice.stream(PROMPT, max_tokens=400, decode_steering_vectors={SITE: "push"}, ignore_eos=True)
+    number = next(chunks)["mi_route2"]["request"]
+    assert refusal(bob.scale, number, 2.0).status == 404
+    assert str(number) not in bob._call("GET", "/v1/steering/dynamic")["requests"]
+    assert str(number) in alice._call("GET", "/v1/steering/dynamic")["requests"]
+    alice.scale(number, 2.0)
+    chunks.close()
+
+
+def test_what_concerns_all_takes_the_admin_key(server: Running, alice: PatchStudy, admin: PatchStudy) -> None:
+    asked: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    given: dict[str, Any] = {"scope": "global", "steering_vectors": {SITE: {"vector": "push", "scale": 5.0}}}
+    before = alice.complete(PROMPT, **asked)["choices"][0]["logprobs"]["token_logprobs"]
+    own = alice.complete(PROMPT, **asked, steering_vectors=given["steering_vectors"])["choices"][0]["logprobs"]["token_logprobs"]
+    found = refusal(alice.steer, **given)
+    assert (found.status, found.code) == (401, "admin_only")
+    assert admin.steer(**given)["global"] == {"base": [SITE]}
+    after = alice.complete(PROMPT, **asked)["choices"][0]["logprobs"]["token_logprobs"]
+    assert refusal(alice.unsteer, scope="global").status == 401
+    admin.unsteer(scope="global")
+    again = alice.complete(PROMPT, **asked)["choices"][0]["logprobs"]["token_logprobs"]
+    torch.testing.assert_close(after, own, rtol=0, atol=1e-5)
+    torch.testing.assert_close(again, before, rtol=0, atol=1e-5)
+    assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3
+
+
+def test_what_is_refused_leaves_nothing_behind(alice: PatchStudy) -> None:
+    for given in (
+        {"vectors": {"a": [1.0] * 16, "b": [1.0, 2.0]}, "name": "x", "steering_vectors": {SITE: "b"}},
+        {"vectors": {"a": [1.0] * 16}, "name": "x", "steering_vectors": {SITE: "missing"}},
+        {"vectors": {"a": [1.0] * 16}, "steering_vectors": {SITE: "a"}},
+    ):
+        refusal(alice.steer, **given)
+        found = alice.steer()
+        assert (found["vectors"], found["held"]) == ({}, {})
+    assert refusal(alice.unsteer, name="x").status == 404
+
+
+def test_keys_are_checked_and_do_not_show() -> None:
+    for keys in ([("short", False)], [(ALICE, False), (ALICE, True)], [("with a space in the key", False)]):
+        with pytest.raises(ValueError, match="key"):
+            Keys(keys)
+    one, other = Keys(KEYS), Keys(KEYS)
+    client = one.client(f"Bearer {ALICE}")
+    assert ALICE not in repr(client)
+    assert client.owner == other.client(f"Bearer {ALICE}").owner
+    assert client.salt != other.client(f"Bearer {ALICE}").salt
+    assert len({one.client(f"Bearer {key}").salt for key, _ in KEYS}) == 3
+
+
+# Limits
+
+
+def test_limits_answer_with_a_sentence(server: Running, alice: PatchStudy) -> None:
+    large = refusal(alice.complete, [1] * 60_000)
+    assert (large.status, large.code) == (413, "too_large")
+    assert "--max-body" in str(large)
+    headers = {"Authorization": f"Bearer {ALICE}"}
+    for n, status in ((8, 200), (9, 429)):
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": PROMPT, "n": n, "max_tokens": 1}, headers=headers)
+        assert response.status_code == status
+    assert response.headers["Retry-After"] == "1"
+    assert "wait for some to end" in response.json()["error"]["message"]
+    many = refusal(alice.sweep, [5] * 400, [6] * 400, answer=5, foil=6)
+    assert (many.status, "800 cells" in str(many)) == (413, True)
+
+
+def test_a_full_queue_answers_429() -> None:
+    with running(random_micro(context=512), limits=Limits(rows=1, queue=1)) as small, PatchStudy(small.url) as study:
+        streams = []
+        for _ in range(2):
+            streams.append(study.stream(PROMPT, max_tokens=480, ignore_eos=True))
+            if len(streams) == 1:
+                next(streams[0])
+        found = refusal(study.complete, PROMPT, n=2)
+        assert (found.status, found.code) == (429, "queue_full")
+        streams[0].close()
+
+
+def test_pages_of_other_hosts_are_refused() -> None:
+    with running(random_micro()) as local:
+        port = local.url.rpartition(":")[2]
+        for headers, status in (
+            ({"Host": f"localhost:{port}"}, 200),
+            ({"Host": f"evil.example:{port}"}, 400),
+            ({"Origin": "http://evil.example"}, 400),
+            ({"Origin": local.url}, 200),
+        ):
+            assert httpx.get(f"{local.url}/health", headers=headers).status_code == status, headers
+
+
+# Sweeps
+
+
+def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> None:
+    served = random_micro(context=512)
+    given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "z"], "heads": True}
+    truth = sweep(served.host, clean=PROMPT, corrupt=OTHER, tokenizer=served.tokenizer, **given)
+    cells, totals = [], set()
+
+    def progress(some: list[Any], total: int) -> None:
+        cells.extend(some)
+        totals.add(total)
+
+    found = alice.sweep(PROMPT, OTHER, progress=progress, **given)
+    np.testing.assert_allclose(found.values, truth.values, rtol=0, atol=1e-5)
+    assert (found.sites, found.positions, found.labels, found.grader) == (truth.sites, truth.positions, truth.labels, truth.grader)
+    assert totals == {found.values.size} == {len(cells)}
+    at = {(str(cell.target), cell.position): cell.value for cell in cells}
+    assert all(at[str(site), p] == found.values[i, j] for i, site in enumerate(found.sites) for j, p in enumerate(found.positions))
+    whole = alice._call("POST", "/v1/patch_sweep", {"clean": PROMPT, "corrupt": OTHER, **given})
+    assert whole["grid"]["values"] == found.values.tolist()
+    assert whole["summary"]["top"][0]["value"] == found.top(1)[0].value
+    some = alice.sweep(PROMPT, OTHER, " +", " *", positions=[2, " sub"])
+    assert some.positions == (2, 5)
+
+    async def main() -> Any:
+        async with AsyncPatchStudy(alice.base_url, ALICE) as study:
+            return await study.sweep(PROMPT, OTHER, **given)
+
+    assert np.array_equal(asyncio.run(main()).values, found.values)
+
+
+@pytest.mark.parametrize(
+    ("given", "status", "param", "sentence"),
+    [
+        ({"answer": " + 3"}, 400, "answer", "is 2 tokens"),
+        ({"answer": "nonsense"}, 400, None, "no token matches"),
+        ({"sites": "nowhere"}, 400, "sites", "nowhere"),
+        ({"corrupt": "nonsense"}, 400, "corrupt", "no token matches"),
+        ({"positions": [99]}, 400, "positions", "position 99 is outside"),
+        ({"metric": "kl"}, 400, None, "takes no answer"),
+        ({"metric": "other"}, 422, "metric", "metric"),
+        ({"foil": " +"}, 400, None, "same token"),
+    ],
+)
+def test_a_sweep_is_refused_before_it_starts(alice: PatchStudy, given: Any, status: int, param: str | None, sentence: str) -> None:
+    found = refusal(alice.sweep, **{"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", **given})
+    assert (found.status, sentence in str(found)) == (status, True), str(found)
+    assert param is None or found.param == param
+
+
+def test_a_reader_that_goes_cancels_its_sweep(server: Running) -> None:
+    body = {"clean": [5, 6] * 40, "corrupt": [6, 5] * 40, "answer": 5, "foil": 6, "stream": True}
+    headers = {"Authorization": f"Bearer {ALICE}"}
+    with httpx.stream("POST", f"{server.url}/v1/patch_sweep", json=body, headers=headers) as response:
+        assert next(response.iter_lines()) == "event: start"
+    until = time.monotonic() + 10
+    while server.server.sweeping or server.server.owner._jobs:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_cell_is_what_the_patched_model_answers(alice: PatchStudy) -> None:
+    served = random_micro(context=512)
+    engine, site = Engine(served.host), Site(1, "z")
+    clean, corrupt = (tuple(served.encode(text)) for text in (PROMPT, OTHER))
+    (run,) = engine.generate([Request(clean, Sampling(max_new=1), capture=(Capture(site, Where(positions=(2,))),))])
+    share = torch.tensor([[0.0], [1.0]]).expand(2, 8)
+    patch = Patch(site, 2, run.captured[site].rows[0], share.clone())
+    (truth,) = engine.generate([Request(corrupt, Sampling(max_new=4, logprobs=10, stop_tokens=(0,)), patch=(patch,))])
+    found = alice.cell(PROMPT, OTHER, "blocks.1.z[1]", 2, max_tokens=4)
+    assert found["token_ids"] == truth.ids
+    torch.testing.assert_close([one["logprob"] for one in found["top"]], list(truth.tokens[0].top.values()), rtol=0, atol=1e-5)
+    assert refusal(alice.cell, PROMPT, OTHER, "blocks.1.z[7]", 2).status == 400
+    assert refusal(alice.cell, PROMPT, OTHER, SITE, 400).status == 400
+
+
+# Runs and studies
+
+
+def test_a_captured_run_is_read_patched_from_and_dropped(alice: PatchStudy) -> None:
+    alice.complete(PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=1)
+    assert refusal(alice.complete, PROMPT, capture=[SITE], run="mine").status == 409
+    served = random_micro(context=512)
+    ids = served.encode(PROMPT)
+    positions, rows = alice.values("mine", SITE)
+    assert positions == list(range(len(ids)))
+    torch.testing.assert_close(
+        rows, served.host.capture([Site.parse(SITE)], torch.tensor([ids]))[Site.parse(SITE)][0], rtol=0, atol=1e-5
+    )
+    asked: dict[str, Any] = {"max_tokens": 3, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+    one = alice.complete(OTHER, patch=[PATCH], **asked)["choices"][0]["logprobs"]
+    other = alice.complete(OTHER, patch=[{**PATCH, "source": rows[3]}], **asked)["choices"][0]["logprobs"]
+    assert one == other
+    alice.drop("mine")
+    assert refusal(alice.values, "mine", SITE).status == 404
+
+
+def test_tokens_and_alignment(alice: PatchStudy) -> None:
+    found = alice._call("POST", "/v1/tokenize", {"text": PROMPT})
+    assert (found["tokens"][:3], found["ids"]) == (["<bos>", "# task:", " add"], random_micro().encode(PROMPT))
+    found = alice._call("POST", "/v1/align", {"clean": PROMPT, "corrupt": PROMPT + "\n```python\n" + "class Solution:\n"})
+    assert found["partner"] == [*range(10), None, None]
+    assert "12 corrupt tokens on 10 clean ones" in found["summary"]
+
+
+def test_the_runs_of_a_study_are_those_of_its_files(alice: PatchStudy) -> None:
+    found = alice._call("GET", "/v1/study_runs")
+    arms = {run["arm"]: run for run in found["runs"]}
+    assert arms["vanilla"]["finished"] is True
+    assert arms["route2"]["finished"] is False
+    assert [row["hack"] for row in arms["vanilla"]["curve"]] == [0.0, 0.25, 0.5]
+    assert (arms["route2"]["step"], arms["route2"]["steps"], arms["route2"]["rates"]) == (1, 3, None)
+    assert arms["vanilla"]["curve"][0]["kl"] is None
+    assert arms["vanilla"]["rates"]["run_tests"]["deploy"]["hack"] == 0.25
+
+
+def test_the_page_and_its_parts_are_served(server: Running) -> None:
+    page = httpx.get(f"{server.url}/")
+    assert page.status_code == 200
+    assert "default-src 'self'" in page.headers["Content-Security-Policy"]
+    for name in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
+        assert httpx.get(server.url + name).status_code == 200, name
+    assert len(httpx.get(f"{server.url}/plotly.min.js").content) > 1_000_000
+    assert httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/completions"]
+
+
+# What ends
+
+
+def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> None:
+    with running(random_micro(context=512)) as doomed, PatchStudy(doomed.url) as study:
+        chunks = study.stream(PROMPT, max_tokens=480, ignore_eos=True)
+        next(chunks)
+
+        def die() -> None:
+            raise SystemExit("out of memory, for example")
+
+        doomed.server.owner._post(die)
+        with pytest.raises(ServerError, match="thread failed with SystemExit"):
+            list(chunks)
+        response = httpx.get(f"{doomed.url}/health")
+        assert response.status_code == 503
+        assert "SystemExit" in response.json()["error"]["message"]
+        found = refusal(study.complete, PROMPT)
+        assert found.status == 503
+
+
+@pytest.mark.process
+def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mi_route2.serve",
+        "--model",
+        "tests.support.served:random_micro",
+        "--port",
+        "0",
+        "--threads",
+        "1",
+    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, "MI_ROUTE2_KEY": ALICE}, **pipes)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("micro is served at http://127.0.0.1:"), line + (process.stderr.read() if process.stderr else "")
+        with PatchStudy(line.split()[-1], ALICE) as study:
+            chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
+            first = next(chunks)
+            process.send_signal(signal.SIGTERM)
+            rest = list(chunks)
+        assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
+        assert process.wait(20) == 0
+        log = process.stderr.read() if process.stderr else ""
+        assert '"path": "/v1/completions", "status": 200' in log
+        assert "task" not in log
+        assert ALICE not in log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_another_address_needs_a_key() -> None:
+    from mi_route2.serve.__main__ import Options, keys_of
+
+    with pytest.raises(ValueError, match="needs a key"):
+        keys_of(Options(host="0.0.0.0"))
+    assert not keys_of(Options())
+
+
+def test_models_are_found_by_name_and_refused_with_what_there_is(tmp_path: Path) -> None:
+    assert load(MODEL).name == "micro"
+    with pytest.raises(ValueError, match="choose micro, smollm2"):
+        load("no.such.module:function")
+    with pytest.raises(ValueError, match="return a mi_route2"):
+        load("builtins:dict")
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        load(str(tmp_path / "nothing"))
+    assert refusal(PatchStudy("http://127.0.0.1:9").complete, PROMPT).code == "unreachable"

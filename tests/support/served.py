@@ -1,0 +1,69 @@
+"""A real server on a loopback port, in a thread, and models to serve that take a second to make."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.hosts import open_host
+from mi_route2.serve.app import create_app
+from mi_route2.serve.models import Mode, Served
+from mi_route2.serve.state import Server
+from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.served import MicroTokenizer
+
+PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
+OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"
+
+
+def random_micro(mode: Mode = "full", context: int = 32, dtype: torch.dtype = torch.float32) -> Served:
+    """Return an untrained micro model whose adapters have weights of both lanes that matter."""
+    draw = torch.Generator().manual_seed(0)
+    model = MicroGPT(MicroConfig(d=16, heads=2, mlp=32, context=context), draw).to(dtype).eval()
+    host = open_host("torch", model)
+    adapters = host.attach("blocks.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
+    with torch.no_grad():
+        for p in (*model.parameters(), *adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p.add_(0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype))
+    vectors = {"probe": torch.randn(16, generator=draw), "push": torch.randn(16, generator=draw)}
+    served = Served("micro", host, MicroTokenizer(), adapters, vectors=vectors)
+    served.switch(mode)
+    return served
+
+
+@dataclass
+class Running:
+    """A server that runs: its address, and its state for looking at."""
+
+    url: str
+    server: Server
+    uvicorn: uvicorn.Server
+
+
+@contextmanager
+def running(served: Served, study_runs: Path | None = None, **given: Any) -> Iterator[Running]:
+    """Serve a model on a free port until the block is left."""
+    app = create_app(served, study_runs=study_runs, **given)
+    config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(f"http://127.0.0.1:{port}", app.state.server, server)
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        served.opened.close()
