@@ -341,6 +341,13 @@ def test_a_probe_of_two_prompts_puts_them_half_a_unit_on_either_side_of_its_thre
         assert numbers(labels(page, "#tokens .token")[last])[0] - threshold == pytest.approx(side, abs=0.01)
 
 
+def test_a_link_restores_a_threshold_far_from_the_monitors(seen: Seen) -> None:
+    page = seen.go(tab="stream", **{"s.threshold": "57.25", "s.lens": "gate", "s.scale": "1.5"})
+    expect(page.locator("#threshold")).to_have_value("57.25")
+    expect(page.locator("#scale")).to_have_value("1.5")
+    expect(page.locator("input[value=gate]")).to_be_checked()
+
+
 def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
