@@ -49,7 +49,7 @@ async function probe() {
     const quarantine = study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
     watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
     remember({ "s.block": $("block").value });
-    $("threshold").value = state.get("s.threshold") ?? monitor.threshold;
+    aim(state.get("s.threshold") ?? monitor.threshold);
     tokens = tokens.map(one => ({ ...one, reading: null })); // what was read belongs to another probe
     for (const name of ["scale", "threshold"]) $(name).disabled = false;
     limits();
@@ -74,10 +74,18 @@ function use(text) {
 function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
   if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
-  $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
+  aim(state.get("s.threshold") ?? monitor?.threshold ?? 0);
   $("scale").value = state.get("s.scale") ?? 0;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
   lens.checked = true;
+}
+
+/** Put the threshold's slider at a value: its ends first, or they would hold it. */
+function aim(value) {
+  const slider = $("threshold"), middle = Number(value);
+  slider.min = (middle - 3).toFixed(2);
+  slider.max = (middle + 3).toFixed(2);
+  slider.value = middle;
 }
 
 /** The readings that set a scale: not the first token's, which many models give activations ten times as large as any other's. */
@@ -88,9 +96,9 @@ function limits() {
   const scores = typical().map(one => one.score);
   const now = Number($("threshold").value);
   const low = Math.min(now - 1, ...scores), high = Math.max(now + 1, ...scores);
-  const slider = $("threshold"), room = scores.length ? (high - low) * 0.1 : 3;
-  if (Number(slider.min) > low || !scores.length) slider.min = (low - room).toFixed(2);
-  if (Number(slider.max) < high || !scores.length) slider.max = (high + room).toFixed(2);
+  const slider = $("threshold"), room = (high - low) * 0.1;
+  if (Number(slider.min) > low) slider.min = (low - room).toFixed(2);
+  if (Number(slider.max) < high) slider.max = (high + room).toFixed(2);
   slider.value = now;
   drawSliders();
 }
@@ -234,6 +242,7 @@ async function fitting(asked, signal) {
 
 function busy(on) {
   $("stop").hidden = !on;
+  $("probe").disabled = on; // a running stream keeps the monitor with which it was sent
   $("go").textContent = on ? "Start again" : "Go";
   $("stream-card").setAttribute("aria-busy", String(on));
   $("stream-empty").hidden = true;

@@ -3,23 +3,19 @@
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
 import pytest
-import uvicorn
 from browser import chromium
-from fastapi import FastAPI
 from playwright.sync_api import Browser, BrowserContext, Page, expect
+from served import running
 
 from mi_route2.patching import Grid, sweep
-from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.models import Served
 from studies.environments.micro.served import micro
@@ -28,22 +24,6 @@ KEY = "a-key-of-the-tests-only"
 SITES = ["resid_pre", "attn_out"]
 SHARPNESS = 2.0
 MINUS = "\N{MINUS SIGN}"
-
-
-@contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """Serve ``app`` in a thread and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +82,10 @@ def pace() -> Pace:
 @pytest.fixture(scope="module")
 def address(served: Served, grid: Grid, runs: Path, pace: Pace) -> Iterator[str]:
     """Serve the model on this machine, with a study's runs."""
-    app = create_app(served, study_runs=runs)
-    engine = app.state.server.owner._engine
-    engine.step = pace.slow(engine.step)
-    with listening(app) as url:
-        yield url
+    with running(served, study_runs=runs) as found:
+        engine = found.server.owner._engine
+        engine.step = pace.slow(engine.step)
+        yield found.url
 
 
 @pytest.fixture(scope="module")
@@ -362,6 +341,13 @@ def test_a_probe_of_two_prompts_puts_them_half_a_unit_on_either_side_of_its_thre
         assert numbers(labels(page, "#tokens .token")[last])[0] - threshold == pytest.approx(side, abs=0.01)
 
 
+def test_a_link_restores_a_threshold_far_from_the_monitors(seen: Seen) -> None:
+    page = seen.go(tab="stream", **{"s.threshold": "57.25", "s.lens": "gate", "s.scale": "1.5"})
+    expect(page.locator("#threshold")).to_have_value("57.25")
+    expect(page.locator("#scale")).to_have_value("1.5")
+    expect(page.locator("input[value=gate]")).to_be_checked()
+
+
 def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
@@ -419,10 +405,10 @@ def test_nothing_is_wider_than_the_window_on_a_phone_and_a_laptop(seen: Seen) ->
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served, tmp_path: Path) -> None:
-    with listening(create_app(served, keys=Keys([(KEY, False)]))) as address:
+def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served) -> None:
+    with running(served, keys=Keys([(KEY, False)])) as found:
         context = browser.new_context()
-        seen = Seen(context, address)
+        seen = Seen(context, found.url)
         seen.refused = 1
         page = seen.go(tab="patch")
         page.get_by_label("This server needs a key").fill("another-key-than-it-has")
