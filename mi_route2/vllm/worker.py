@@ -121,7 +121,7 @@ class Interventions:
         wanted = set() if self._batch is None else self._batch.work.keys() | self.steering.sites()
         for site in self._hooks.keys() - wanted:
             self._hooks.pop(site).remove()
-        for site in wanted - self._hooks.keys():
+        for site in sorted(wanted - self._hooks.keys()):
             self._hooks[site] = self._hook(site)
 
     def _made(self, here: list[tuple[Running, int, int, int]], ids: Tensor | None) -> Batch:
