@@ -27,8 +27,9 @@ from mi_route2.steering.state import SteeringState
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, pack, read
 
-BUDGET = 1 << 30
-"""Bytes of captured values that wait to be collected. A request beyond it gets an error in place of its captures."""
+BUDGET, READING = 1 << 30, 256
+"""Bytes of captures and readings that may wait to be collected (a request beyond that gets an error in their place), and roughly
+those of one reading."""
 
 
 @dataclass(eq=False)
@@ -38,14 +39,25 @@ class Found:
     captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     readings: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
     error: str | None = None
+    size: int = 0
 
     def keep(self, number: int, positions: Sequence[int], rows: Tensor) -> None:
         """Store captured rows; a position that is computed again, after a preemption, replaces the former value."""
-        self.captured.setdefault(number, {}).update(zip(positions, rows.detach().clone(), strict=True))
+        if self.error is None:
+            self.captured.setdefault(number, {}).update(zip(positions, rows.detach().clone(), strict=True))
+            self.size += rows.nbytes
 
-    @property
-    def size(self) -> int:
-        return sum(row.nbytes for rows in self.captured.values() for row in rows.values())
+    def note(self, position: int, name: str, score: float, gate: float) -> None:
+        """Store a reading."""
+        if self.error is None:
+            self.readings.setdefault(position, {})[name] = score, gate
+            self.size += READING
+
+    def fail(self, error: str) -> None:
+        """Forget everything and store an error, if there is none."""
+        self.captured.clear()
+        self.readings.clear()
+        self.error, self.size = self.error or error, 0
 
     def plain(self) -> dict[str, Any]:
         """Return JSON-able data."""
@@ -95,6 +107,7 @@ class Interventions:
             module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
         self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
         self.results: dict[str, Found] = {}
+        self.budget = BUDGET
         self._running: dict[str, Running | None] = {}
         self._batch: Batch | None = None
         self._hooks: dict[Site, Any] = {}
@@ -161,27 +174,26 @@ class Interventions:
         for number, name, start, track in readings.each() if readings is not None else ():
             one = by_number[number]
             if one.orders.readings:
-                for at, pair in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
-                    one.found.readings.setdefault(at, {})[name] = pair
+                for at, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
+                    one.found.note(at, name, score, gate)
         for sink, rows in batch.taken:
             sink(rows)
         self._check(batch, output)
 
     def _check(self, batch: Batch, output: Any) -> None:
-        """Note an error with the requests whose stream is not finite, and with those whose captures are too large."""
+        """Store what there is to collect; fail the requests whose stream is not finite, and those that keep too much."""
         ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
         last = output[batch.index.gather(1, ends[:, None])[:, 0]]
         for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
-            if not finite and one.found.error is None:
+            if not finite:
                 at = piece.start + piece.count - 1
-                one.found.error = f"the activations at position {at} are not finite: is an intervention too strong?"
-        if batch.taken and sum(found.size for found in self.results.values()) > BUDGET:
+                one.found.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+            if one.found.size or one.found.error:  # requests that leave nothing need not be collected
+                self.results[one.orders.key] = one.found
+        if sum(found.size for found in self.results.values()) > self.budget:
             for one in batch.running:
-                if one.found.captured:
-                    one.found.captured.clear()
-                    one.found.error = (
-                        f"captures that wait to be collected exceed {BUDGET:,} bytes: collect results, or capture less"
-                    )
+                if one.found.size:
+                    one.found.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
 
     # Sites
 
@@ -268,8 +280,7 @@ class Interventions:
     def _started(self, text: str) -> Running:
         orders = read(text, self._facts.kind, self._device)
         self._numbers += 1
-        found = self.results.setdefault(orders.key, Found())
-        return Running(self._numbers, orders, found)
+        return Running(self._numbers, orders, Found())
 
     def _forget(self, batch: Sequence[str]) -> None:
         """Release the rows of requests that are not in this batch, and forget those that have ended."""

@@ -5,6 +5,7 @@ keys and values that requests are preempted.
 """
 
 import importlib.util
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -302,6 +303,43 @@ def test_a_sampled_request_reports_its_seed_and_repeats_with_it(pair: Pair) -> N
     )
     assert again.ids == first.ids
     assert other.ids != first.ids
+
+
+def test_captures_beyond_the_budget_are_an_error_of_their_request(pair: Pair) -> None:
+    state = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]._mi_route2[0]
+    budget, state.budget = state.budget, 20_000
+    try:
+        large, small, plain = pair.theirs.generate(
+            [
+                Request(PROMPT, FULL, capture=tuple(Capture(Site(layer, "resid_pre")) for layer in range(LAYERS))),
+                Request(PROMPT[:20], FULL),
+                Request(PROMPT, FULL),
+            ]
+        )
+    finally:
+        state.budget = budget
+    assert (large.finish, large.captured) == ("error", {})
+    assert "exceed 20,000 bytes: collect results, or capture less" in (large.error or "")
+    assert small.finish == plain.finish == "length"
+    pair.run([Request(PROMPT, FULL, capture=(Capture(MID),))])
+
+
+def test_a_vllm_without_the_extension_is_refused(pair: Pair) -> None:
+    """As one whose worker has no method of that name."""
+
+    class Bare:
+        def collective_rpc(self, name: str) -> list:
+            return pair.theirs.llm.collective_rpc(f"{name}_missing")
+
+    with pytest.raises(ValueError, match="started without its extension: give it worker_extension_cls='mi_route2"):
+        VllmEngine(Bare())
+
+
+def test_the_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/vllm.md", "exec"), {"__name__": "docs"})
 
 
 def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair: Pair) -> None:

@@ -3,12 +3,16 @@
 import importlib.util
 import json
 import math
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from mi_route2.architectures import POINTS, VLLM_POINTS
 from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import Probe, Rule
 from mi_route2.patching.patches import FromRun, Patch
@@ -195,6 +199,25 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
 def test_a_setting_under_which_interventions_would_be_wrong_is_refused(setting: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{setting}.*: (set|use|leave|a run)"):
         launch("nowhere", **{setting: value})
+
+
+def test_the_table_of_the_page_is_the_one_of_architectures() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in page.splitlines() if line.startswith("| `")]
+    told = {
+        row[0]: (row[1].replace("the block", ""), row[2], "pair" in row[3], "fused" in row[3])
+        for row in rows
+        if row[0] in VLLM_POINTS
+    }
+    assert told == {name: (at.path, at.side, at.stream, bool(at.part)) for name, at in VLLM_POINTS.items()}
+    assert VLLM_POINTS.keys() == POINTS.keys()
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("0.31.2", "0.33.0", "1.0", "dev"):
+        monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+        with pytest.raises(ValueError, match=rf"this is vLLM {version}, .*: install 0\.32\.\*"):
+            launch("nowhere")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
