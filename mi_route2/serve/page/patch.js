@@ -94,18 +94,24 @@ function toggle(name) {
 
 // --- both prompts, token by token
 
+/** Show the alignment; false if the server refused the prompts, and said so beside them. */
 async function align() {
   const { clean, corrupt } = values();
-  if (!clean || !corrupt) return drawStrip(null);
+  if (!clean || !corrupt) {
+    drawStrip(null);
+    return true; // the sweep says what is missing
+  }
   try {
     const answer = await post("/v1/align", { clean, corrupt });
-    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return; // typed on meanwhile
+    if (clean !== $("clean").value || corrupt !== $("corrupt").value) return true; // typed on meanwhile
     aligned = answer;
     clearErrors($("prompts"), $("align-error"));
     drawStrip(answer);
+    return true;
   } catch (error) {
     drawStrip(null);
     showError(error, $("prompts"), $("align-error"));
+    return false;
   }
 }
 
@@ -151,8 +157,8 @@ async function sweep() {
   running?.abort();
   clearErrors($("patch-form"), $("patch-error"));
   if (!chosen.size) return showError({ param: "sites", message: "choose at least one site" }, $("patch-form"), $("patch-error"));
+  if (!aligned && !(await align())) return;
   const control = (running = new AbortController());
-  if (!aligned) await align();
   swept = body();
   remember({ ...values(), sites: [...chosen].join(","), swept: 1 });
   busy(true);
