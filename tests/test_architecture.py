@@ -22,7 +22,7 @@ BROUGHT_BY = {"sklearn": "scikit_learn", "tokenizers": "transformers", "numpy": 
 """Import name -> the declared requirement that always brings it."""
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve")
 
-LIBRARY = ("adapters", "hosts", "rollouts", "routing", "runs", "steering", "patching", "engine")
+LIBRARY = ("adapters", "hosts", "rollouts", "routing", "runs", "steering", "patching", "engine", "vllm")
 """Rooms of the library. Each may import those before it, as far as ``FORBIDDEN`` says nothing else."""
 STUDIES = ("route2", "tracing", "steering", "lanes", "benchmarks")
 """A study imports rooms (`common`, `environments`, `sandbox`, `training`) and no other study."""
@@ -41,7 +41,8 @@ FORBIDDEN = {
     "mi_route2.runs": ("mi_route2.routing", "mi_route2.steering", "mi_route2.patching", "mi_route2.engine"),
     "mi_route2.steering": ("mi_route2.routing", "mi_route2.runs", "mi_route2.patching", "mi_route2.engine"),
     "mi_route2.patching": ("mi_route2.routing", "mi_route2.engine"),
-    "mi_route2.engine": ("mi_route2.routing",),
+    "mi_route2.engine": ("mi_route2.routing", "mi_route2.vllm"),
+    "mi_route2.vllm": ("mi_route2.routing",),
     "studies.common": ("studies",),
     "studies.sandbox": ("mi_route2", "probes", "studies"),
     "studies.environments": ("studies.training", *(f"studies.{study}" for study in STUDIES)),

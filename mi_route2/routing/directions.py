@@ -136,8 +136,22 @@ def feature_shapes(adapters: Adapters, kind: FeatureKind, basis: Mapping[str, Te
 
 
 FORMAT = "mi-route2 directions 1"
-Bases = WeakKeyDictionary[Adapters, dict[str, Tensor]]
-"""Cache of the SVD coordinates of the frozen base weights, filled at the first fit of an activation direction."""
+
+
+class Bases:
+    """Cache of ``coordinates``; one is computed again if torch counts that an adapted base weight was written or replaced."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Adapters, tuple[list[tuple[Tensor, int]], dict[str, Tensor]]] = WeakKeyDictionary()
+
+    def of(self, adapters: Adapters) -> dict[str, Tensor]:
+        weights = [module.weight for module in adapters.modules.values()]
+        now = [(weight, 0 if weight.is_inference() else weight._version) for weight in weights]
+        before, basis = self._known.get(adapters, ([], {}))
+        if [(id(weight), version) for weight, version in before] != [(id(weight), version) for weight, version in now]:
+            basis = coordinates(adapters)
+            self._known[adapters] = now, basis  # the weights are kept, so that no other one can have their ids
+        return basis
 
 
 @checked
@@ -257,9 +271,7 @@ class Contrast(NamedTuple):
 
 def differences(policy: Policy, pairs: PairBatch, kind: FeatureKind, bases: Bases) -> dict[str, Contrast]:
     """Return the contrast of the pairs at every site; for ``full``, each side is first scaled to unit norm."""
-    if kind == "act" and policy.adapters not in bases:
-        bases[policy.adapters] = coordinates(policy.adapters)
-    basis = bases.get(policy.adapters, {})
+    basis = bases.of(policy.adapters) if kind == "act" else {}
 
     def rows(features: Features, floor: Mapping[str, Tensor], site: str) -> Tensor:
         values = features[site].values()
@@ -301,7 +313,7 @@ class PersonaFitter:
     kind: FeatureKind
     pairs: PairBatch
     refreshes: bool = field(default=True, kw_only=True)
-    _bases: Bases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+    _bases: Bases = field(default_factory=Bases, init=False, repr=False, compare=False)
 
     def fit(self, policy: Policy, step: int) -> Directions:
         deltas = differences(policy, self.pairs, self.kind, self._bases)
@@ -326,7 +338,7 @@ class TopKFitter:
     k: int = field(default=3, kw_only=True)
     noise_quantile: float = field(default=0.25, kw_only=True)
     refreshes: bool = field(default=True, kw_only=True)
-    _bases: Bases = field(default_factory=WeakKeyDictionary, init=False, repr=False, compare=False)
+    _bases: Bases = field(default_factory=Bases, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or self.k < 1 or not 0 <= self.noise_quantile <= 1:

@@ -23,6 +23,7 @@ from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
     ActivationReader,
+    Bases,
     Directions,
     FeatureKind,
     Features,
@@ -31,7 +32,6 @@ from mi_route2.routing.directions import (
     PairBatch,
     PersonaFitter,
     collect,
-    coordinates,
     floors,
 )
 from mi_route2.routing.routes import (
@@ -389,8 +389,8 @@ class MaskRoute(OneCall):
         self.spec, self._fitter, self.l1, self.want_unrouted = spec, fitter, l1, want_unrouted
         self._given = flags
         self.directions: Directions | None = None
-        self._basis: tuple[object, dict[str, Tensor]] | None = None  # with the adapters that it belongs to
-        self._fits: tuple[object, object] = (None, None)  # the directions and adapters that were checked last
+        self._bases = Bases()
+        self._fits: tuple[object, ...] = ()  # the directions, the adapters and the coordinates that were checked last
 
     @staticmethod
     def from_flags(
@@ -504,18 +504,19 @@ class MaskRoute(OneCall):
         return _MaskStep(spec, policy, parts, gates, context.generator)
 
     def _basis_of(self, policy: Policy) -> dict[str, Tensor]:
-        """Return ``Vh`` at every site, computed once."""
-        if self._basis is None or self._basis[0] is not policy.adapters:
-            self._basis = policy.adapters, coordinates(policy.adapters) if self.spec.score == "act" else {}
-        return self._basis[1]
+        """Return ``Vh`` at every site, computed once for each state of the base weights."""
+        return self._bases.of(policy.adapters) if self.spec.score == "act" else {}
 
     def _check_directions(self, policy: Policy) -> None:
         """Raise ``ValueError`` if directions that were not checked yet do not fit the policy."""
         if self.directions is None or not self.spec.needs_direction:
             return
-        if self._fits[0] is not self.directions or self._fits[1] is not policy.adapters:
-            check_directions(self.directions, self._kind, policy.adapters, self._basis_of(policy))
-            self._fits = self.directions, policy.adapters
+        basis = self._basis_of(policy)
+        # directions are in the coordinates of one base weight, and mean nothing in those of another
+        fits = (self.directions, policy.adapters, basis if self._kind == "act" else None)
+        if tuple(map(id, self._fits)) != tuple(map(id, fits)):
+            check_directions(self.directions, self._kind, policy.adapters, basis)
+            self._fits = fits
 
     def _early(self, policy: Policy, batch: TrainBatch, context: StepContext) -> tuple[Tensor | None, Tensor | None]:
         """Return pooled scores and flags, if they are known before the loss."""

@@ -31,6 +31,8 @@ from mi_route2.patching.sweep import Finished, Sweep, prepare
 T = TypeVar("T")
 
 GONE = "the engine's thread has ended"
+CREDIT = 0.1
+"""Seconds of sweeps that running requests may be behind at most."""
 IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
 
@@ -158,7 +160,8 @@ class Owner:
     Args:
         engine: the engine; after ``start`` nothing else may touch it or its model.
         backlog: events that may wait for one reader.
-        tokens: tokens of one forward of a sweep while requests run, so that their streams go on.
+        tokens: tokens of one forward of a sweep, so that streams go on between them.
+        share: time that sweeps may take while requests run, as a share of the time of the requests' own steps.
 
     Examples:
         >>> owner = Owner(engine)
@@ -166,9 +169,11 @@ class Owner:
         >>> stream = await owner.submit(Request((3, 4, 5)))
     """
 
-    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512):
-        if backlog < 1 or tokens < 1:
-            raise ValueError(f"backlog = {backlog} and tokens = {tokens} must be at least 1")
+    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.25):
+        if backlog < 1 or tokens < 1 or not share > 0:
+            raise ValueError(f"backlog = {backlog} and tokens = {tokens} must be at least 1, and share = {share} above 0")
+        self._share, self._credit = share, 0.0
+        self._step_seconds = self._sweep_seconds = 0.0
         self._engine, self._backlog, self._tokens = engine, backlog, tokens
         self._commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._streams: dict[int, Stream] = {}
@@ -311,7 +316,11 @@ class Owner:
     def _step(self) -> None:
         if not self._engine.busy:
             return
+        began = time.perf_counter()
         results = self._engine.step()
+        took = time.perf_counter() - began
+        self._credit = min(self._credit + self._share * took, CREDIT)
+        self._step_seconds += took
         told: dict[int, list[Event]] = {}
         for event in self._engine.events:
             told.setdefault(event.request, []).append(event)
@@ -323,11 +332,15 @@ class Owner:
                 stream._finish(result)
 
     def _sweep(self) -> None:
-        """Run one forward of the sweep whose turn it is."""
-        if self._jobs:
-            job = self._jobs.popleft()
-            if job._forward():
-                self._jobs.append(job)
+        """Run one forward of the sweep whose turn it is, unless running requests have to come first."""
+        if not self._jobs or (self._engine.busy and self._credit < 0):
+            return
+        job, began = self._jobs.popleft(), time.perf_counter()
+        if job._forward():
+            self._jobs.append(job)
+        took = time.perf_counter() - began
+        self._credit = self._credit - took if self._engine.busy else 0.0
+        self._sweep_seconds += took
 
     def _publish(self) -> None:
         engine, now = self._engine, time.monotonic()
@@ -341,6 +354,8 @@ class Owner:
             "tokens": engine.tokens,
             "paused": engine.paused,
             "sweeps": len(self._jobs),
+            "step_seconds": self._step_seconds,
+            "sweep_seconds": self._sweep_seconds,
             "prefix_hits": engine.prefixes.hits,
             "prefix_misses": engine.prefixes.misses,
             "prefix_bytes": engine.prefixes.bytes,

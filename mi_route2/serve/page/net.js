@@ -73,6 +73,20 @@ export async function* events(path, body, signal) {
   }
 }
 
+const READ = {
+  float64: raw => new Float64Array(raw),
+  float32: raw => new Float32Array(raw),
+  // the upper half of a float32
+  bfloat16: raw => new Float32Array(Uint32Array.from(new Uint16Array(raw), half => half << 16).buffer),
+};
+
+/** The rows of a captured value, `{ dtype, shape, data }` with little-endian bytes as base64. */
+export function rowsOf({ dtype, shape: [count, width], data }) {
+  if (!(dtype in READ)) throw new ServerError(0, { message: `values of ${dtype} cannot be read here: serve the model in float32 or bfloat16` });
+  const flat = READ[dtype](Uint8Array.from(atob(data), one => one.charCodeAt(0)).buffer);
+  return Array.from({ length: count }, (_, row) => [...flat.subarray(row * width, (row + 1) * width)]);
+}
+
 function parse(block) {
   let event = "message";
   const data = [];

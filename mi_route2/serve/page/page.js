@@ -53,8 +53,7 @@ async function load() {
   }
   $("key").hidden = true;
   $("banner").hidden = true;
-  const size = [served.layers && `${served.layers} layers`, served.heads && `${served.heads} heads`].filter(Boolean).join(", ");
-  $("model").replaceChildren(make("b", { text: served.model }), size ? ` ${size}` : "");
+  $("model").replaceChildren(make("b", { text: served.model }), ` ${served.layers} layers, context ${served.context}`);
   show(current());
 }
 

@@ -1,11 +1,12 @@
 // The Stream tab: a completion whose tokens take the color of what a monitor read, and two sliders that act while it runs.
 
 import { $, chip, clearErrors, hideTip, later, make, number, remember, say, showError, showTip, state, visible } from "./dom.js";
-import { events, post } from "./net.js";
+import { events, post, rowsOf } from "./net.js";
 
 const FIELDS = ["prompt", "adapters", "max_tokens", "temperature", "seed"];
 
 let study, monitor, running;
+let vectors = {}; // what the scale slider scales: { site: { vector, scale } }
 let request = null; // the server's number of the running stream
 let tokens = []; // by position: { text, generated, node, reading, threshold }
 let marks = []; // positions at which a slider moved
@@ -16,9 +17,9 @@ const actSoon = { scale: later(80), threshold: later(80) };
 
 export function open(given) {
   study = given;
-  const example = study.monitors_example;
-  monitor = Array.isArray(example) ? example[0] : example;
-  if (monitor && !monitor.probe) monitor = null;
+  watch(study.monitors_example, study.steering_example);
+  $("block").max = study.layers - 1;
+  $("block").value = state.get("s.block") ?? Math.floor(study.layers / 2);
   const modes = Object.entries(study.modes ?? {}).filter(([, served]) => served);
   $("adapters").replaceChildren(...modes.map(([name]) => make("option", { value: name, text: name })));
   const prompts = study.prompts?.map(text => ({ text })) ?? (study.examples ?? []).map(({ title, clean }) => ({ title, text: clean }));
@@ -26,6 +27,41 @@ export function open(given) {
   restore(prompts);
   limits();
   listen();
+  if (state.has("s.block")) probe();
+}
+
+/** Watch the stream with a monitor, and steer it by vectors; without any, by the monitor's own probe. */
+function watch(given, steering) {
+  monitor = given ?? null;
+  vectors = steering ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
+}
+
+/** Make a monitor of the Patch tab's two prompts: the direction between their last tokens, 1 from the one to the other. */
+async function probe() {
+  const site = `blocks.${$("block").value}.resid_post`, example = study.examples?.[0] ?? {};
+  $("act-error").hidden = true;
+  try {
+    const [clean, corrupt] = await Promise.all(["clean", "corrupt"].map(name => lastValue(state.get(name) ?? example[name] ?? "", site)));
+    const difference = clean.map((value, i) => value - corrupt[i]), square = difference.reduce((sum, value) => sum + value * value, 0);
+    if (!square) throw new Error("both prompts have the same value there: choose a later block, or prompts that differ");
+    const direction = difference.map(value => value / square);
+    const threshold = direction.reduce((sum, value, i) => sum + (value * (clean[i] + corrupt[i])) / 2, 0);
+    const quarantine = study.sites.includes("quarantine_out") ? { quarantine: "close" } : {};
+    watch({ name: "toward clean", site, probe: direction, threshold: Number(threshold.toFixed(2)), sharpness: 6, ...quarantine }, { [site]: { vector: difference } });
+    remember({ "s.block": $("block").value });
+    aim(state.get("s.threshold") ?? monitor.threshold);
+    tokens = tokens.map(one => ({ ...one, reading: null })); // what was read belongs to another probe
+    for (const name of ["scale", "threshold"]) $(name).disabled = false;
+    limits();
+  } catch (error) {
+    $("act-error").textContent = error.message;
+    $("act-error").hidden = false;
+  }
+}
+
+async function lastValue(prompt, site) {
+  const answer = await post("/v1/completions", { prompt, max_tokens: 1, temperature: 0, capture: [{ site, part: "prompt" }] });
+  return rowsOf(answer.choices[0].mi_route2.captured[site].rows).at(-1);
 }
 
 const short = text => text.trim().replaceAll("\n", " ⏎ ");
@@ -38,20 +74,31 @@ function use(text) {
 function restore(prompts) {
   for (const name of FIELDS) if (state.has(`s.${name}`)) $(name).value = state.get(`s.${name}`);
   if (!$("prompt").value && prompts.length) $("prompt").value = prompts[0].text;
-  $("threshold").value = state.get("s.threshold") ?? monitor?.threshold ?? 0;
+  aim(state.get("s.threshold") ?? monitor?.threshold ?? 0);
   $("scale").value = state.get("s.scale") ?? 0;
   const lens = document.querySelector(`input[name=lens][value="${state.get("s.lens") === "gate" ? "gate" : "score"}"]`);
   lens.checked = true;
 }
 
+/** Put the threshold's slider at a value: its ends first, or they would hold it. */
+function aim(value) {
+  const slider = $("threshold"), middle = Number(value);
+  slider.min = (middle - 3).toFixed(2);
+  slider.max = (middle + 3).toFixed(2);
+  slider.value = middle;
+}
+
+/** The readings that set a scale: not the first token's, which many models give activations ten times as large as any other's. */
+const typical = () => tokens.flatMap(({ reading, threshold }, position) => (reading && position ? [{ ...reading, threshold }] : []));
+
 /** The slider's ends: the monitor's own unit, known only from what was read. */
 function limits() {
-  const scores = tokens.flatMap(one => (one.reading ? [one.reading.score] : []));
+  const scores = typical().map(one => one.score);
   const now = Number($("threshold").value);
   const low = Math.min(now - 1, ...scores), high = Math.max(now + 1, ...scores);
-  const slider = $("threshold"), room = scores.length ? (high - low) * 0.1 : 3;
-  if (Number(slider.min) > low || !scores.length) slider.min = (low - room).toFixed(2);
-  if (Number(slider.max) < high || !scores.length) slider.max = (high + room).toFixed(2);
+  const slider = $("threshold"), room = (high - low) * 0.1;
+  if (Number(slider.min) > low) slider.min = (low - room).toFixed(2);
+  if (Number(slider.max) < high) slider.max = (high + room).toFixed(2);
   slider.value = now;
   drawSliders();
 }
@@ -81,7 +128,11 @@ function listen() {
   }
   for (const [kind, react] of [["pointerover", look], ["focusin", look], ["pointerleave", hideTip], ["focusout", hideTip]]) $("tokens").addEventListener(kind, react);
   $("tokens").addEventListener("keydown", walk);
-  if (!monitor) $("threshold-note").textContent = "This server names no monitor in /v1/study, so tokens have no score.";
+  $("probe").addEventListener("click", () => {
+    remember({ "s.threshold": null }); // of another probe's unit
+    probe();
+  });
+  if (!monitor) $("threshold-note").textContent = "This model comes without a monitor. Make one of two prompts:";
   drawSliders();
 }
 
@@ -117,13 +168,10 @@ function drawSliders() {
   for (const name of ["scale", "threshold"]) $(`${name}-value`).textContent = number(Number($(name).value), 2);
   if (!monitor) return;
   const live = request !== null ? "Acts on the running stream." : "Acts from the first token of the next stream on.";
-  $("scale-note").textContent = `Times the steering vector at ${Object.keys(steering()).join(", ")}. ${live}`;
+  $("scale-note").textContent = `Times the steering vector at ${Object.keys(vectors).join(", ")}. ${live}`;
   const closes = { close: "closes the quarantine above it", open: "opens the quarantine above it" }[monitor.quarantine] ?? "only watches";
   $("threshold-note").textContent = `Monitor ${monitor.name ?? ""} at ${monitor.site} ${closes}.`;
 }
-
-/** What the scale slider scales, `{ site: vector }`: the server's example, or a push along the monitor's own probe. */
-const steering = () => study.steering_example ?? (monitor ? { [monitor.site]: { vector: monitor.probe } } : {});
 
 // --- the stream
 
@@ -135,7 +183,7 @@ function body() {
   if (!monitor) return asked;
   base = Number($("scale").value) || NEARLY_ZERO;
   const scaled = given => (given?.vector === undefined ? { vector: given, scale: base } : { ...given, scale: (given.scale ?? 1) * base });
-  asked.decode_steering_vectors = Object.fromEntries(Object.entries(steering()).map(([site, given]) => [site, scaled(given)]));
+  asked.decode_steering_vectors = Object.fromEntries(Object.entries(vectors).map(([site, given]) => [site, scaled(given)]));
   return { ...asked, readings: true, monitors: [{ ...monitor, threshold: Number($("threshold").value) }] };
 }
 
@@ -194,6 +242,7 @@ async function fitting(asked, signal) {
 
 function busy(on) {
   $("stop").hidden = !on;
+  $("probe").disabled = on; // a running stream keeps the monitor with which it was sent
   $("go").textContent = on ? "Start again" : "Go";
   $("stream-card").setAttribute("aria-busy", String(on));
   $("stream-empty").hidden = true;
@@ -249,7 +298,7 @@ function read(position, readings) {
 
 function repaint() {
   const by = lens(), middle = by === "score" ? Number($("threshold").value) : 0;
-  const sizes = tokens.flatMap(one => (one.reading ? [Math.abs(one.reading[by] - middle)] : []));
+  const sizes = typical().map(one => Math.abs(one[by] - middle));
   const reach = by === "gate" ? 1 : Math.max(0, ...sizes) || 1;
   for (const one of tokens) if (one.reading) paint(one, one.reading[by] - middle, reach);
   drawLegend(by, middle, reach, sizes.length);
@@ -277,9 +326,9 @@ const HEIGHT = 96, GATE = 22;
 function drawTrace() {
   const points = tokens.flatMap(({ reading, threshold }, position) => (reading ? [{ position, threshold, ...reading }] : []));
   if (points.length < 2) return $("trace").replaceChildren();
-  const every = points.flatMap(({ score, threshold }) => [score, threshold]);
+  const every = typical().flatMap(({ score, threshold }) => [score, threshold]);
   const low = Math.min(...every), span = Math.max(...every) - low || 1, last = Math.max(tokens.length - 1, 1);
-  const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - (value - low) / span)).toFixed(1);
+  const x = position => ((1000 * position) / last).toFixed(1), y = value => (4 + (HEIGHT - 8) * (1 - Math.min(1, Math.max(0, (value - low) / span)))).toFixed(1);
   const line = points.map((one, i) => `${i ? "L" : "M"}${x(one.position)} ${y(one.score)}`).join("");
   // A threshold holds until the next one: a slope between them would show values that never were
   const steps = points.map((one, i) => `${i ? `H${x(one.position - 0.5)}V` : `M${x(one.position)} `}${y(one.threshold)}`).join("") + `H${x(points.at(-1).position)}`;

@@ -489,7 +489,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "no bases": (edit(**{BASES: [1]}), ValueError, "was changed: its bases"),
     "no header": (lambda f: replace_header(f, None), ValueError, "has no checksum"),
     "a header of another kind": (lambda f: replace_header(f, "[]"), ValueError, "header that is not a JSON object"),
-    "a spec that is no text": (lambda f: replace_header(f, '{"spec": {}}'), ValueError, "header that is not a JSON object of texts"),
+    "a spec that is no text": (
+        lambda f: replace_header(f, '{"spec": {}}'),
+        ValueError,
+        "header that is not a JSON object of texts",
+    ),
     "half a header": (lambda f: replace_header(f, "{"), ValueError, "not a complete safetensors file"),
 }
 

@@ -163,6 +163,27 @@ def test_a_route_of_a_second_policy_reads_in_its_own_basis() -> None:
     assert torch.equal(scores, expected)
 
 
+def test_coordinates_of_base_weights_that_were_written_are_not_used_again() -> None:
+    """A fitter and a route that are used before and after give the scores of new ones; directions of before are refused."""
+    policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    pairs = PairBatch(make_batch(4, seed=8).rollouts, make_batch(4, seed=9).rollouts, "h")
+    used = MaskRoute.from_pairs(pairs, MaskSpec("act"))
+    used.refresh(policy, 0)
+    used.score(policy, rollouts)
+    with torch.no_grad():
+        for module in policy.adapters.sites.values():
+            module.weight.add_(torch.randn(module.weight.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
+    with pytest.raises(ValueError, match="the directions belong to base weights"):
+        used.score(policy, rollouts)
+    used.directions, fresh = None, MaskRoute.from_pairs(pairs, MaskSpec("act"))
+    for route in (used, fresh):
+        route.refresh(policy, 1)
+    scores, expected = used.score(policy, rollouts), fresh.score(policy, rollouts)
+    assert scores is not None
+    assert expected is not None
+    assert torch.equal(scores, expected)
+
+
 def test_unrouted_gradients_under_names_are_refused_by_the_optimizer() -> None:
     policy = make_policy(SPECS["lora"])
     route = mask_route(policy, MaskSpec("grad"), want_unrouted=True)

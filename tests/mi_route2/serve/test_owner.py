@@ -105,6 +105,29 @@ def test_a_sweep_beside_streams_is_the_sweep_alone_and_streams_go_on_between_its
     use(both, tokens=24)
 
 
+def test_a_sweep_takes_its_share_of_the_time_of_streams_and_all_of_an_idle_engine() -> None:
+    async def both(owner: Owner) -> None:
+        stream, job = await asyncio.gather(owner.submit(Request(PROMPT[:1], Sampling(max_new=60))), owner.sweep(**SWEEP))
+        forward, beside = job._forward, []
+
+        def slow() -> bool:
+            beside.append(owner._engine.busy)
+            time.sleep(0.01)
+            return forward()
+
+        job._forward = slow  # pyright: ignore[reportAttributeAccessIssue]
+        async for _ in stream:
+            pass
+        steps = owner._step_seconds
+        async for _ in job:
+            pass
+        assert job.grid().values.size == job.sweep.total
+        assert 1 <= sum(beside) <= 2 + 0.25 * steps / 0.01
+        assert len(beside) > sum(beside)
+
+    use(both, tokens=12)
+
+
 def test_the_forwards_of_a_limited_sweep_are_small_and_the_grid_is_the_same() -> None:
     host = host_of()
     small, large = prepare(host, **SWEEP, tokens=24), prepare(host, **SWEEP)

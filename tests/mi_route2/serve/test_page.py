@@ -3,23 +3,19 @@
 import json
 import math
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import httpx
 import pytest
-import uvicorn
 from browser import chromium
-from fastapi import FastAPI
 from playwright.sync_api import Browser, BrowserContext, Page, expect
+from served import running
 
 from mi_route2.patching import Grid, sweep
-from mi_route2.serve.app import create_app
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.models import Served
 from studies.environments.micro.served import micro
@@ -27,22 +23,7 @@ from studies.environments.micro.served import micro
 KEY = "a-key-of-the-tests-only"
 SITES = ["resid_pre", "attn_out"]
 SHARPNESS = 2.0
-
-
-@contextmanager
-def listening(app: FastAPI) -> Iterator[str]:
-    """Serve ``app`` in a thread and yield its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+MINUS = "\N{MINUS SIGN}"
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +82,10 @@ def pace() -> Pace:
 @pytest.fixture(scope="module")
 def address(served: Served, grid: Grid, runs: Path, pace: Pace) -> Iterator[str]:
     """Serve the model on this machine, with a study's runs."""
-    app = create_app(served, study_runs=runs)
-    engine = app.state.server.owner._engine
-    engine.step = pace.slow(engine.step)
-    with listening(app) as url:
-        yield url
+    with running(served, study_runs=runs) as found:
+        engine = found.server.owner._engine
+        engine.step = pace.slow(engine.step)
+        yield found.url
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +149,7 @@ def labels(page: Page, selector: str) -> list[str]:
 
 def numbers(text: str) -> list[float]:
     """Return the numbers of a label, after its token."""
-    return [float(one.replace("−", "-")) for one in re.findall(r"(?:recovered|score|gate) ([−\d.e-]+)", text)]
+    return [float(one.replace(MINUS, "-")) for one in re.findall(rf"(?:recovered|score|gate) ([{MINUS}\d.e-]+)", text)]
 
 
 def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen, grid: Grid) -> None:
@@ -178,14 +158,17 @@ def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen
     for label in labels(page, ".cell"):
         site, position = re.match(r"(\S+), position (\d+)", label).groups()  # pyright: ignore[reportOptionalMemberAccess]
         shown[site][int(position)] = numbers(label)[0]
-    assert list(shown) != [] and {str(site) for site in grid.sites} == set(shown)
+    assert list(shown) != []
+    assert {str(site) for site in grid.sites} == set(shown)
     for i, site in enumerate(grid.sites):
         for j, position in enumerate(grid.positions):
             assert shown[str(site)][position] == pytest.approx(grid.recovered[i, j], abs=6e-4)
     # Only one token differs. Before the first block the whole difference is there, whatever the model does with it.
-    differs = next(i for i, kind in enumerate(page.locator(".couple").evaluate_all("n => n.map(one => one.className)")) if "differs" in kind)
+    kinds = page.locator(".couple").evaluate_all("nodes => nodes.map(node => node.className)")
+    differs = next(i for i, kind in enumerate(kinds) if "differs" in kind)
     first = shown["blocks.0.resid_pre"]
-    assert first.pop(differs) == 1.0 and set(first.values()) == {0.0}
+    assert first.pop(differs) == 1.0
+    assert set(first.values()) == {0.0}
     peak = grid.argabs
     expect(page.locator("#peak")).to_contain_text(f"at {peak.target}, {peak.position} ")
 
@@ -201,13 +184,21 @@ def test_cells_appear_forward_by_forward(seen: Seen, pace: Pace) -> None:
     page.click("#sweep")
     expect(page.locator("#peak")).to_contain_text("peak")
     counts = [one for one in page.evaluate("() => counts") if one]
-    assert counts == sorted(counts) and len(set(counts)) > 2 and counts[-1] == page.locator(".cell").count()
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 2
+    assert counts[-1] == page.locator(".cell").count()
 
 
 def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: Seen, served: Served) -> None:
     page = swept(seen)
     page.locator(".cell[tabindex='0']").focus()
-    for key, site, position in (("ArrowRight", 1, 1), ("ArrowDown", 0, 1), ("ArrowRight", 0, 2), ("ArrowLeft", 0, 1), ("ArrowRight", 0, 2)):
+    for key, site, position in (
+        ("ArrowRight", 1, 1),
+        ("ArrowDown", 0, 1),
+        ("ArrowRight", 0, 2),
+        ("ArrowLeft", 0, 1),
+        ("ArrowRight", 0, 2),
+    ):
         page.keyboard.press(key)
         expect(cell(page, f"blocks.{site}.resid_pre", position)).to_be_focused()
     expect(page.locator("#tip")).to_contain_text("recovered 1.000")
@@ -218,7 +209,8 @@ def test_the_keyboard_moves_in_the_grid_and_enter_asks_the_patched_model(seen: S
     clean = httpx.post(f"{seen.address}/v1/completions", json=asked).json()["choices"][0]
     expect(page.locator(".answered")).to_have_text(clean["text"] or "(nothing)", use_inner_text=False)
     likely = page.locator(".top code").first.text_content()
-    assert likely is not None and likely.replace("·", " ").replace("⏎", "\n") == next(iter(clean["logprobs"]["top_logprobs"][0]))
+    assert likely is not None
+    assert likely.replace("·", " ").replace("⏎", "\n") == next(iter(clean["logprobs"]["top_logprobs"][0]))
 
 
 def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> None:
@@ -234,7 +226,8 @@ def test_a_link_restores_prompts_sites_and_the_answer_of_a_cell(seen: Seen) -> N
     page.goto(link)
     expect(page.locator("#cell-answer .tops")).to_be_visible()
     after = [page.input_value(f"#{name}") for name in ("clean", "corrupt", "answer", "foil", "metric")], labels(page, ".cell")
-    assert after == before and page.inner_text("#cell-answer") == answered
+    assert after == before
+    assert page.inner_text("#cell-answer") == answered
     expect(page.locator("#cell-head h2")).to_have_text("blocks.0.attn_out")
 
 
@@ -271,7 +264,8 @@ def test_prompts_of_other_lengths_show_what_has_no_partner(seen: Seen, served: S
     clean = one.clean.replace(" then", " 2 then")
     page = swept(seen, clean=clean, corrupt=one.corrupt, answer=one.answer, foil=one.foil)
     alone = page.locator(".couple.alone").count()
-    assert alone > 0 and page.locator(".cell.skipped").count() % len(SITES) == 0
+    assert alone > 0
+    assert page.locator(".cell.skipped").count() % len(SITES) == 0
     expect(page.locator("#strip-note")).to_contain_text("no partner")
 
 
@@ -294,13 +288,16 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     for i, (label, text) in enumerate(zip(told, whole["prompt_tokens"] + whole["tokens"], strict=True)):
         assert label.startswith(json.dumps(text))
         if str(i) not in whole["readings"]:
-            assert label.endswith("not read") and i == len(told) - 1  # nothing came after the last token
+            assert label.endswith("not read")
+            assert i == len(told) - 1
             continue
         reading = whole["readings"][str(i)][name]
         assert numbers(label) == pytest.approx([reading["score"], reading["gate"]], abs=6e-4)
         kind = page.locator("#tokens .token").nth(i).get_attribute("class") or ""
         assert ("above" if reading["score"] >= threshold else "below") in kind
-    colors = page.locator("#tokens .token:not(:last-child)").evaluate_all("n => n.map(one => getComputedStyle(one).backgroundColor)")
+    colors = page.locator("#tokens .token:not(:last-child)").evaluate_all(
+        "nodes => nodes.map(node => getComputedStyle(node).backgroundColor)"
+    )
     assert len(set(colors)) > 3
     page.get_by_text("gate", exact=True).first.click()
     assert page.locator("#tokens .below").count() == 0  # a gate is never negative
@@ -326,7 +323,29 @@ def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen,
         errors = {at: abs(gate - 1 / (1 + math.exp(-SHARPNESS * (score - at)))) for at in (before, after)}
         assert min(errors.values()) < 2e-3
         used.append(min(errors, key=errors.__getitem__))
-    assert used[0] == before and used[-1] == after and used == sorted(used)
+    assert used[0] == before
+    assert used[-1] == after
+    assert used == sorted(used)
+
+
+def test_a_probe_of_two_prompts_puts_them_half_a_unit_on_either_side_of_its_threshold(seen: Seen, served: Served) -> None:
+    one = served.examples[0]
+    page = seen.go(tab="stream", clean=one.clean, corrupt=one.corrupt, **{"s.block": "0"})  # as a link does it
+    expect(page.locator("#threshold-note")).to_contain_text("toward clean at blocks.0.resid_post")
+    threshold = float(page.input_value("#threshold"))
+    last = len(served.encode(one.clean)) - 1
+    for prompt, side in ((one.clean, 0.5), (one.corrupt, -0.5)):
+        page.fill("#prompt", prompt)
+        stream(page)
+        expect(page.locator("#stream-status")).to_contain_text("done")
+        assert numbers(labels(page, "#tokens .token")[last])[0] - threshold == pytest.approx(side, abs=0.01)
+
+
+def test_a_link_restores_a_threshold_far_from_the_monitors(seen: Seen) -> None:
+    page = seen.go(tab="stream", **{"s.threshold": "57.25", "s.lens": "gate", "s.scale": "1.5"})
+    expect(page.locator("#threshold")).to_have_value("57.25")
+    expect(page.locator("#scale")).to_have_value("1.5")
+    expect(page.locator("input[value=gate]")).to_be_checked()
 
 
 def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
@@ -375,24 +394,21 @@ def test_the_study_shows_the_last_steps_of_each_arm_and_follows_its_files(seen: 
         path.write_text(before)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [420, 1280])
-def test_nothing_is_wider_than_the_window(browser: Browser, address: str, width: int, theme: Any) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=theme)
-    seen = Seen(context, address)
+def test_nothing_is_wider_than_the_window_on_a_phone_and_a_laptop(seen: Seen) -> None:
     page = swept(seen)
-    for tab in ("patch", "stream", "study"):
-        page.click(f"#tab-{tab}")
-        expect(page.locator(f"#{tab}")).to_be_visible()
-        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
-    context.close()
-    assert seen.wrong == []
+    for width, theme in ((420, "dark"), (1280, "light")):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.emulate_media(color_scheme=theme)
+        for tab in ("study", "stream", "patch"):
+            page.click(f"#tab-{tab}")
+            expect(page.locator(f"#{tab}")).to_be_visible()
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
-def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served, tmp_path: Path) -> None:
-    with listening(create_app(served, keys=Keys([(KEY, False)]))) as address:
+def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served) -> None:
+    with running(served, keys=Keys([(KEY, False)])) as found:
         context = browser.new_context()
-        seen = Seen(context, address)
+        seen = Seen(context, found.url)
         seen.refused = 1
         page = seen.go(tab="patch")
         page.get_by_label("This server needs a key").fill("another-key-than-it-has")
@@ -403,7 +419,8 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Serve
         expect(page.locator("#strip .couple").first).to_be_visible()
         expect(page.locator("#key")).to_be_hidden()
         stored = page.evaluate("() => [Object.values(sessionStorage), localStorage.length, document.cookie]")
-        assert stored == [[KEY], 0, ""] and KEY not in page.url
+        assert stored == [[KEY], 0, ""]
+        assert KEY not in page.url
         page.click("#tab-study")
         expect(page.locator("#study-body")).to_contain_text("--study-runs")
         context.close()

@@ -40,11 +40,12 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     assert all(len(seconds) == 3 for seconds in document["seconds"].values())
 
 
-def test_the_page_prints_what_was_measured() -> None:
-    document = json.loads((DOCS / "results/benchmarks/engine.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "rounds", "requests"), [("engine", 9, 64), ("engine_smollm2", 3, 8)])
+def test_the_page_prints_what_was_measured(name: str, rounds: int, requests: int) -> None:
+    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     expected = table([read(row) for row in document["rows"]], document["seconds"], document["tokens"]) + "\n"
-    found = re.search(r"<!-- table: engine -->\n\n((?:\|.*\n)+)", (DOCS / "engine.md").read_text(encoding="utf-8"))
+    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "engine.md").read_text(encoding="utf-8"))
     assert found
-    assert found[1] == expected, f"docs/engine.md must have, below <!-- table: engine -->:\n\n{expected}"
-    assert document["rounds"] >= 9
-    assert document["requests"] == 64
+    assert found[1] == expected, f"docs/engine.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    assert document["rounds"] >= rounds
+    assert document["requests"] == requests

@@ -1,0 +1,250 @@
+"""Requests of our own engine run by vLLM: a request becomes a prompt and ``SamplingParams``, and the answer a ``Result``."""
+
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mi_route2.checks import checked
+from mi_route2.engine.request import EngineRequest, Finish, Request, Result, Token, refuse
+from mi_route2.engine.sampling import Sampling
+from mi_route2.patching.patches import FromRun, Resolved, resolve
+from mi_route2.steering.plan import Reading
+from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
+from mi_route2.steering.state import SteeringState
+from mi_route2.vllm.facts import Facts, installed, refuse_settings
+from mi_route2.vllm.wire import KEY, Orders, salt, unpack, write
+
+EXTENSION = "mi_route2.vllm.worker.WorkerExtension"
+SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {"worker_extension_cls": EXTENSION, "max_logprobs": -1, "enforce_eager": True, "async_scheduling": False}
+)
+"""Settings of ``vllm.LLM`` that a ``VllmEngine`` needs."""
+
+_OURS = {
+    "exact": "vLLM's kernels round differently in other batches, so no bit is promised: use this project's own Engine(exact=True)",
+    "controllers": "vLLM has no place between two steps for them: use monitors, or this project's own Engine",
+    "store": "a run belongs to weights whose digest vLLM's fused layers do not give: use this project's own Engine",
+}
+_REFUSED: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        "run": (None, "captures come with the result, not to a run store: leave run out"),
+        "rules": ((), "rules act between steps, where vLLM has no place for them: write a rule of scope this_token as a Monitor"),
+        "conversation": (None, "conversations belong to rules: leave conversation out"),
+        "owner": ("client", "vLLM does not divide its time between owners: leave owner out"),
+        "priority": (0, "vLLM was not started with priorities: leave priority out"),
+        "deadline": (None, "vLLM ends no request by the clock: leave deadline out"),
+        "norms": ((), "norms are not computed in vLLM: capture the site and take the norms of its rows"),
+    }
+)
+"""Field of a ``Request`` -> its only value here, and what to do instead."""
+
+
+class VllmEngine:
+    """vLLM with interventions per request; see the package.
+
+    ``facts`` are the sizes of the model.
+
+    Args:
+        llm: a ``vllm.LLM`` that was started with ``SETTINGS``; ``launch`` starts one.
+        vectors: named vectors that patches and steering may use.
+        generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
+
+    Raises:
+        ValueError: vLLM has another version, was started without ``SETTINGS``, or runs a model that was never compared.
+    """
+
+    def __init__(self, llm: Any, *, vectors: Mapping[str, VectorLike] | None = None, generator: torch.Generator | None = None):
+        self.llm = llm
+        try:
+            answer = llm.collective_rpc("mi_route2_open")[0]
+        except (AttributeError, NotImplementedError) as error:
+            raise ValueError(f"this vLLM was started without its extension: give it worker_extension_cls={EXTENSION!r}") from error
+        if "refused" in answer:
+            raise ValueError(answer["refused"])
+        self.facts = Facts(**answer)
+        self.vectors = {name: Vector(vector) for name, vector in (vectors or {}).items()}
+        self._seeds = generator or torch.Generator()
+        if generator is None:
+            self._seeds.seed()
+
+    @checked
+    def check(self, request: Request) -> None:
+        """Raise what ``generate`` would raise for a request, without running it."""
+        resolved(request, self.facts, self.vectors)
+
+    @checked
+    def encode(self, request: Request, key: str | None = None) -> tuple[dict[str, Any], Any]:
+        """Return the prompt and the ``SamplingParams`` of a request, for any way of running it on this vLLM.
+
+        The interventions are in ``extra_args``, the salt of their prefix in the prompt. What the request leaves is under ``key`` in
+        the answer of ``collective_rpc("mi_route2_collect", args=([key],))``.
+
+        Raises:
+            ValueError, KeyError: the request cannot be run.
+        """
+        prompt, arguments, _ = self._encoded(0, request, key or secrets.token_hex(16))
+        return prompt, _params(arguments)
+
+    def _encoded(self, number: int, request: Request, key: str) -> tuple[dict[str, Any], dict[str, Any], EngineRequest]:
+        sampling = request.sampling
+        if sampling.seed is None and not sampling.plain:
+            sampling = replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
+        return encoded(number, request, sampling, self.facts, self.vectors, key)
+
+    @checked
+    def generate(self, requests: Iterable[Request]) -> list[Result]:
+        """Run ``requests`` together and return their results in order.
+
+        Raises:
+            ValueError, KeyError: a request cannot be run; none was started.
+        """
+        made: dict[str, tuple[dict[str, Any], dict[str, Any], EngineRequest]] = {}
+        for number, request in enumerate(requests):
+            key = secrets.token_hex(16)
+            made[key] = self._encoded(number, request, key)
+        if not made:
+            return []
+        prompts, params = [prompt for prompt, *_ in made.values()], [_params(arguments) for _, arguments, _ in made.values()]
+        try:
+            answers = self.llm.generate(prompts, params, use_tqdm=False)
+        finally:
+            left = self.llm.collective_rpc("mi_route2_collect", args=(list(made),))[0]
+        return [_result(one, answer, left.get(key)) for (key, (*_, one)), answer in zip(made.items(), answers, strict=True)]
+
+
+def launch(
+    model: Path | str,
+    *,
+    vectors: Mapping[str, VectorLike] | None = None,
+    generator: torch.Generator | None = None,
+    **settings: Any,
+) -> VllmEngine:
+    """Start vLLM in this process on a checkpoint's folder.
+
+    Args:
+        model: the folder.
+        vectors: as for ``VllmEngine``.
+        generator: as for ``VllmEngine``.
+        **settings: of ``vllm.LLM``, for example ``dtype="float32"``.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ValueError: a setting, or this version of vLLM, is refused.
+    """
+    for name, why in _OURS.items():
+        if name in settings:
+            raise ValueError(f"{name} is not possible on vLLM: {why}")
+    if "worker_extension_cls" in settings:
+        raise ValueError("worker_extension_cls is what this package needs for itself: leave it out")
+    refuse_settings(settings)
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    llm = installed().LLM(str(model), **({"skip_tokenizer_init": True} | settings | dict(SETTINGS)))
+    return VllmEngine(llm, vectors=vectors, generator=generator)
+
+
+def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> tuple[tuple[Resolved, ...], Steering]:
+    """Return a request's patches and steering without names; ``ValueError`` or ``KeyError`` if vLLM cannot run the request."""
+    for name, (only, remedy) in _REFUSED.items():
+        if getattr(request, name) != only:
+            raise ValueError(f"{name}={getattr(request, name)!r:.60} is not possible on vLLM: {remedy}")
+    if request.sampling.stop:
+        raise ValueError("stop texts are not looked for here: give stop_tokens")
+    refuse(request, facts.context - 1, facts.vocabulary)  # vLLM keeps one position for the last token
+    if runs := [patch for patch in request.patch if isinstance(patch.source, FromRun)]:
+        raise ValueError(
+            f"the patch at {runs[0].site} reads a run, and no run can be compared with vLLM's weights: give its row as a tensor"
+        )
+    for capture in request.capture:
+        facts.shape(capture.site)
+    named = {name: vector.data for name, vector in vectors.items()}
+    patches = resolve(request.patch, facts.shape, vectors=named, dtype=facts.kind)
+    steering = (request.steering or Steering()).resolved(looker(vectors))
+    SteeringState(facts.shape, rows=1, dtype=facts.kind).check(steering)
+    return patches, steering
+
+
+def encoded(
+    number: int, request: Request, sampling: Sampling, facts: Facts, vectors: Mapping[str, Vector], key: str
+) -> tuple[dict[str, Any], dict[str, Any], EngineRequest]:
+    """Return a request's prompt for vLLM, the arguments of its ``SamplingParams``, and what its result is collected in.
+
+    Args:
+        number: number of the request in its results.
+        request: the request; errors as in ``resolved``.
+        sampling: its sampling, with a seed if it samples.
+        facts: of the model.
+        vectors: named vectors.
+        key: name under which the worker keeps what the request leaves.
+    """
+    patches, steering = resolved(request, facts, vectors)
+    one = EngineRequest(number, number, request, Result(number, seed=sampling.seed), sampling, patches)
+    orders = Orders(key, len(request.prompt), patches, steering, request.capture, request.readings)
+    prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+    found = salt(request, patches, steering, SteeringState(facts.shape, rows=1, dtype=facts.kind))
+    if found is not None:
+        prompt["cache_salt"] = found
+    arguments = _sampling(sampling)
+    if orders:
+        arguments["extra_args"] = {KEY: write(orders)}
+    # What a cached prefix holds is not computed by this request, so nothing of it would be captured or read.
+    if one.lowest_capture() < one.prompt:
+        arguments["skip_reading_prefix_cache"] = True
+    return prompt, arguments, one
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    logprobs = -1 if sampling.logprob_token_ids else sampling.logprobs
+    return {
+        "max_tokens": sampling.max_new,
+        "temperature": float(sampling.temperature),
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_tokens),
+        "logprobs": logprobs,
+        "ignore_eos": True,  # as in our engine, stop_tokens alone end a request
+        "detokenize": False,
+    }
+
+
+def _params(arguments: Mapping[str, Any]) -> Any:
+    return installed().SamplingParams(**arguments)
+
+
+def _result(one: EngineRequest, answer: Any, left: Mapping[str, Any] | None) -> Result:
+    """Return vLLM's answer, and what the worker kept, as our own result."""
+    result, output = one.result, answer.outputs[0]
+    details = output.logprobs or [None] * len(output.token_ids)
+    result.tokens = [_token(token, detail, one.sampling) for token, detail in zip(output.token_ids, details, strict=True)]
+    result.finish = _finish(output.finish_reason)
+    result.cached = answer.num_cached_tokens or 0
+    one.tokens += result.ids
+    one.computed = len(one.tokens) - 1
+    for number, kept in (left or {}).get("captured", {}).items():
+        order = sorted(range(len(kept["positions"])), key=kept["positions"].__getitem__)
+        one.keep(int(number), [kept["positions"][i] for i in order], unpack(kept["rows"])[order])
+    for position, readings in sorted((left or {}).get("readings", {}).items(), key=lambda item: int(item[0])):
+        one.note(int(position), {name: Reading(*pair) for name, pair in readings.items()})
+    if left is not None and left["error"] is not None:
+        result.finish, result.error = "error", left["error"]
+    one.settle()
+    return result
+
+
+def _finish(reason: str | None) -> Finish:
+    return "length" if reason == "length" else "stop" if reason == "stop" else "cancelled"
+
+
+def _token(token: int, detail: Mapping[int, Any] | None, sampling: Sampling) -> Token:
+    if detail is None:
+        return Token(token)
+    best = sorted((one.rank, token_id) for token_id, one in detail.items() if one.rank is not None)
+    top = {token_id: detail[token_id].logprob for _, token_id in best[: sampling.logprobs or 0]}
+    asked = tuple(detail[token_id].logprob for token_id in sampling.logprob_token_ids)
+    return Token(token, detail[token].logprob, top, asked)

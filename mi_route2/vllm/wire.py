@@ -1,0 +1,151 @@
+"""What travels with a request to a vLLM worker: its interventions as plain JSON, tensors in base64, and the salt of its prefix.
+
+    {"key": ..., "prompt": 12, "patches": [...], "steering": {"base": [...], ...}, "captures": [...], "readings": false}
+
+The text is one entry of ``SamplingParams.extra_args``. Names were looked up before, so a worker needs nothing else.
+
+vLLM keys its cached keys and values by tokens and by ``cache_salt`` alone. A request whose interventions change activations gets a
+salt that is the digest of their content, so equal content shares a prefix and different content does not.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mi_route2.engine.request import Capture, Request
+from mi_route2.patching.patches import Resolved
+from mi_route2.runs.record import Where
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering, Vector
+from mi_route2.steering.state import SteeringState
+
+KEY = "mi_route2"
+"""Entry of ``SamplingParams.extra_args`` that holds a request's interventions."""
+_ENTRIES: Mapping[str, type] = {"base": Steer, "prefill": Steer, "decode": Steer, "clamps": Clamp, "monitors": Monitor}
+
+
+@dataclass(frozen=True, eq=False)
+class Orders:
+    """Interventions of one request, as its worker applies them. ``prompt`` is the number of its tokens."""
+
+    key: str
+    prompt: int
+    patches: tuple[Resolved, ...] = ()
+    steering: Steering = field(default_factory=Steering)
+    captures: tuple[Capture, ...] = ()
+    readings: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.patches or self.captures or self.steering != Steering())
+
+
+def pack(values: Tensor) -> dict[str, Any]:
+    """Return a tensor as JSON-able data."""
+    flat = values.detach().to("cpu").contiguous().flatten().view(torch.uint8)
+    data = base64.b64encode(flat.numpy().tobytes()).decode("ascii")
+    return {"dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape), "data": data}
+
+
+def unpack(data: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of ``pack``; ``ValueError`` if the data do not fit together."""
+    dtype = getattr(torch, str(data["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{data['dtype']!r} is not a dtype of torch")
+    values = bytearray(base64.b64decode(data["data"], validate=True))
+    if not values:
+        return torch.zeros(data["shape"], dtype=dtype)
+    return torch.frombuffer(values, dtype=dtype).reshape(data["shape"])
+
+
+def write(orders: Orders) -> str:
+    """Return the text that ``read`` reads."""
+    return json.dumps(
+        {
+            "key": orders.key,
+            "prompt": orders.prompt,
+            "patches": [
+                {
+                    "site": str(one.site),
+                    "position": one.position,
+                    "source": pack(one.source),
+                    "alpha": pack(one.alpha) if isinstance(one.alpha, Tensor) else one.alpha,
+                }
+                for one in orders.patches
+            ],
+            "steering": {kind: [_plain(entry) for entry in getattr(orders.steering, kind)] for kind in _ENTRIES},
+            "captures": [{"site": str(one.site), "where": _plain(one.where)} for one in orders.captures],
+            "readings": orders.readings,
+        }
+    )
+
+
+def read(text: str, dtype: torch.dtype, device: torch.device) -> Orders:
+    """Return the interventions in a text that ``write`` wrote; ``ValueError`` for any other text."""
+    try:
+        raw = json.loads(text)
+        patches = tuple(_patch(one, dtype, device) for one in raw["patches"])
+        steering = Steering(**{kind: tuple(_entry(made, one) for one in raw["steering"][kind]) for kind, made in _ENTRIES.items()})
+        captures = tuple(Capture(Site.parse(one["site"]), Where(**one["where"])) for one in raw["captures"])
+        return Orders(str(raw["key"]), int(raw["prompt"]), patches, steering, captures, bool(raw["readings"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"extra_args[{KEY!r}] of a request is not what this version of mi-route2 writes: {error}") from error
+
+
+def _patch(raw: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Resolved:
+    alpha = unpack(raw["alpha"]).to(device) if isinstance(raw["alpha"], dict) else float(raw["alpha"])
+    return Resolved(Site.parse(raw["site"]), int(raw["position"]), unpack(raw["source"]).to(device, dtype), alpha, b"")
+
+
+def _plain(value: Any) -> Any:
+    """Return a spec, or a part of one, as JSON-able data."""
+    if isinstance(value, Site):
+        return str(value)
+    if isinstance(value, Vector):
+        return pack(value.data)
+    if isinstance(value, Steer | Clamp | Monitor | Where):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _entry(kind: type, raw: Mapping[str, Any]) -> Any:
+    given = dict(raw, site=Site.parse(raw["site"]))
+    for name in ("vector", "probe"):
+        if name in given:
+            given[name] = unpack(given[name])
+    for name in ("gates", "quarantined"):
+        if given.get(name) is not None:
+            given[name] = tuple(Site.parse(one) for one in given[name])
+    if "adds" in given:
+        given["adds"] = tuple(_entry(Steer, one) for one in given["adds"])
+    return kind(**given)
+
+
+def salt(request: Request, patches: Sequence[Resolved], steering: Steering, state: SteeringState) -> str | None:
+    """Return the ``cache_salt`` of a request: equal for equal content, ``None`` if it has neither interventions nor a salt.
+
+    Args:
+        request: The request.
+        patches: Its patches.
+        steering: Its steering, without names.
+        state: A state without requests, whose ``content`` says what acts on prompt tokens and on generated ones.
+    """
+    state.admit(0, steering)
+    try:
+        prefill, decode = (state.content(0, decode=phase) for phase in (False, True))
+    finally:
+        state.release(0)
+    if not (prefill or decode or patches or request.salt):
+        return None
+    # A token that one request generates may be in the prompt of another: where the phases differ, it is not the same token.
+    prompt = len(request.prompt) if prefill != decode else None
+    placed = sorted((one.position, one.digest.hex()) for one in patches)
+    content = json.dumps([request.salt, prefill.hex(), decode.hex(), prompt, placed])
+    return f"mi-route2-{hashlib.sha256(content.encode()).hexdigest()}"

@@ -1,0 +1,355 @@
+"""Extension of vLLM's worker: applies each request's interventions in the forwards of the model, by hooks on its modules.
+
+A hook on the whole model reads which tokens of which requests the forward computes; hooks on the modules of the sites in use then
+gather the tokens of the requests with interventions ``[b t ...]``, run what our own engine runs on them, and write back the tokens
+that changed. No other token is touched, not even by an addition of 0.
+
+Private parts of vLLM that are read, none of which is written:
+
+    worker.model_runner, worker.vllm_config
+    model_runner.requests[id].sampling_params, .input_batch.req_ids, .input_batch.num_computed_tokens_cpu, .query_start_loc.np
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mi_route2.architectures import VllmAt, architecture_of
+from mi_route2.engine.forward import Work
+from mi_route2.patching.patches import firing
+from mi_route2.sites import Site, module_at
+from mi_route2.steering.plan import Layout, Piece
+from mi_route2.steering.state import SteeringState
+from mi_route2.vllm.facts import Facts, installed, refuse_settings
+from mi_route2.vllm.wire import KEY, Orders, pack, read
+
+BUDGET, READING = 1 << 30, 256
+"""Bytes of captures and readings that may wait to be collected (a request beyond that gets an error in their place), and roughly
+those of one reading."""
+
+
+@dataclass(eq=False)
+class Found:
+    """What a request left with its worker: captured rows by capture and position, readings by position, or an error."""
+
+    captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    readings: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    error: str | None = None
+    size: int = 0
+
+    def keep(self, number: int, positions: Sequence[int], rows: Tensor) -> None:
+        """Store captured rows; a position that is computed again, after a preemption, replaces the former value."""
+        if self.error is None:
+            self.captured.setdefault(number, {}).update(zip(positions, rows.detach().clone(), strict=True))
+            self.size += rows.nbytes
+
+    def note(self, position: int, name: str, score: float, gate: float) -> None:
+        """Store a reading."""
+        if self.error is None:
+            self.readings.setdefault(position, {})[name] = score, gate
+            self.size += READING
+
+    def fail(self, error: str) -> None:
+        """Forget everything and store an error, if there is none."""
+        self.captured.clear()
+        self.readings.clear()
+        self.error, self.size = self.error or error, 0
+
+    def plain(self) -> dict[str, Any]:
+        """Return JSON-able data."""
+        return {
+            "error": self.error,
+            "captured": {
+                str(number): {"positions": list(rows), "rows": pack(torch.stack(list(rows.values())))}
+                for number, rows in self.captured.items()
+            },
+            "readings": {str(at): read for at, read in self.readings.items()},
+        }
+
+
+@dataclass(eq=False)
+class Running:
+    """Request with interventions that vLLM runs. ``admitted`` while its steering has a row."""
+
+    number: int
+    orders: Orders
+    found: Found
+    admitted: bool = False
+
+
+@dataclass(eq=False)
+class Batch:
+    """Tokens of one forward that belong to requests with interventions: their rows ``index [b t]`` in the flat batch."""
+
+    layout: Layout
+    running: list[Running]
+    index: Tensor
+    work: dict[Site, Work]
+    steered: bool
+    taken: list[tuple[Callable[[Tensor], None], Tensor]] = field(default_factory=list)
+    fired: set[Site] = field(default_factory=set)
+
+
+class Interventions:
+    """Interventions of all requests of one model runner."""
+
+    def __init__(self, runner: Any, facts: Facts, device: torch.device):
+        self._runner, self._facts, self._device = runner, facts, device
+        self.model: nn.Module = runner.get_model()
+        architecture = architecture_of(self.model)
+        assert architecture is not None
+        self._blocks = [f"{architecture.blocks}.{layer}" for layer in range(facts.layers)]
+        for point in facts.points.values():
+            module_at(self.model, architecture, f"{self._blocks[0]}.{point.path}".rstrip("."))
+        self.steering = SteeringState(facts.shape, rows=facts.rows, dtype=facts.kind, device=device)
+        self.results: dict[str, Found] = {}
+        self.budget = BUDGET
+        self._running: dict[str, Running | None] = {}
+        self._batch: Batch | None = None
+        self._hooks: dict[Site, Any] = {}
+        self._numbers = 0
+        self.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.model.register_forward_hook(self._end)
+
+    # One forward
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._batch = None
+        batch = self._runner.input_batch
+        self._forget(batch.req_ids)
+        bounds, computed = self._runner.query_start_loc.np, batch.num_computed_tokens_cpu
+        here: list[tuple[Running, int, int, int]] = []
+        for row, name in enumerate(batch.req_ids):
+            if (one := self._find(name)) is not None:
+                first, stop = int(bounds[row]), int(bounds[row + 1])
+                if stop > first:
+                    here.append((one, first, int(computed[row]), stop - first))
+        if here:
+            ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+            self._batch = self._made(here, ids)
+        wanted = set() if self._batch is None else self._batch.work.keys() | self.steering.sites()
+        for site in self._hooks.keys() - wanted:
+            self._hooks.pop(site).remove()
+        for site in sorted(wanted - self._hooks.keys()):
+            self._hooks[site] = self._hook(site)
+
+    def _made(self, here: list[tuple[Running, int, int, int]], ids: Tensor | None) -> Batch:
+        for one, *_ in here:
+            if not one.admitted:
+                self.steering.admit(one.number, one.orders.steering)
+                one.admitted = True
+        pieces = [Piece(one.number, start, count, one.orders.prompt) for one, _, start, count in here]
+        layout = Layout.of(pieces, self._device)
+        firsts = torch.tensor([first for _, first, _, _ in here], device=self._device)[:, None]
+        starts = torch.tensor([piece.start for piece in pieces], device=self._device)[:, None]
+        index = firsts + torch.where(layout.real, layout.positions - starts, 0)
+        work: dict[Site, Work] = {}
+        for row, (one, first, start, count) in enumerate(here):
+            for column, placed in firing(one.orders.patches, start, count):
+                work.setdefault(placed.site, Work()).patches.append((row, column, placed))
+            if not one.orders.captures:
+                continue
+            if ids is None:
+                raise RuntimeError("a request with captures runs on embeddings in place of tokens: give token ids")
+            tokens = ids[first : first + count].tolist()
+            for number, capture in enumerate(one.orders.captures):
+                if columns := capture.where.rows(tokens, start, one.orders.prompt):
+                    sink = partial(one.found.keep, number, [start + column for column in columns])
+                    places = [(row, column) for column in columns]
+                    work.setdefault(capture.site, Work()).captures.append((sink, places))
+        return Batch(layout, [one for one, *_ in here], index, work, self.steering.begin(layout))
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return
+        if silent := self._hooks.keys() - batch.fired:
+            raise RuntimeError(f"these hooks did not fire in a forward of vLLM: {', '.join(map(str, sorted(silent)))}")
+        by_number = {one.number: one for one in batch.running}
+        readings = self.steering.end() if batch.steered else None
+        for number, name, start, track in readings.each() if readings is not None else ():
+            one = by_number[number]
+            if one.orders.readings:
+                for at, (score, gate) in enumerate(zip(track.scores.tolist(), track.gates.tolist(), strict=True), start):
+                    one.found.note(at, name, score, gate)
+        for sink, rows in batch.taken:
+            sink(rows)
+        self._check(batch, output)
+
+    def _check(self, batch: Batch, output: Any) -> None:
+        """Store what there is to collect; fail the requests whose stream is not finite, and those that keep too much."""
+        ends = torch.tensor([piece.count - 1 for piece in batch.layout.pieces], device=self._device)
+        last = output[batch.index.gather(1, ends[:, None])[:, 0]]
+        for one, piece, finite in zip(batch.running, batch.layout.pieces, last.isfinite().all(-1).tolist(), strict=True):
+            if not finite:
+                at = piece.start + piece.count - 1
+                one.found.fail(f"the activations at position {at} are not finite: is an intervention too strong?")
+            if one.found.size or one.found.error:  # requests that leave nothing need not be collected
+                self.results[one.orders.key] = one.found
+        if sum(found.size for found in self.results.values()) > self.budget:
+            for one in batch.running:
+                if one.found.size:
+                    one.found.fail(f"captures and readings exceed {self.budget:,} bytes: collect results, or capture less")
+
+    # Sites
+
+    def _hook(self, site: Site) -> Any:
+        at = self._facts.points[site.point]
+        module = self.model.get_submodule(f"{self._blocks[site.layer or 0]}.{at.path}".rstrip("."))
+        if at.side == "input":
+            return module.register_forward_pre_hook(lambda module, args: self._input(site, at, args))
+        return module.register_forward_hook(lambda module, args, output: self._output(site, at, output))
+
+    def _input(self, site: Site, at: VllmAt, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not at.stream:
+            new = self._edited(site, args[0])
+            return None if new is None else (new, *args[1:])
+        *before, hidden, residual = args
+        pair = self._stream(site, hidden, residual)
+        return None if pair is None else (*before, *pair)
+
+    def _output(self, site: Site, at: VllmAt, output: Any) -> Any:
+        if at.stream:
+            return self._stream(site, *output)
+        values, *rest = output if isinstance(output, tuple) else (output,)
+        if at.part:
+            sizes = [count * self._facts.head for count in (self._facts.heads, self._facts.kv_heads, self._facts.kv_heads)]
+            parts = list(values.split(sizes, dim=-1))
+            number = "qkv".index(at.part)
+            new = self._edited(site, parts[number])
+            if new is None:
+                return None
+            parts[number] = new
+            new = torch.cat(parts, dim=-1)
+        else:
+            new = self._edited(site, values)
+        return None if new is None else (new, *rest) if isinstance(output, tuple) else new
+
+    def _stream(self, site: Site, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None] | None:
+        """Act on ``hidden + residual``. A token that changes becomes the pair of its new value and 0."""
+        changed = self._changed(site, hidden, residual)
+        if changed is None:
+            return None
+        rows, values = changed
+        hidden = hidden.index_copy(0, rows, values)
+        return hidden, None if residual is None else residual.index_fill(0, rows, 0)
+
+    def _edited(self, site: Site, values: Tensor) -> Tensor | None:
+        changed = self._changed(site, values, None)
+        return None if changed is None else values.index_copy(0, *changed)
+
+    def _changed(self, site: Site, values: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """Run the interventions at a site; return the rows of the tokens that change, and their new values."""
+        batch = self._batch
+        if batch is None:
+            return None
+        batch.fired.add(site)
+        flat = batch.index.flatten()
+        width = values.shape[-1]
+        h = values.index_select(0, flat)
+        if residual is not None:
+            h = h + residual.index_select(0, flat)
+        old = new = h.reshape(*batch.index.shape, *self._facts.shape(site))
+        if (work := batch.work.get(site)) is not None:
+            if work.captures:
+                batch.taken += work.take(old)
+            if work.patches:
+                new = work.put(old)
+        if batch.steered:
+            new = self.steering.at(site, new)
+        if new is old:
+            return None
+        new = new.reshape(-1, width)
+        # A new NaN differs from everything, so it counts as a change.
+        acts = (new != h).any(-1) & batch.layout.real.flatten()
+        return flat[acts], new[acts]
+
+    # Requests
+
+    def _find(self, name: str) -> Running | None:
+        if name not in self._running:
+            params = self._runner.requests[name].sampling_params
+            text = None if params is None else (params.extra_args or {}).get(KEY)
+            self._running[name] = None if text is None else self._started(text)
+        return self._running[name]
+
+    def _started(self, text: str) -> Running:
+        orders = read(text, self._facts.kind, self._device)
+        self._numbers += 1
+        return Running(self._numbers, orders, Found())
+
+    def _forget(self, batch: Sequence[str]) -> None:
+        """Release the rows of requests that are not in this batch, and forget those that have ended."""
+        there = set(batch)
+        for name, one in list(self._running.items()):
+            if name in there:
+                continue
+            if one is not None and one.admitted:
+                self.steering.release(one.number)
+                one.admitted = False
+            if name not in self._runner.requests:
+                del self._running[name]
+
+
+class WorkerExtension:
+    """Methods that vLLM's worker gains by ``worker_extension_cls``; call them with ``collective_rpc``."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: Any
+
+    def mi_route2_open(self) -> dict[str, Any]:
+        """Install the hooks, once; return the model's ``Facts`` as plain data, or ``{"refused": sentence}``."""
+        try:
+            if not hasattr(self, "_mi_route2"):
+                facts = _facts(self.model_runner, self.vllm_config)
+                self._mi_route2 = Interventions(self.model_runner, facts, torch.device(self.device)), facts
+            return dict(vars(self._mi_route2[1]))
+        except ValueError as error:
+            return {"refused": str(error)}
+
+    def mi_route2_collect(self, keys: list[str]) -> dict[str, Any]:
+        """Return and forget what the requests of these keys left."""
+        results = self._mi_route2[0].results
+        return {key: results.pop(key).plain() for key in keys if key in results}
+
+
+def _facts(runner: Any, config: Any) -> Facts:
+    """Return the facts of a runner's model; ``ValueError`` if interventions on it would be lost or wrong."""
+    installed()
+    parallel = config.parallel_config
+    refuse_settings(
+        {
+            "enforce_eager": config.model_config.enforce_eager,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "pipeline_parallel_size": parallel.pipeline_parallel_size,
+            "data_parallel_size": parallel.data_parallel_size,
+            "speculative_config": config.speculative_config,
+            "enable_lora": config.lora_config is not None,
+        }
+    )
+    if not hasattr(getattr(runner, "input_batch", None), "num_computed_tokens_cpu"):
+        raise ValueError("this is vLLM's second model runner, whose batches are not known here: set VLLM_USE_V2_MODEL_RUNNER=0")
+    model = runner.get_model()
+    row = architecture_of(model)
+    if row is None or not row.vllm_points:
+        raise ValueError(f"vLLM's {type(model).__name__} was never compared with this project's engine: use a Qwen3 or Llama model")
+    shape = config.model_config.hf_text_config
+    attention = model.get_submodule(f"{row.blocks}.0.self_attn")
+    return Facts(
+        architecture=row.name,
+        layers=shape.num_hidden_layers,
+        width=shape.hidden_size,
+        heads=attention.num_heads,
+        kv_heads=attention.num_kv_heads,
+        head=attention.head_dim,
+        vocabulary=shape.vocab_size,
+        context=config.model_config.max_model_len,
+        rows=config.scheduler_config.max_num_seqs,
+        dtype=str(config.model_config.dtype).removeprefix("torch."),
+    )

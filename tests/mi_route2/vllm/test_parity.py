@@ -1,0 +1,356 @@
+"""The same requests on vLLM and on our own engine: equal log-probabilities, captures and readings, and neighbours untouched.
+
+The budget of 64 tokens a step cuts prompts, and mixes their pieces with generated tokens. The second model has room for so few
+keys and values that requests are preempted.
+"""
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from mi_route2 import open_host
+from mi_route2.engine import Capture, Engine, Request, Result, Sampling
+from mi_route2.patching.patches import Patch
+from mi_route2.runs.record import Where
+from mi_route2.sites import Site
+from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
+from mi_route2.vllm import VllmEngine, launch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: make test-vllm runs these tests in an environment of its own", allow_module_level=True)
+
+VOCAB, LAYERS, WIDTH, HEADS, KV, HEAD = 50, 3, 64, 4, 2, 32
+CLOSE = 2e-5
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "head_dim": HEAD,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, tuple[PretrainedConfig, int]] = {
+    "Qwen3": (Qwen3Config(**SIZES), 1 << 27),
+    "Llama": (LlamaConfig(**SIZES, attention_bias=False), 12 * LAYERS * 2 * KV * HEAD * 32 * 4),  # room for 12 blocks of 32 tokens
+}
+POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "q", "k", "v", "z", "mlp_in", "mlp_out")
+PROMPT = tuple(range(3, 43))
+FULL = Sampling(max_new=5, logprobs=VOCAB)
+MID = Site(1, "resid_mid")
+
+
+class Pair:
+    """The same model on vLLM and on our own engine."""
+
+    def __init__(self, name: str, folder: Path):
+        config, room = MODELS[name]
+        generator = torch.Generator().manual_seed(5)
+        model = AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for value in model.parameters():
+                value += 0.1 * torch.randn(value.shape, generator=generator)
+        model.save_pretrained(folder)
+        settings = {"max_model_len": 256, "block_size": 32, "max_num_batched_tokens": 64, "max_num_seqs": 16}
+        self.theirs: VllmEngine = launch(folder, dtype="float32", kv_cache_memory_bytes=room, **settings)
+        self.ours = Engine(open_host("torch", model), prefix_bytes=0)
+
+    def run(self, requests: Sequence[Request]) -> list[Result]:
+        """Run the requests on vLLM; check the results against those of our engine."""
+        found = self.theirs.generate(requests)
+        for ours, theirs in zip(self.ours.generate(requests, progress=False), found, strict=True):
+            assert theirs.error is None
+            assert (theirs.ids, theirs.finish, theirs.unfired) == (ours.ids, ours.finish, ours.unfired)
+            assert gap(theirs, ours) <= CLOSE
+            assert theirs.captured.keys() == ours.captured.keys()
+            for site, captured in ours.captured.items():
+                assert theirs.captured[site].positions == captured.positions
+                assert (theirs.captured[site].rows - captured.rows).abs().max() <= CLOSE
+            assert theirs.readings.keys() == ours.readings.keys()
+            for position, readings in ours.readings.items():
+                assert theirs.readings[position].keys() == readings.keys()
+                for monitor, reading in readings.items():
+                    assert theirs.readings[position][monitor] == pytest.approx(reading, abs=1e-4)
+        return found
+
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache."""
+        assert self.theirs.llm.reset_prefix_cache()
+
+
+def gap(one: Result, other: Result) -> float:
+    """The largest difference of log-probabilities over all tokens of the vocabulary."""
+    assert len(one.tokens) == len(other.tokens)
+    return max(abs(a.top[token] - b.top[token]) for a, b in zip(one.tokens, other.tokens) for token in range(VOCAB))
+
+
+def row(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def at(point: str, seed: int = 0) -> torch.Tensor:
+    """A value in the shape of a point."""
+    heads = {"q": HEADS, "z": HEADS, "k": KV, "v": KV}
+    return row(heads[point], HEAD, seed=seed) if point in heads else row(WIDTH, seed=seed)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_patches_and_vectors_at_every_point_equal_those_of_our_engine(pair: Pair) -> None:
+    """One step holds patched, steered and plain requests, in pieces of prompts and in generated tokens."""
+    plain = Request(PROMPT, FULL)
+    patched = [
+        Request(PROMPT, FULL, patch=(Patch(Site(layer, point), 20, at(point)), Patch(Site(layer, point), 41, at(point, 1), 0.5)))
+        for point in POINTS
+        for layer in (0, LAYERS - 2)
+    ]
+    steered = [
+        Request(
+            PROMPT,
+            FULL,
+            steering=Steering(base=(Steer(Site(1, point), at(point), 0.5),), decode=(Steer(Site(1, point), at(point, 1)),)),
+        )
+        for point in POINTS
+    ]
+    found = pair.run([plain, *patched, *steered])
+    for request, result in zip([*patched, *steered], found[1:]):
+        assert gap(result, found[0]) > 1e-3, request  # it acts
+
+
+def test_tiers_clamps_and_several_layers_equal_those_of_our_engine(pair: Pair) -> None:
+    first, last = Site(0, "resid_pre"), Site(LAYERS - 1, "resid_post")
+    clamps = (
+        Clamp(MID, row(WIDTH), low=0.5),
+        Clamp(MID, row(WIDTH, seed=1), high=-0.5, phase="decode"),
+        Clamp(last, row(WIDTH), value=2.0),
+    )
+    pair.run(
+        [
+            Request(PROMPT, FULL, steering=Steering(prefill=(Steer(MID, row(WIDTH)),))),
+            Request(PROMPT, FULL, steering=Steering(decode=(Steer(MID, row(WIDTH)),))),
+            Request(
+                PROMPT, FULL, steering=Steering(base=(Steer(first, row(WIDTH)), Steer(last, row(WIDTH, seed=2))), clamps=clamps)
+            ),
+            Request(PROMPT, FULL, patch=(Patch(MID, 39, "zeros", row(WIDTH).sigmoid()),), steering=Steering(clamps=clamps)),
+        ]
+    )
+
+
+def test_a_neighbour_of_an_intervention_keeps_its_bits(pair: Pair) -> None:
+    """The same batch twice, in which only the others' interventions differ."""
+    plain = Request(PROMPT, FULL, salt="apart")
+    push = Steering(base=(Steer(MID, row(WIDTH), 3.0),), monitors=(Monitor(Site(0, "mlp_out"), row(WIDTH), gate_rows=True),))
+    others = [
+        Request(PROMPT[::-1], FULL, patch=tuple(Patch(Site(1, point), 5, at(point)) for point in POINTS)),
+        Request(PROMPT[::-1], FULL, steering=push, capture=(Capture(MID),)),
+    ]
+    pair.forget()
+    with_them = pair.run([others[0], plain, others[1]])
+    pair.forget()
+    without = pair.run([Request(PROMPT[::-1], FULL, salt="a"), plain, Request(PROMPT[::-1], FULL, salt="b")])
+    assert gap(with_them[1], without[1]) == 0.0
+    assert gap(with_them[0], without[0]) > 1e-3
+    assert gap(with_them[2], without[2]) > 1e-3
+
+
+def test_a_patch_that_changes_nothing_changes_no_bit(pair: Pair) -> None:
+    captured = pair.run([Request(PROMPT, FULL, capture=(Capture(MID, Where(positions=(7,))),))])[0]
+    here = captured.captured[MID].rows[0]
+    pair.forget()
+    plain = pair.run([Request(PROMPT, FULL, salt="plain")])[0]
+    for patch in (Patch(MID, 7, row(WIDTH), 0.0), Patch(MID, 7, here)):
+        pair.forget()
+        assert gap(pair.run([Request(PROMPT, FULL, patch=(patch,))])[0], plain) == 0.0
+
+
+LONG = tuple(3 + i % 40 for i in range(90))
+"""Two full blocks of 32 tokens and a part of a third."""
+INTERVENED = {
+    "patch": Request(LONG, FULL, patch=(Patch(Site(0, "resid_pre"), 3, row(WIDTH) * 3),)),
+    "vector": Request(LONG, FULL, steering=Steering(base=(Steer(Site(0, "resid_mid"), row(WIDTH)),))),
+    "clamp": Request(LONG, FULL, steering=Steering(clamps=(Clamp(Site(0, "resid_mid"), row(WIDTH), value=3.0),))),
+}
+
+
+@pytest.mark.parametrize("first", INTERVENED)
+def test_a_cached_prefix_is_never_that_of_another_intervention(pair: Pair, first: str) -> None:
+    """Each request runs after all others have left their blocks; a request of equal content finds its own."""
+    plain = Request(LONG, FULL)
+    pair.forget()
+    pair.run([INTERVENED[first]])
+    after = pair.run([plain])[0]
+    assert after.cached == 0
+    again, others = pair.run([INTERVENED[first]])[0], [pair.run([INTERVENED[name]])[0] for name in INTERVENED if name != first]
+    assert again.cached == 64
+    assert [one.cached for one in others] == [0, 0]
+    assert pair.run([plain])[0].cached == 64
+
+
+def test_generated_tokens_that_become_a_prompt_are_not_taken_as_steered(pair: Pair) -> None:
+    """Under a vector for generated tokens alone, the same tokens as a prompt are plain."""
+    steering = Steering(decode=(Steer(Site(0, "resid_mid"), row(WIDTH), 2.0),))
+    pair.forget()
+    first = pair.run([Request(PROMPT, Sampling(max_new=60, logprobs=VOCAB), steering=steering)])[0]
+    second = Request((*PROMPT, *first.ids), FULL, steering=steering)
+    assert pair.run([second])[0].cached == 0
+    assert pair.run([second])[0].cached == 96
+
+
+def test_captures_equal_those_of_our_engine_even_if_the_prefix_is_cached(pair: Pair) -> None:
+    where = [Where(), Where("prompt"), Where("generated"), Where("last"), Where(positions=(0, 31, 40, 42)), Where(token_ids=(5, 9))]
+    requests = [
+        Request(LONG, FULL, capture=tuple(Capture(Site(i % LAYERS, point), one) for i, point in enumerate(POINTS)))
+        for one in where[:4]
+    ]
+    requests += [Request(PROMPT, FULL, capture=(Capture(MID, one), Capture(Site(2, "z"), one))) for one in where[4:]]
+    patch = Patch(MID, 20, row(WIDTH))
+    requests.append(
+        Request(PROMPT, FULL, capture=(Capture(MID), Capture(Site(1, "mlp_out"))), patch=(patch,))
+    )  # pristine at its own site
+    pair.run([Request(LONG, FULL), Request(PROMPT, FULL)])
+    found = pair.run(requests)
+    assert len(found[0].captured) == len(POINTS)
+    assert not pair.theirs.llm.collective_rpc("mi_route2_collect", args=([],))[0]
+
+
+def test_monitors_gate_in_the_same_forward_and_read_as_in_our_engine(pair: Pair) -> None:
+    early, late = Site(0, "resid_mid"), Site(2, "attn_out")
+    push = (Steer(late, row(WIDTH)), Steer(early, row(WIDTH, seed=1)))
+    steerings = [
+        Steering(base=push, monitors=(Monitor(early, row(WIDTH, seed=2), 0.3, 2.0, gate_rows=True),)),
+        Steering(base=push, monitors=(Monitor(early, row(WIDTH, seed=2), 0.3, 2.0, "attenuate", gate_rows=True, depth=0.7),)),
+        Steering(
+            decode=push[:1], monitors=(Monitor(early, row(WIDTH, seed=3), gates=(late,), gate_rows=True), Monitor(late, row(WIDTH)))
+        ),
+        Steering(
+            monitors=(Monitor(MID, row(WIDTH, seed=4), sharpness=0.5, adds=(Steer(MID, row(WIDTH)), Steer(late, row(WIDTH)))),)
+        ),
+        Steering(base=push, monitors=(Monitor(Site(1, "z"), at("z"), gate_rows=True, gates=(late,)),)),
+    ]
+    found = pair.run([Request(PROMPT, FULL), *(Request(PROMPT, FULL, steering=one, readings=True) for one in steerings)])
+    for one in found[1:]:
+        assert gap(one, found[0]) > 1e-3
+        assert list(one.readings) == list(range(len(PROMPT) + 4))
+
+
+def test_a_saturated_monitor_is_fully_on_or_off(pair: Pair) -> None:
+    push = (Steer(MID, row(WIDTH), 2.0),)
+    shut, open_ = (Monitor(MID, row(WIDTH), threshold, gate_rows=True) for threshold in (1e6, -1e6))
+    found = pair.run(
+        [
+            Request(PROMPT, FULL, salt="plain"),
+            Request(PROMPT, FULL, steering=Steering(decode=push, monitors=(shut,))),
+            Request(PROMPT, FULL, steering=Steering(decode=push, monitors=(open_,))),
+            Request(PROMPT, FULL, steering=Steering(decode=push)),
+        ]
+    )
+    assert gap(found[1], found[0]) <= CLOSE
+    assert gap(found[2], found[3]) <= CLOSE
+    assert gap(found[3], found[0]) > 1e-3
+
+
+def test_many_requests_with_different_ends_leave_nothing_behind(pair: Pair) -> None:
+    """More requests than run at once, of different lengths; on the second model most are preempted."""
+    requests = []
+    for i in range(24):
+        prompt = PROMPT[: 10 + i]
+        push = Steering(decode=(Steer(MID, row(WIDTH, seed=i), 0.2),), monitors=(Monitor(MID, row(WIDTH, seed=i + 1)),))
+        patch = (Patch(Site(0, "resid_post"), 4, row(WIDTH, seed=i)),) if i % 3 == 0 else ()
+        capture = (Capture(Site(1, "mlp_out"), Where("generated")),) if i % 4 == 0 else ()
+        sampling = Sampling(max_new=40 + i, logprobs=VOCAB)
+        requests.append(
+            Request(prompt, sampling, patch=patch, capture=capture, steering=push if i % 2 else None, readings=i % 5 == 1)
+        )
+    pair.run(requests)
+    pair.run([Request(PROMPT, FULL)])
+    worker = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]
+    state = worker._mi_route2[0]
+    assert not state.results
+    assert not state._hooks
+    assert state.steering.rows.used == 0
+    assert not state.steering.requests
+    assert len(state._running) <= 1
+
+
+def test_stop_tokens_asked_log_probabilities_and_what_never_came(pair: Pair) -> None:
+    plain = pair.run([Request(PROMPT, FULL)])[0]
+    stop = plain.ids[2]
+    sampling = Sampling(max_new=12, logprobs=VOCAB, stop_tokens=(stop,), logprob_token_ids=(7, 3))
+    request = Request(PROMPT, sampling, patch=(Patch(MID, 50, row(WIDTH)),), capture=(Capture(MID, Where(positions=(49,))),))
+    found = pair.run([request, Request(PROMPT, Sampling(max_new=3, logprobs=VOCAB))])[0]
+    assert found.finish == "stop"
+    assert found.ids[-1] == stop
+    assert len(found.unfired) == 2
+    for token in found.tokens:
+        assert token.asked == (token.top[7], token.top[3])
+
+
+def test_a_sampled_request_reports_its_seed_and_repeats_with_it(pair: Pair) -> None:
+    first = pair.theirs.generate([Request(PROMPT, Sampling(max_new=8, temperature=1.5))])[0]
+    assert first.seed is not None
+    again, other = pair.theirs.generate(
+        [Request(PROMPT, Sampling(max_new=8, temperature=1.5, seed=s)) for s in (first.seed, first.seed + 1)]
+    )
+    assert again.ids == first.ids
+    assert other.ids != first.ids
+
+
+def test_captures_beyond_the_budget_are_an_error_of_their_request(pair: Pair) -> None:
+    state = pair.theirs.llm.collective_rpc(lambda worker: worker)[0]._mi_route2[0]
+    budget, state.budget = state.budget, 20_000
+    try:
+        large, small, plain = pair.theirs.generate(
+            [
+                Request(PROMPT, FULL, capture=tuple(Capture(Site(layer, "resid_pre")) for layer in range(LAYERS))),
+                Request(PROMPT[:20], FULL),
+                Request(PROMPT, FULL),
+            ]
+        )
+    finally:
+        state.budget = budget
+    assert (large.finish, large.captured) == ("error", {})
+    assert "exceed 20,000 bytes: collect results, or capture less" in (large.error or "")
+    assert small.finish == plain.finish == "length"
+    pair.run([Request(PROMPT, FULL, capture=(Capture(MID),))])
+
+
+def test_a_vllm_without_the_extension_is_refused(pair: Pair) -> None:
+    """As one whose worker has no method of that name."""
+
+    class Bare:
+        def collective_rpc(self, name: str) -> list:
+            return pair.theirs.llm.collective_rpc(f"{name}_missing")
+
+    with pytest.raises(ValueError, match="started without its extension: give it worker_extension_cls='mi_route2"):
+        VllmEngine(Bare())
+
+
+def test_the_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/vllm.md", "exec"), {"__name__": "docs"})
+
+
+def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair: Pair) -> None:
+    strong = Request(
+        PROMPT,
+        FULL,
+        steering=Steering(base=(Steer(Site(0, "resid_pre"), torch.full((WIDTH,), 3e38)), Steer(MID, torch.full((WIDTH,), 3e38)))),
+    )
+    plain = Request(PROMPT, FULL)
+    found = pair.theirs.generate([strong, plain])
+    assert found[0].finish == "error"
+    assert "not finite: is an intervention too strong?" in (found[0].error or "")
+    assert found[1].finish == "length"
+    pair.run([plain])
