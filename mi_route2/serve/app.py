@@ -62,16 +62,17 @@ def create_app(
         exact: As in ``Engine``: answers do not depend on other requests, bit for bit.
     """
     keys, limits = keys or Keys(), limits or Limits()
+    store = RunStore(limits.store)
     engine = Engine(
         served.host,
         rows=limits.rows,
         queue=limits.queue,
-        store=RunStore(limits.store),
+        store=store,
         tokenizer=Readable(served.tokenizer),
         vectors=served.vectors,
         exact=exact,
     )
-    server = Server(served, keys, limits, study_runs, engine)
+    server = Server(served, keys, limits, study_runs, engine, store)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

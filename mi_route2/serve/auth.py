@@ -11,14 +11,14 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -61,6 +61,21 @@ class Json(JSONResponse):
 
     def render(self, content: Any) -> bytes:
         return dumps(content).encode()
+
+
+class Events(StreamingResponse):
+    """Stream of events. ``ended`` is called once it is over, also if the client went away before the first one."""
+
+    def __init__(self, content: AsyncGenerator[str, None], ended: Callable[[], object]):
+        super().__init__(content, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._content, self._ended = content, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+            await self._content.aclose()
 
 
 def dumps(content: Any) -> str:

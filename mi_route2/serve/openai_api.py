@@ -6,19 +6,18 @@ A whole answer and a stream are made of the same events: the same tokens, texts,
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
 from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
-from mi_route2.serve.auth import ApiError, Client, Json, dumps, note, refusal
+from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal
 from mi_route2.serve.models import CLOSED, Readable
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.schema import (
@@ -129,20 +128,25 @@ async def _answered(
     choices = await submitted(_requests(body, prompts, most, top, server, client), server, client)
     server.metrics.prompted.inc(sum(map(len, prompts)))
     usage = Usage(prompts, choices)
+
+    def ended() -> None:
+        for one in choices:
+            one.stream.cancel()
+        closed(choices, server)
+        note(request, tokens=usage.completion)
+
     if body.stream:
         options = body.stream_options
-        told = _told(choices, server, words, usage, options is not None and options.include_usage, began, request)
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(told, media_type="text/event-stream", headers=headers)
-    async with cancelled_with(request, [one.stream for one in choices]):
-        parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
-        _closed(choices, server)
+        return Events(_told(choices, server, words, usage, options is not None and options.include_usage, began), ended)
+    try:
+        async with cancelled_with(request, [one.stream for one in choices]):
+            parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
+    finally:
+        ended()
     for one in choices:
         if (error := failure(one.result, server)) is not None:
             raise error
-    note(request, tokens=usage.completion)
-    head = words.head()
-    return Json({**head, "choices": parts, "usage": usage.to_json()})
+    return Json({**words.head(), "choices": parts, "usage": usage.to_json()})
 
 
 def _requests(
@@ -210,7 +214,7 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
         except BaseException as error:
             for one in choices:
                 one.stream.cancel()
-            _closed(choices, server)
+            closed(choices, server)
             if request.run is not None:
                 server.writing.discard(request.run)
             if isinstance(error, Exception):
@@ -221,7 +225,8 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
     return choices
 
 
-def _closed(choices: Iterable[Choice], server: Server) -> None:
+def closed(choices: Iterable[Choice], server: Server) -> None:
+    """Forget choices that have ended."""
     for one in choices:
         server.open.pop(one.stream.number, None)
         if one.request.run is not None:
@@ -397,8 +402,8 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
 
 
 async def _told(
-    choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float, request: Request
-) -> AsyncIterator[str]:
+    choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float
+) -> AsyncGenerator[str, None]:
     """Yield the chunks of all choices as they come, each as one event of a stream."""
     empty: dict[str, Any] = {"usage": None} if counted else {}
     # of one entry, so that the streams notice a client that does not read
@@ -434,12 +439,8 @@ async def _told(
                 yield f"data: {dumps({**words.head(chunk=True), 'choices': [], 'usage': usage.to_json()})}\n\n"
         yield "data: [DONE]\n\n"
     finally:
-        for one in choices:
-            one.stream.cancel()
         for reader in readers:
             reader.cancel()
-        _closed(choices, server)
-        note(request, tokens=usage.completion)
 
 
 def _going(choice: Choice, event: Event, server: Server, words: Wording, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:

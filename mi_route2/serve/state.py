@@ -8,6 +8,7 @@ from typing import Annotated, TypeVar
 from fastapi import Depends, Request
 
 from mi_route2.engine import Engine
+from mi_route2.runs import RunStore
 from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
 from mi_route2.serve.metrics import Metrics
 from mi_route2.serve.models import Served
@@ -57,10 +58,8 @@ class Open:
 class Server:
     """What the routes share: the served model, the engine's owner, and what each key has left here."""
 
-    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine):
+    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore):
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
-        store = engine._residents.store
-        assert store is not None
         self.store = store
         self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]

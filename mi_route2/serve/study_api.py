@@ -1,13 +1,12 @@
 """Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import StreamingResponse
 
 from mi_route2.engine import Capture, Sampling
 from mi_route2.engine import Request as EngineRequest
@@ -16,8 +15,8 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import Where
-from mi_route2.serve.auth import ApiError, Client, Json, dumps, note, refusal
-from mi_route2.serve.openai_api import cancelled_with, failure, number, submitted
+from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal
+from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
 from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
 from mi_route2.serve.state import Server, TheClient, TheServer
@@ -31,7 +30,7 @@ TOP = 10
 
 @routes.get("/v1/study")
 async def study(server: TheServer) -> Response:
-    """Return what a page needs to draw itself; without a key, only whether one is needed."""
+    """Return what a page needs to draw itself, and whether it needs a key for the rest."""
     served = server.served
     points = list(dict.fromkeys(site.point for site in server.sites))
     return Json(
@@ -113,18 +112,21 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
     except BaseException:
         _ended(server, client)
         raise
+
+    def ended() -> None:
+        job.cancel()
+        _ended(server, client)
+        note(request, cells=job.sweep.total)
+
     if body.stream:
-        return StreamingResponse(
-            _told(job, server, client, request), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return Events(_told(job, server), ended)
     try:
         async with cancelled_with(request, [job]):
             async for _ in job:
                 pass
         return Json(_summary(_finished(job, server)))
     finally:
-        _ended(server, client)
-        note(request, cells=job.sweep.total)
+        ended()
 
 
 def _ended(server: Server, client: Client) -> None:
@@ -207,7 +209,7 @@ def _event(name: str, content: Any) -> str:
     return f"event: {name}\ndata: {dumps(content)}\n\n"
 
 
-async def _told(job: Job, server: Server, client: Client, request: Request) -> AsyncIterator[str]:
+async def _told(job: Job, server: Server) -> AsyncGenerator[str, None]:
     """Yield the events of a sweep: start, cells as they come, the summary."""
     sweep = job.sweep
     question = sweep.pair.question
@@ -215,32 +217,27 @@ async def _told(job: Job, server: Server, client: Client, request: Request) -> A
     places = [None] if question.together else list(question.positions)
     columns: dict[int | None, int] = {position: i for i, position in enumerate(places)}
     clean, corrupt = sweep.pair.scores
+    yield _event(
+        "start",
+        {
+            "rows": [str(target) for target in sweep.targets],
+            "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
+            "positions": places,
+            "skipped": [one.position for one in question.skipped],
+            "clean": number(clean),
+            "corrupt": number(corrupt),
+            "total": sweep.total,
+        },
+    )
+    async for finished in job:
+        cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]
+        if cells:
+            yield _event("cell", {"cells": cells})
     try:
-        yield _event(
-            "start",
-            {
-                "rows": [str(target) for target in sweep.targets],
-                "columns": ["all"] if question.together else [question.corrupt.labels[i] for i in question.positions],
-                "positions": places,
-                "skipped": [one.position for one in question.skipped],
-                "clean": number(clean),
-                "corrupt": number(corrupt),
-                "total": sweep.total,
-            },
-        )
-        async for finished in job:
-            cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]
-            if cells:
-                yield _event("cell", {"cells": cells})
-        try:
-            yield _event("summary", _summary(_finished(job, server)))
-        except ApiError as error:
-            yield _event("error", error.body())
-        yield "data: [DONE]\n\n"
-    finally:
-        job.cancel()
-        _ended(server, client)
-        note(request, cells=sweep.total)
+        yield _event("summary", _summary(_finished(job, server)))
+    except ApiError as error:
+        yield _event("error", error.body())
+    yield "data: [DONE]\n\n"
 
 
 @routes.post("/v1/patch_cell")
@@ -270,10 +267,12 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         except Exception as error:
             raise refusal(error) from error
         (choice,) = await submitted([(0, list(prompt), asked)], server, client)
-        async with cancelled_with(request, [choice.stream]):
-            async for _ in choice.stream:
-                pass
-        server.open.pop(choice.stream.number, None)
+        try:
+            async with cancelled_with(request, [choice.stream]):
+                async for _ in choice.stream:
+                    pass
+        finally:
+            closed([choice], server)
         if (error := failure(choice.result, server)) is not None:
             raise error
         return choice.result

@@ -16,12 +16,13 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from starlette.requests import ClientDisconnect
 
 from mi_route2 import sweep
 from mi_route2.engine import Capture, Engine, Request, Sampling
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import Where
-from mi_route2.serve.auth import Keys
+from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.state import Limits
@@ -446,3 +447,24 @@ def test_models_are_found_by_name_and_refused_with_what_there_is(tmp_path: Path)
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load(str(tmp_path / "nothing"))
     assert refusal(PatchStudy("http://127.0.0.1:9").complete, PROMPT).code == "unreachable"
+
+
+def test_a_stream_whose_client_goes_before_its_first_event_is_ended_too() -> None:
+    """Its generator has not begun, so that nothing in it runs."""
+    ended: list[bool] = []
+
+    async def events() -> Any:
+        yield "never"
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(_: Any) -> None:
+        raise OSError("the client has gone")
+
+    async def main() -> None:
+        with pytest.raises((OSError, ClientDisconnect)):
+            await Events(events(), lambda: ended.append(True))({"type": "http", "asgi": {"spec_version": "2.4"}}, receive, send)
+
+    asyncio.run(main())
+    assert ended == [True]
