@@ -19,6 +19,8 @@ from mi_route2.serve.models import Readable, load
 from mi_route2.sites import Site
 from tests.support.served import Running, running
 
+pytestmark = pytest.mark.process
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

@@ -20,6 +20,8 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running
 
+pytestmark = pytest.mark.process
+
 SITE = "blocks.1.resid_pre"
 VECTOR = torch.randn(16, generator=torch.Generator().manual_seed(5))
 MONITOR = {"site": SITE, "probe": "probe", "name": "watch", "gates": []}

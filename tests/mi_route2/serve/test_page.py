@@ -20,6 +20,8 @@ from mi_route2.serve.auth import Keys
 from mi_route2.serve.models import Served
 from studies.environments.micro.served import micro
 
+pytestmark = pytest.mark.process
+
 KEY = "a-key-of-the-tests-only"
 SITES = ["resid_pre", "attn_out"]
 SHARPNESS = 2.0

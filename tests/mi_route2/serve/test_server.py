@@ -29,6 +29,8 @@ from mi_route2.serve.state import Limits
 from mi_route2.sites import Site
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running
 
+pytestmark = pytest.mark.process
+
 ALICE, BOB, ADMIN = "alice-alice-alice", "bob-bob-bob-bob-bob", "admin-admin-admin-admin"
 KEYS = [(ALICE, False), (BOB, False), (ADMIN, True)]
 SITE, MODEL = "blocks.1.resid_pre", "tests.support.served:random_micro"
