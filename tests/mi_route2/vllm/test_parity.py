@@ -260,7 +260,7 @@ def test_a_saturated_monitor_is_fully_on_or_off(pair: Pair) -> None:
 
 
 def test_many_requests_with_different_ends_leave_nothing_behind(pair: Pair) -> None:
-    """More requests than run at once, of different lengths; on the second model most are preempted."""
+    """More requests than run at once, of different lengths; on the second model many are preempted."""
     requests = []
     for i in range(24):
         prompt = PROMPT[: 10 + i]
