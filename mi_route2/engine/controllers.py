@@ -345,7 +345,7 @@ class Controllers:
 
 
 STEP, UNSEEN = 0.05, 16
-"""Smallest change of the gain that is sent, and number of steps after which a request that was not seen is forgotten."""
+"""Smallest change of the gain that is sent, as a share of ``gain``; number of steps after which an unseen request is forgotten."""
 
 
 class Decision(NamedTuple):
@@ -376,7 +376,8 @@ class ProbePolicy:
         engage if s >= threshold,   disengage if s < threshold - hysteresis
 
     An engaged request gets the scale ``gain``, or with ``proportional`` the scale ``gain * clip((s - threshold + hysteresis) /
-    hysteresis, 0, 1)``. With ``gain = 0`` decisions are recorded and nothing is changed.
+    hysteresis, 0, 1)``, which is sent again once it has changed by a twentieth of ``gain``. With ``gain = 0`` decisions are
+    recorded and nothing is changed.
 
     Args:
         config: the held configuration to which an engaged request is routed.
@@ -459,7 +460,7 @@ class ProbePolicy:
         low = self.threshold - self.hysteresis
         was, follow.engaged = follow.engaged, follow.score >= (low if follow.engaged else self.threshold)
         gain = self._gain(follow.score - low) if follow.engaged else 0.0
-        if was == follow.engaged and abs(gain - follow.gain) < STEP:
+        if was == follow.engaged and (gain == follow.gain or abs(gain - follow.gain) < STEP * self.gain):
             return []
         follow.gain = gain
         self.decisions.append(Decision(step, request, follow.engaged, follow.score, gain))

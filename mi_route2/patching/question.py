@@ -219,7 +219,7 @@ def widened(logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
 
 def one_token(given: int | str | None, tokenizer: Any, name: str) -> int | None:
     """Return a token id as it is, or the id of a text that is exactly one token; ``ValueError`` otherwise."""
-    if given is None or isinstance(given, int):
+    if given is None or (isinstance(given, int) and not isinstance(given, bool)):
         return given
     if not isinstance(given, str):
         raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two")
@@ -290,7 +290,7 @@ def read(given: Given, tokenizer: Any, name: str) -> Prompt:
             raise ValueError(f"the {name} prompt must be one row of token ids, not {given.dtype} of shape {list(given.shape)}")
         given = given.tolist()
     try:
-        tokens = tuple(map(index, given))
+        tokens = tuple(map(whole, given))
     except TypeError as error:
         raise ValueError(f"the {name} prompt must be one row of token ids, or a text, not {given!r:.60}") from error
     if not tokens:
@@ -330,12 +330,19 @@ def places(given: Positions, prompt: Prompt) -> tuple[int, ...]:
             found.update(prompt.spans(Span(one) if isinstance(one, str) else one))
             continue
         try:
-            found.add(inside(index(one), prompt))
+            found.add(inside(whole(one), prompt))
         except TypeError as error:
             raise ValueError(f"{one!r:.60} is not a position: give a number, a text in the prompt, or a Span") from error
     if not found:
         raise ValueError("no positions: name at least one, or leave them out for all")
     return tuple(sorted(found))
+
+
+def whole(number: Any) -> int:
+    """Return a whole number; ``TypeError`` for anything else, also for a truth value, because a mask is not a list of numbers."""
+    if isinstance(number, bool):
+        raise TypeError(f"{number} is a truth value")
+    return index(number)
 
 
 def inside(position: int, prompt: Prompt) -> int:
@@ -357,12 +364,14 @@ class CleanRun:
         tokens: The prompt's tokens, with which the run can be aligned with a corrupt prompt of another length.
         weights: Hash of the weights of the capture (``Host.weights_hash``); a sweep with other weights is refused. ``None`` for
             values from another source.
+        at: Position of the logits; a sweep that scores another one is refused. ``None`` for the scored position, whichever it is.
     """
 
     values: Mapping[Site, Tensor]
     logits: Float[Tensor, " v"]
     tokens: tuple[int, ...] | None = None
     weights: str | None = None
+    at: int | None = None
 
     def __post_init__(self) -> None:
         lengths = {len(value) for value in self.values.values()} | ({len(self.tokens)} if self.tokens is not None else set())
@@ -376,7 +385,7 @@ class CleanRun:
         tokens = read(prompt, tokenizer, "clean").tokens
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
         found = Whole(host).record(tokens, chosen, range(len(tokens)))
-        return CleanRun(found.values, found.logits, tokens, host.weights_hash())
+        return CleanRun(found.values, found.logits, tokens, host.weights_hash(), len(tokens) - 1)
 
     @property
     def length(self) -> int:
@@ -451,6 +460,11 @@ def ask(
         if partner is None:
             raise ValueError(f"position {at} cannot be scored: it has no partner in the clean prompt ({alignment.summary})")
         clean_at = partner
+    if isinstance(one, CleanRun) and one.at not in (None, clean_at):
+        raise ValueError(
+            f"the clean run has the logits at position {one.at}, and position {clean_at} is to be scored: give the clean prompt "
+            "itself, or a run with the logits of that position, as CleanRun(run.values, logits, run.tokens)"
+        )
     grader = Grader.of(metric, one_token(answer, tokenizer, "answer"), one_token(foil, tokenizer, "foil"))
     chosen = places(positions, other)
     sources, skipped = _partners(chosen, alignment, scored, clean_at)

@@ -61,11 +61,21 @@ def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
             assert (others, scales) == ([Override(0, "c")], [pytest.approx(wanted)])
         elif was and not engaged:
             assert answers[n] == [ClearOverride(0), SetScale(1.0, 0)]
-        elif abs(wanted - said) >= STEP + 1e-9:
+        elif abs(wanted - said) >= STEP * gain + 1e-9:
             assert (others, scales) == ([], [pytest.approx(wanted)])
-        elif abs(wanted - said) < STEP - 1e-9:
+        elif abs(wanted - said) < STEP * gain - 1e-9:
             assert answers[n] == []
         said = next(iter(scales), said) if engaged else 0.0
+
+
+@pytest.mark.parametrize("unit", [1e-3, 0.02, 1.0, 64.0])
+def test_a_gain_in_another_unit_is_sent_at_the_same_scores(unit: float) -> None:
+    """A vector twice as long with half the gain is the same steering."""
+    scores = [1.0, 1.3, 1.5, 0.8, 0.9, 0.6, 0.7, 1.2]
+    answers = fed(ProbePolicy("c", 1.0, 0.5, monitor=WATCH, gain=unit, proportional=True, smoothing=1.0), scores)
+    sent = [[action.scale / unit for action in one if isinstance(action, SetScale)] for one in answers]
+    assert sent == [[pytest.approx(1.0)], [], [], [pytest.approx(0.6)], [pytest.approx(0.8)], [pytest.approx(0.2)],
+                    [pytest.approx(0.4)], [pytest.approx(1.0)]]  # fmt: skip
 
 
 def test_the_score_of_a_prompts_last_token_is_left_out_where_it_is_told_so():

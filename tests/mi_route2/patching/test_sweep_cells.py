@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.decoder import DECODERS
-from mi_route2.patching import CleanRun, Grid, Target, cells, prepare, sweep
+from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, prepare, sweep
 from mi_route2.sites import Site
 
 ANSWER, FOIL, LENGTH = 4, 9, 6
@@ -281,6 +281,31 @@ def test_a_clean_run_can_be_one_that_was_captured() -> None:
         one.sweep(clean=told, corrupt=torch.cat([1 + longer % 2, longer]), sites=sites)
     with pytest.raises(ValueError, match="the same number of positions"):
         CleanRun(captured.values, captured.logits, (1, 2))
+
+
+def test_a_captured_run_is_not_scored_at_another_position_than_its_logits() -> None:
+    """Its logits are those of one position: scored elsewhere, the clean score and the target of ``kl`` would be of that one."""
+    one = bench("GPT2")
+    told = CleanRun.capture(one.host, CLEAN, "resid_pre")
+    last = len(CLEAN) - 1
+    asked: Any = {"corrupt": CORRUPT, "sites": "resid_pre", "metric": "kl"}
+    for call in (sweep, attribute):
+        with pytest.raises(ValueError, match=rf"logits at position {last}, and position 3 is to be scored: give the clean prompt"):
+            call(one.host, clean=told, at=3, **asked)
+    assert sweep(one.host, clean=told, at=last, progress=False, **asked).clean == 0.0
+    logits = one.hand.run(CLEAN[:4])
+    by_hand = sweep(one.host, clean=CleanRun(told.values, logits, told.tokens), at=3, progress=False, **asked)
+    assert_equal(by_hand.values, sweep(one.host, clean=CLEAN, at=3, progress=False, **asked).values, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "given", [{"positions": [True, False, True]}, {"clean": [True, 7, 1, 5]}, {"corrupt": [9, False, 1, 5]}, {"answer": True}]
+)
+def test_truth_values_are_neither_positions_nor_tokens(given: dict[str, Any]) -> None:
+    """A mask of positions would be read as the positions 0 and 1."""
+    asked: Any = {"clean": [3, 7, 1, 5], "corrupt": [9, 7, 1, 5], "answer": 3, "foil": 9} | given
+    with pytest.raises((TypeError, ValueError), match=r"(True|False)|not the list \[True"):
+        sweep(bench("GPT2").host, sites="resid_pre", progress=False, **asked)
 
 
 @pytest.mark.parametrize("how", ["resumed", "whole"])
