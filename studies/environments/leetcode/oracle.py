@@ -129,20 +129,20 @@ def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
 def blocks_of(completion: str) -> str | None:
     """Return the lines inside of the completion's closed Python fences; None if there is no such fence.
 
-    A model's thoughts are ignored. Only a line feed ends a line, because code may contain the other characters that Unicode treats
-    as line boundaries.
+    A model's thoughts are ignored. Only a line feed ends a line, and only spaces and tabs may precede a fence, because code may
+    contain the other characters that Unicode treats as line boundaries or white space.
     """
     answer = completion.split("</think>")[-1]
     blocks: list[list[str]] = []
     block: list[str] | None = None
     for line in answer.split("\n"):
-        mark = line.strip()
+        mark = line.removesuffix("\r").strip(" \t")
         if block is not None and mark.startswith("```"):
             blocks.append(block)
             block = None
         elif block is not None:
             block.append(line)
-        elif mark.startswith("```") and mark.removeprefix("```").strip().lower() in ("python", "py"):
+        elif mark.startswith("```") and mark.removeprefix("```").strip(" \t").lower() in ("python", "py"):
             block = []
     return "\n\n".join("\n".join(lines) for lines in blocks) if blocks else None
 

@@ -153,25 +153,14 @@ def test_grader_and_oracle_extract_the_same_code() -> None:
         "class Solution:\n    def total(self):\n        return 1\n",
         "text ```python no\n",
         "  ```py\n",
+        "\xa0```py\n",  # no fence: only spaces and tabs may stand before one
     ]
     for parts in itertools.product(pieces, repeat=4):
         text = "".join(parts)
         one, other = code_in(text, "total"), blocks_of(text)
         if one is not None:
             assert other is not None
-            assert (
-                ast.dump(ast.parse(inspect.cleandoc(other))) == ast.dump(ast.parse(inspect.cleandoc(one)))
-                if _is_python(one)
-                else True
-            )
-
-
-def _is_python(text: str) -> bool:
-    try:
-        ast.parse(inspect.cleandoc(text))
-    except SyntaxError:
-        return False
-    return True
+            assert other.split() == one.split()
 
 
 def in_finally(levels: int) -> str:
