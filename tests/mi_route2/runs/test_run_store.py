@@ -15,6 +15,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -1012,16 +1013,16 @@ def killed_at(nth: int | None, folder: Path) -> int:
 
 @pytest.mark.process
 def test_after_a_kill_anywhere_a_run_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    """The process is killed between two lines of the store, at 40 places from its first to its last."""
+    """The process is killed between two lines of the store: at 40 places, and between two of them that miss a state."""
     lines = killed_at(None, tmp_path / "whole")
     assert lines > 1000
-    seen: list[set[str]] = []
-    for nth in range(1, lines + 1, lines // 40):
+
+    def left(nth: int) -> int:
+        """Return the state that a kill leaves, after a look at all that is there."""
         folder = tmp_path / str(nth)
         assert in_a_child(partial(killed_at, nth, folder)) == -signal.SIGKILL
         with RunStore(0, folder) as store:
-            seen.append(set(store.runs()))
-            assert seen[-1] in ENDS
+            end = ENDS.index(set(store.runs()))
             for run in store.runs():
                 (site,) = store.info(run).sites
                 count = {"first": 30, "last": 5}.get(run, 40)
@@ -1030,7 +1031,13 @@ def test_after_a_kill_anywhere_a_run_is_there_whole_or_not_at_all(tmp_path: Path
             assert {path.name for path in shards(folder)} == known
             write(store, "new", drawn(7, 2))
             assert torch.equal(store.rows("new", MID, range(7)), drawn(7, 2))
-    assert [end for end in ENDS[:-1] if end not in seen] == []
+        return end
+
+    ends = {nth: left(nth) for nth in range(1, lines + 1, lines // 40)}
+    while gaps := [(a, b) for a, b in pairwise(sorted(ends)) if ends[b] - ends[a] > 1 and b - a > 1]:
+        middle = sum(gaps[0]) // 2
+        ends[middle] = left(middle)
+    assert set(ends.values()) >= set(range(len(ENDS) - 1))
 
 
 def test_a_write_that_is_killed_within_the_file_leaves_nothing(tmp_path: Path) -> None:
