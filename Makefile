@@ -35,7 +35,7 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-test: $(STAMP)  ## the fast suite: every theorem once (three minutes on two cores)
+test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model

@@ -170,7 +170,7 @@ class Engine:
 
     @property
     def _going(self) -> bool:
-        """Whether requests still run that ``pause("finish")`` lets end."""
+        """True if requests still run that ``pause("finish")`` lets end."""
         return len(self._sequences) > len(self._late) and not self._kept
 
     @checked

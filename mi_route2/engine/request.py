@@ -86,7 +86,7 @@ class Token(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What one step did for one request: the new token, if any, and what was read at each position that was computed."""
+    """Outcome of one step for one request: the new token, if any, and what was read at each position that was computed."""
 
     request: int
     token: Token | None

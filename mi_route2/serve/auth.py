@@ -133,7 +133,7 @@ def invalid(error: RequestValidationError) -> ApiError:
 
 @dataclass(frozen=True)
 class Client:
-    """Who asks: the owner of what it leaves, the salt of its prefix cache, and whether it may change what concerns all."""
+    """Identity of a client: the owner of what it leaves, the salt of its prefix cache, and whether it is an admin."""
 
     owner: str
     salt: str

@@ -38,7 +38,7 @@ IDLE, FRESH = 0.5, 0.05
 
 
 class Source(Generic[T]):
-    """What the thread produces for one client, in order, as an asynchronous iterator; see ``Stream`` and ``Job``.
+    """Asynchronous iterator over what the thread produces for one client, in order; see ``Stream`` and ``Job``.
 
     Leaving an ``async with`` block cancels what has not been produced.
     """

@@ -201,7 +201,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Generation(Interventions):
-    """What completions and chat completions share."""
+    """Fields common to completions and chat completions."""
 
     model: Annotated[str, Field(max_length=256)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -380,7 +380,7 @@ class UnknownNameError(KeyError):
 
 @dataclass
 class Names:
-    """What one key has registered: named vectors and held configurations.
+    """Named vectors and held configurations of one key.
 
     ``prefix`` precedes its names in the engine, whose names are common to all keys; ``shared`` are vectors that all may use.
     """

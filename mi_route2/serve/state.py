@@ -56,7 +56,7 @@ class Open:
 
 
 class Server:
-    """What the routes share: the served model, the engine's owner, and what each key has left here."""
+    """State that the routes share: the served model, the engine's owner, and what each key has registered."""
 
     def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore):
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs

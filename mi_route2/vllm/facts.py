@@ -1,4 +1,4 @@
-"""What a vLLM worker says of its model, and what vLLM must be like for interventions to be right."""
+"""Facts that a vLLM worker reports of its model, and the conditions under which interventions are right."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

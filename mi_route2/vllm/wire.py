@@ -1,4 +1,4 @@
-"""What travels with a request to a vLLM worker: its interventions as plain JSON, tensors in base64, and the salt of its prefix.
+"""Wire format of a request to a vLLM worker: its interventions as plain JSON, tensors in base64, and the salt of its prefix.
 
     {"key": ..., "prompt": 12, "patches": [...], "steering": {"base": [...], ...}, "captures": [...], "readings": false}
 

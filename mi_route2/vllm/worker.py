@@ -34,7 +34,7 @@ those of one reading."""
 
 @dataclass(eq=False)
 class Found:
-    """What a request left with its worker: captured rows by capture and position, readings by position, or an error."""
+    """Values of a request that wait at its worker: captured rows by capture and position, readings by position, or an error."""
 
     captured: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     readings: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)
