@@ -677,18 +677,18 @@ def test_nothing_grows_where_nothing_is_captured(store: RunStore) -> None:
     round_trip(0)
     before = store.stats()
     tracemalloc.start()
+    grown = []
     try:
-        for i in range(20):
-            round_trip(i)
-        gc.collect()
-        start = tracemalloc.get_traced_memory()[0]
-        for i in range(20, 70):
-            round_trip(i)
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - start
+        for window in range(6):
+            start = tracemalloc.get_traced_memory()[0]
+            for i in range(50):
+                round_trip(50 * window + i)
+            gc.collect()
+            grown.append(tracemalloc.get_traced_memory()[0] - start)
     finally:
         tracemalloc.stop()
-    assert grown < 50 * 100, f"{grown} bytes stay of 50 requests that captured nothing"
+    # A cache of Python's own that fills in one window is no leak: what a request leaves, it leaves in each.
+    assert min(grown) < 50 * 50, f"{grown} bytes stay of 50 requests each that captured nothing"
     assert store.stats() == before
 
 
