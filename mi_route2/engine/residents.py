@@ -209,7 +209,7 @@ class Residents:
         one.published = len(found)
 
     def _name(self, one: EngineRequest, blocks: int) -> None:
-        salt = repr((self.state.current, self.exact, one.request.salt)).encode()
+        salt = self.state.digest + repr((self.exact, one.request.salt)).encode()
         self.prefixes.extend(one.keys, salt, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
 
     def _vacate(self, one: EngineRequest) -> None:

@@ -3,6 +3,7 @@
 Cached keys and values are valid for one such state only.
 """
 
+import hashlib
 from collections.abc import Mapping
 from types import NoneType
 
@@ -31,6 +32,8 @@ class ModelState:
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
         self.current: tuple[object, ...] = ()
+        self.digest = b""
+        """SHA-256 of ``current``, of which every block of the prefix cache is named."""
         self.look()
 
     def look(self) -> bool:
@@ -43,6 +46,7 @@ class ModelState:
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         content = checksum(named)
         self.current = (*self._quick(), content)
+        self.digest = hashlib.sha256(repr(self.current).encode()).digest()
         if before and before[-1] != content:
             self._weights = None
         return self.current != before

@@ -6,7 +6,7 @@
 ``g`` is the routed gradient and ``u`` the unrouted one, if given; otherwise ``u = g`` (Loshchilov and Hutter, 2019).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -15,8 +15,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
+def _uncompiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch without the wrapper that hides it from ``torch.compile``.
+
+    The wrapper imports the compiler, which takes each process 1.5 seconds.
+    """
+    return getattr(method, "__wrapped__", method)
+
+
 class RoutedAdamW(torch.optim.Optimizer):
     """AdamW whose second moment may come from the unrouted gradient; ``params`` are torch's parameter groups."""
+
+    zero_grad = _uncompiled(torch.optim.Optimizer.zero_grad)
+    state_dict = _uncompiled(torch.optim.Optimizer.state_dict)
+    load_state_dict = _uncompiled(torch.optim.Optimizer.load_state_dict)
 
     def __init__(
         self,
@@ -33,7 +45,7 @@ class RoutedAdamW(torch.optim.Optimizer):
         lr, betas, eps, decay = ({**self.defaults, **param_group}[name] for name in ("lr", "betas", "eps", "weight_decay"))
         if not (0 <= lr < inf and 0 < eps < inf and 0 <= decay < inf and all(0 <= b < 1 for b in betas)):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={decay} are not valid settings of AdamW")
-        super().add_param_group(param_group)
+        _uncompiled(torch.optim.Optimizer.add_param_group)(self, param_group)
 
     @torch.no_grad()
     def step(self, closure: None = None, *, unrouted: Mapping[Any, Tensor] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

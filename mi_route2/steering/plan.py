@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, term
-from mi_route2.steering.table import Band, Rows, Table, summed
+from mi_route2.steering.specs import Monitor, Vector, attenuate, clamp, score, squash, summed, term
+from mi_route2.steering.table import Band, Rows, Table
 
 
 class Piece(NamedTuple):

@@ -255,6 +255,15 @@ class Steer:
         return b"|".join((str(self.site).encode(), Vector(self.vector).digest, repr(self.scale).encode()))
 
 
+def summed(entries: Iterable[Steer]) -> dict[Site, Tensor]:
+    """Return site -> sum of ``scale * vector`` in float64, in the order given."""
+    total: dict[Site, Tensor] = {}
+    for entry in entries:
+        values = entry.values()
+        total[entry.site] = total[entry.site] + values if entry.site in total else values
+    return total
+
+
 @validated
 class Clamp:
     """Clamp that keeps the projection on a direction between two bounds: ``h + strength * (clip(h.v, low, high) - h.v) * v``.
@@ -436,6 +445,11 @@ class Steering:
         if tier not in TIERS:
             raise ValueError(f"tier={tier!r} is not one of {', '.join(map(repr, TIERS))}")
         return tuple(getattr(self, tier))
+
+    @cached_property
+    def sums(self) -> Mapping[str, Mapping[Site, Tensor]]:
+        """Tier -> site -> sum of ``scale * vector`` in float64; computed once, although every admission reads it."""
+        return {tier: summed(self.vectors(tier)) for tier in TIERS}
 
     def resolved(self, lookup: Callable[[str], Vector]) -> "Steering":
         """Return a copy with every name looked up; errors of ``lookup`` propagate."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Acting, Forward, Layout, Planner, Reading, Readings, SiteStep, Watch, digest, watch_of
-from mi_route2.steering.specs import Monitor, Number, Steer, Steering, Vector, VectorLike, looker, term
-from mi_route2.steering.table import Full, Rows, row_key, summed
+from mi_route2.steering.specs import Monitor, Number, Steer, Steering, Vector, VectorLike, looker, summed, term
+from mi_route2.steering.table import Full, Rows, row_key
 
 
 @dataclass

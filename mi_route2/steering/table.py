@@ -8,14 +8,14 @@ free.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mi_route2.sites import Site
-from mi_route2.steering.specs import TIERS, Clamp, Steer, Steering, Vector, wide
+from mi_route2.steering.specs import TIERS, Clamp, Steer, Steering, Vector, summed, wide
 
 Widths = Callable[[Site], tuple[int, ...]]
 Tiers = Mapping[str, Mapping[Site, Tensor]]
@@ -57,15 +57,6 @@ class Table:
     acts: set[int] = field(default_factory=set)
 
 
-def summed(entries: Iterable[Steer]) -> dict[Site, Tensor]:
-    """Return site -> sum of ``scale * vector`` in float64, in the order given."""
-    total: dict[Site, Tensor] = {}
-    for entry in entries:
-        values = entry.values()
-        total[entry.site] = total[entry.site] + values if entry.site in total else values
-    return total
-
-
 class Rows:
     """Rows of the table: at most ``capacity`` configurations in addition to row 0."""
 
@@ -95,15 +86,18 @@ class Rows:
     def check(self, spec: Steering) -> None:
         """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""
         for tier in TIERS:
-            self.check_entries(spec.vectors(tier))
+            self._check(spec.vectors(tier), spec.sums[tier])
         for clamp in spec.clamps:
             self.demand_width(clamp.site, Vector(clamp.vector), "the clamp's direction")
 
     def check_entries(self, entries: Sequence[Steer]) -> None:
         """Raise ``ValueError`` for a vector that does not fit at its site, or a sum that is not finite in the table's dtype."""
+        self._check(entries, summed(entries))
+
+    def _check(self, entries: Sequence[Steer], sums: Mapping[Site, Tensor]) -> None:
         for entry in entries:
             self.demand_width(entry.site, Vector(entry.vector), "the vector")
-        for site, values in summed(entries).items():
+        for site, values in sums.items():
             if not bool(torch.isfinite(values.to(self.kind)).all()):
                 raise ValueError(f"the vector at {site} is beyond the range of {self.kind}: scale it down")
 
@@ -125,9 +119,8 @@ class Rows:
             if not self._free:
                 raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
             index = self._free.pop()
-            tiers = {tier: summed(spec.vectors(tier)) for tier in TIERS}
             self._by_key[key] = index
-            self.rows[index] = Row(spec, key, tiers, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
+            self.rows[index] = Row(spec, key, spec.sums, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
             self._write(index)
         index = self._by_key[key]
         self.rows[index].refs += 1
@@ -197,7 +190,7 @@ class Rows:
 
     def sites(self) -> set[Site]:
         """Return the sites with a table line or a clamp."""
-        return set(self.tables).union(*(bands for row in self.rows.values() for bands in row.bands))
+        return set(self.tables).union(*(bands for row in self.rows.values() if row.spec.clamps for bands in row.bands))
 
     def content(self, index: int, decode: bool, scale: float) -> bytes:
         """Return a digest of a row's effect on a token of a phase, with its vectors times ``scale``; ``b""`` if it has none."""

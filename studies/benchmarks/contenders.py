@@ -50,12 +50,12 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
 
 
 class Bench:
-    """Builder of the sides of one ``size``; SVDs are cached in ``cache_dir`` meanwhile."""
+    """Builder of the sides of one ``size``, on ``model`` or on a random decoder; SVDs are cached in ``cache_dir`` meanwhile."""
 
-    def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa"):
+    def __init__(self, size: Size, seed: int, cache_dir: Path, attention: str = "sdpa", model: nn.Module | None = None):
         self.size, self._seed, self._cache_dir = size, seed, cache_dir
         self.batch = make_batch(size, torch.Generator().manual_seed(seed))
-        self._decoder: Any = decoder(size, seed, attention)
+        self._decoder: Any = decoder(size, seed, attention) if model is None else model
 
     def embed(self, tokens: Tensor) -> Float[Tensor, "b s d"]:
         """Return the embeddings as a leaf, so that every backward reaches the bottom. Every side starts here."""

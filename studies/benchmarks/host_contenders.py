@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.hosts import Host, open_host
 from mi_route2.hosts.huggingface import tap_of
+from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskSpec
 from mi_route2.sites import Site
@@ -43,6 +44,8 @@ class Setting:
     name: str
     size: Size
     calls: int
+    pretrained: bool = False
+    """True for SmolLM2-135M, whose size this is; otherwise the model is a random Qwen3."""
 
     @property
     def new(self) -> int:
@@ -55,6 +58,14 @@ SETTINGS = (
     Setting("larger", Size(), 1),
 )
 QUICK = (Setting("tiny", MICRO, 1),)
+SMOLLM2 = (
+    Setting(
+        "SmolLM2-135M",
+        Size(layers=30, d=576, heads=9, mlp=1536, vocab=49152, rollouts=2, tokens=64, kept_rank=16, quarantine_rank=4),
+        1,
+        pretrained=True,
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,8 @@ class HostBench:
 
     def __init__(self, setting: Setting, seed: int, cache_dir: Path):
         self.setting, self._seed, self._cache_dir = setting, seed, cache_dir
-        self._bench = Bench(setting.size, seed, cache_dir)
+        model = smollm2().model.requires_grad_(False) if setting.pretrained else None
+        self._bench = Bench(setting.size, seed, cache_dir, model=model)
         self.batch = self._bench.batch
         layers = range(setting.size.layers)
         self.sites = [Site(0, "kept_a", "attn.q"), *(Site(layer, "resid_post") for layer in layers)]  # in the forward's order

@@ -1,9 +1,10 @@
 """Cost of a host: paired ratios of time to bare torch hooks, for a forward, a routed step and a generated token.
 
-    python -m studies.benchmarks.hosts [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks.hosts [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
-Every side is the same random Qwen3 with the same adapters at every Linear of its blocks, and reads the same sites: the stream after
-each block and one bottleneck. The bare side uses ``register_forward_hook``, the others their host:
+Every side is the same random Qwen3 (with ``--smollm2`` SmolLM2-135M) with the same adapters at every Linear of its blocks, and
+reads the same sites: the stream after each block and one bottleneck. The bare side uses ``register_forward_hook``, the others their
+host:
 
     forward           hooks open, logits without gradients, hooks closed
     routed step       hooks open over the forward and backward of a step under a mask route, its flags and its gradients
@@ -19,9 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import tyro
 from tqdm import tqdm
 
 from studies.benchmarks import command
@@ -33,6 +35,7 @@ from studies.benchmarks.host_contenders import (
     QUICK,
     SETTINGS,
     SIDES,
+    SMOLLM2,
     TASKS,
     TORCH,
     HostBench,
@@ -97,6 +100,7 @@ def cell(r: Result) -> str:
     return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.1f} ms"
 
 
+@dataclass(frozen=True)
 class Options(command.Benchmark):
     """Cost of each host over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
 
@@ -105,11 +109,18 @@ class Options(command.Benchmark):
     it matters for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager
     attention, which TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own cost. Sides take
     turns in a random order in one process on one thread, and time is processor time, so that other work on the machine is not
-    counted. 15 rounds take about six minutes, --quick about ten seconds.
+    counted. 15 rounds take about six minutes, --quick about ten seconds, --smollm2 half a minute a round.
     """
 
+    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of random models; not with --quick")] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.quick and self.smollm2:
+            raise ValueError("--quick measures a tiny model and --smollm2 a real one: give one of the two")
+
     def run(self) -> None:
-        settings = QUICK if self.quick else SETTINGS
+        settings = QUICK if self.quick else SMOLLM2 if self.smollm2 else SETTINGS
         runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
         for setting in settings:
             size = setting.size
