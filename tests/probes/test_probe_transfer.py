@@ -93,6 +93,7 @@ def test_tokens_are_noisier_than_rollouts_but_their_interval_counts_rollouts(res
     assert sum(point.count for point in token.reliability) > token.n
 
 
+@pytest.mark.study
 def test_the_control_is_centred_on_a_half(result):
     wide = transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, draws=200), progress=False)
     for row in wide.rows:
@@ -103,6 +104,7 @@ def test_the_control_is_centred_on_a_half(result):
         assert row.random_draws == 200
 
 
+@pytest.mark.study
 def test_it_repeats_with_its_seed_and_changes_with_it(result):
     again, reseeded = (transfer(world(), GROUPS, FITTERS, dataclasses.replace(FAST, seed=seed), progress=False) for seed in (0, 1))
     rows = [row for row in result.json_rows() if row["probe"] != "given"]

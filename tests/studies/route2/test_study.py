@@ -73,6 +73,7 @@ def test_a_pair_of_bounds_has_the_same_flags_and_differs_in_the_quarantine_alone
     assert {f.name for f in fields(Arm) if getattr(own, f.name) != getattr(other, f.name)} <= described
 
 
+@pytest.mark.study
 def test_the_control_of_the_additive_route_has_axes_drawn_once_that_are_not_the_pairs(tmp_path: Path, cache: Path) -> None:
     drawn = {}
     for name in ("route-additive", "haar-additive"):
@@ -127,6 +128,7 @@ def test_kill_minus_nine_at_random_moments_then_resume(tmp_path: Path, cache: Pa
     same_folder(whole, broken)
 
 
+@pytest.mark.study
 def test_recorders_change_no_weight(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mask quality, teacher scores and the oracle's verdicts are read beside training, never by it."""
     with_record = tiny_job(tmp_path / "with", "route2-full", cache=cache)
@@ -190,6 +192,7 @@ def test_settings_that_change_the_machinery_run(tmp_path: Path, cache: Path, pre
     assert run_job(job)
 
 
+@pytest.mark.study
 def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None:
     a, b = (tiny_job(tmp_path / str(m), "route2-grad", cache=cache, steps=2, micro=m) for m in (None, 5))
     run_job(a)
@@ -199,6 +202,7 @@ def test_micro_batches_change_only_rounding(tmp_path: Path, cache: Path) -> None
         assert torch.allclose(left[name], right[name], rtol=0, atol=2e-3), name  # Adam's first steps divide by tiny moments
 
 
+@pytest.mark.study
 def test_teachers_are_mixed_in_known_modes_only_and_told_apart(tmp_path: Path, cache: Path) -> None:
     job = tiny_job(tmp_path, "absorb", cache=cache, teachers_per_group=2, none_fraction=0.0, prompts=8)
     run_job(job)
@@ -217,6 +221,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path, cache: Path) -> None
         run_job(replace(job, arm=changed))
 
 
+@pytest.mark.study
 def test_the_pairs_file_beside_a_run_gives_the_same_run_again(tmp_path: Path, cache: Path) -> None:
     """The world's own pairs are written as a readable file; given back as ``pairs`` they train the same weights."""
     own = tiny_job(tmp_path / "own", "route2-act", cache=cache)

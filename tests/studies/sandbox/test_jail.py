@@ -18,6 +18,8 @@ import pytest
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, Outcome
 from studies.sandbox.checks import honest_program_works
 
+pytestmark = pytest.mark.process
+
 DRIVER = """
 def execute(payload):
     if "echo" in payload:
