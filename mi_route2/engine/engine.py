@@ -42,6 +42,7 @@ from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
+from mi_route2.runs.rows import demand_name
 from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import VectorLike, looker
 from mi_route2.steering.state import SteeringState
@@ -278,11 +279,12 @@ class Engine:
             self.controllers.before_step(self.steering)
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
-                self._shares.served(one.turn)
+                self._shares.served(one.request.owner, one.turn)
             self._drop_failed()
             if turn.pieces:
                 self._run(turn.pieces)
-            elif self.scheduler.waiting and not self.scheduler.running:
+            elif self.scheduler.waiting and not self.scheduler.running and not turn.preempted:
+                # a request that was preempted just now comes back in the next step, and may hold what the first one lacks
                 self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
             self.steps += 1
         done, self._done = self._done, []
@@ -459,6 +461,7 @@ class Engine:
             return
         if store is None:
             raise ValueError(f"run {request.run!r} cannot be stored without a run store: give the engine one")
+        demand_name(request.run)
         if not request.capture:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
         if any(one.request.run == request.run for one in self._sequences.values()):
@@ -547,6 +550,7 @@ class Engine:
 
     def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         del self._sequences[one.id]
+        self._shares.left(one.request.owner, one.turn)
         self._deadlines.pop(one, None)
         result = one.result
         result.finish, result.error = finish, error

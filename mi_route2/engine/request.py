@@ -268,14 +268,16 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
     length = len(request.prompt)
     if not length:
         raise ValueError("the prompt is empty: give at least one token")
-    if wrong := [token for token in (*request.prompt, *request.sampling.logprob_token_ids) if not 0 <= token < vocabulary]:
+    sampling = request.sampling
+    ids = (*request.prompt, *sampling.logprob_token_ids, *sampling.stop_tokens)
+    if wrong := [token for token in ids if not 0 <= token < vocabulary]:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary: its ids are 0..{vocabulary - 1}")
-    if (request.sampling.logprobs or 0) > vocabulary:
-        raise ValueError(f"logprobs = {request.sampling.logprobs} exceeds the vocabulary of {vocabulary}")
-    reach = length + request.sampling.max_new - 1
+    if (sampling.logprobs or 0) > vocabulary:
+        raise ValueError(f"logprobs = {sampling.logprobs} exceeds the vocabulary of {vocabulary}")
+    reach = length + sampling.max_new - 1
     if reach > context:
         raise ValueError(
-            f"a prompt of {length} tokens and max_new = {request.sampling.max_new} need {reach} positions, but the context has "
+            f"a prompt of {length} tokens and max_new = {sampling.max_new} need {reach} positions, but the context has "
             f"{context}"
         )
     for one in request.patch:

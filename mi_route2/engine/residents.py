@@ -52,6 +52,11 @@ class Residents:
         """Whether a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
 
+    @property
+    def _caching(self) -> bool:
+        """Whether prefixes are kept and reused: not beside functions whose numbers may change unseen."""
+        return self.prefixes.budget > 0 and not self.state.opaque
+
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
         try:
@@ -121,7 +126,7 @@ class Residents:
 
     def note(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
         """Record the current steering as the one under which the next positions are computed."""
-        if not self.prefixes.budget:
+        if not self._caching:
             return
         idle, changes = not self.steering.sites(), self.steering.changes
         for one, count in pieces:
@@ -137,7 +142,7 @@ class Residents:
     def publish(self, one: EngineRequest) -> None:
         """Add the whole blocks that a request computed to the prefix cache."""
         blocks, size = one.computed // self.prefixes.block, self.prefixes.block
-        if not self.prefixes.budget or blocks <= one.published:
+        if not self._caching or blocks <= one.published:
             return
         self._name(one, blocks)
         self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
@@ -193,7 +198,7 @@ class Residents:
         """
         size = self.prefixes.block
         blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
-        if not self.prefixes.budget or blocks < 1:
+        if not self._caching or blocks < 1:
             return
         one.acts.steered(0, self.steering.content(one.id, decode=False))
         self._name(one, blocks)
