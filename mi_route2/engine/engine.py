@@ -44,7 +44,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
 from mi_route2.runs.rows import demand_name
 from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import VectorLike, looker
+from mi_route2.steering.specs import Steering, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 
@@ -148,6 +148,7 @@ class Engine:
             patch_slots=patch_slots,
             slot_bytes=slot_bytes,
             exact=exact,
+            rivals=self._policies,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
@@ -198,7 +199,8 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
-        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
+        named = {name: self.steering.vectors[name] for rule in asked.rules for name in rule.names}
+        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
         sequence.turn = self._shares.turn(asked.owner, sequence.reach)
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
@@ -443,12 +445,21 @@ class Engine:
         named = self.steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
+        if len(policies := self._policies(steering or Steering())) > 1:
+            raise ValueError(
+                f"the policies {policies[0]!r} and {policies[1]!r} would both set the scale and the row of this request: give each "
+                "a monitor of its own"
+            )
         if asked.rules or asked.conversation is not None:
             residents.rules.check(self.steering, asked.rules, steering, asked.conversation)
         else:
             self.steering.check(steering)
         vectors = {name: vector.data for name, vector in named.items()} if request.patch else {}
         return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+
+    def _policies(self, steering: Steering) -> list[str]:
+        """Return the names of the policies that set the scale and the row of a request with this steering."""
+        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self.steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""

@@ -6,7 +6,7 @@ the request); its keys and values are saved outside of the slots and restored un
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.request import EngineRequest
@@ -16,6 +16,7 @@ from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
 from mi_route2.runs import RunStore
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steering
 from mi_route2.steering.state import Full, SteeringState
 
 
@@ -38,10 +39,11 @@ class Residents:
         patch_slots: int,
         slot_bytes: int | None,
         exact: bool,
+        rivals: Callable[[Steering], Sequence[str]],
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.patch_slots, self.slot_bytes, self.exact = store, patch_slots, slot_bytes, exact
-        self.rules = RuleBook()
+        self.rules = RuleBook(rivals=rivals)
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()
@@ -92,7 +94,7 @@ class Residents:
         """Return the reason why a request waits although no request runs."""
         asked = one.request
         try:
-            self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation)
+            self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation, one.named)
         except ValueError as error:
             return str(error)
         return (
@@ -169,7 +171,13 @@ class Residents:
         try:
             if asked.rules or asked.conversation is not None:
                 self.rules.admit(
-                    self.steering, one.id, asked.rules, asked.steering, owner=asked.owner, conversation=asked.conversation
+                    self.steering,
+                    one.id,
+                    asked.rules,
+                    asked.steering,
+                    owner=asked.owner,
+                    conversation=asked.conversation,
+                    vectors=one.named,
                 )
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
