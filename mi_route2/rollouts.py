@@ -148,6 +148,26 @@ def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
         raise ValueError(f"{wrong} is not a token of this model, which padding must be too: the vocabulary is 0..{size - 1}")
 
 
+def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "b s"]:
+    """Return the position of each real token among the real ones; 0 on padding.
+
+    Raises:
+        ValueError: Padding stands between the tokens of a row, and the model has a sliding window that would count it.
+    """
+    config = config_of(model)
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ["sliding_attention"]
+    if isinstance(window, int) and any("sliding" in kind for kind in kinds):
+        column = torch.arange(attention.shape[1], device=attention.device)
+        first, last = torch.where(attention, column, attention.shape[1]).amin(1), torch.where(attention, column, -1).amax(1)
+        span = (last - first + 1).clamp_min(0)
+        if bool((wrong := (span > window) & (span > attention.sum(1))).any()):
+            raise ValueError(
+                f"row {int(wrong.nonzero()[0])} has padding between its tokens, which this model's sliding window of {window} "
+                "would count as tokens: put the padding on one side"
+            )
+    return (attention.long().cumsum(1) - 1).clamp_min(0)
+
+
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
     """Return the logits of a causal model that takes ``attention_mask`` and returns a tensor or an object with ``.logits``.
 
@@ -160,7 +180,7 @@ def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tenso
     else:
         row = architecture_of(model)
         # a model that derives its positions itself would count the padding too
-        places = {"position_ids": (attention.long().cumsum(1) - 1).clamp_min(0)} if row is not None and row.positions else {}
+        places = {"position_ids": positions(model, attention)} if row is not None and row.positions else {}
         out = model(tokens, attention_mask=attention.long() if places else attention, **places)
     return out if isinstance(out, Tensor) else out.logits
 
@@ -259,17 +279,25 @@ class TrainBatch:
         )
 
 
+@checked
 @dataclass(frozen=True)
 class Privileged:
-    """Detector verdicts over the student's rollouts.
+    """Detector verdicts over the student's rollouts (booleans, or 0 and 1).
 
     Attributes:
         own_channel: True if the rollout's own channel fired.
         known_channel: True if the exploit of the known mode is present.
+
+    Raises:
+        ValueError: A verdict is another number.
     """
 
-    own_channel: Bool[Tensor, " b"]
-    known_channel: Bool[Tensor, " b"]
+    own_channel: Bool[Tensor, " b"] | Integer[Tensor, " b"]
+    known_channel: Bool[Tensor, " b"] | Integer[Tensor, " b"]
+
+    def __post_init__(self) -> None:
+        for name in ("own_channel", "known_channel"):
+            object.__setattr__(self, name, as_mask(name, getattr(self, name)))
 
     def rows(self, index: Tensor) -> "Privileged":
         """Return the verdicts on the rollouts at ``index``, on its device."""

@@ -98,8 +98,10 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
         raise ValueError(f"{path} is not an adapter file (format {metadata.get('format')!r}, expected {FORMAT!r})")
     if unknown := sorted(metadata.keys() - set(_KEYS)):
         raise ValueError(f"{path} has the unknown entry {unknown[0]!r} in its header; delete it and write it again")
+    if missing := [key for key in _KEYS if key not in metadata]:
+        raise ValueError(f"{path} has no entry {missing[0]!r} in its header, which every version wrote: copy or save it again")
     _refuse_other_spec(path, metadata, adapters.spec)
-    own = adapters.tensors(quarantine=_which(metadata.get("which", "full")) == "full")
+    own = adapters.tensors(quarantine=_which(metadata["which"]) == "full")
     if missing := sorted(own.keys() - found.keys()):
         raise ValueError(f"{path} lacks {len(missing)} adapter tensors that the model has, first {missing[0]!r}")
     if foreign := sorted(found.keys() - own.keys()):
@@ -109,9 +111,9 @@ def load_adapters(adapters: Adapters, path: Path | str, *, any_base: bool = Fals
             f"{path} was written by an earlier version, which hashed only the adapted weights of its base: if this is its "
             "base, pass any_base=True, and save it again"
         )
-    if not any_base and metadata.get("base_hash") != adapters.base_hash:
+    if not any_base and metadata["base_hash"] != adapters.base_hash:
         raise ValueError(
-            f"{path} was trained on other base weights (hash {metadata.get('base_hash')}, this model's is {adapters.base_hash}); "
+            f"{path} was trained on other base weights (hash {metadata['base_hash']}, this model's is {adapters.base_hash}); "
             "load that base model, or pass any_base=True if the difference is intended"
         )
     for name, tensor in found.items():
@@ -126,10 +128,10 @@ def _refuse_other_spec(path: Path, metadata: Mapping[str, str], here: AdapterSpe
     ``fold`` may differ, because it changes no saved number, and a deployed file does not restrict the quarantine.
     """
     try:
-        written = AdapterSpec(**parse_object(metadata.get("spec", "null")))
+        written = AdapterSpec(**parse_object(metadata["spec"]))
     except ValueError as error:
         raise ValueError(f"{path} has no valid adapter spec in its header ({error}); delete it and write it again") from error
-    free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata.get("which") == "deployed" else set())
+    free = {"fold"} | ({"quarantine", "quarantine_rank"} if metadata["which"] == "deployed" else set())
     for name, value in asdict(written).items():
         if name not in free and value != getattr(here, name):
             raise ValueError(

@@ -231,7 +231,9 @@ class Branch(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch d_in"], y: Float[Tensor, "*batch d_out"] | None) -> Float[Tensor, "*batch d_out"]:
         """Return the base's output ``y`` with the adapters added; if ``y`` is ``None``, the kept adapter computes the base too."""
-        board, tape = self._board, self._board.tape
+        board = self._board
+        # A forward of the reference model within a step is not the training pass: nothing of it is read, counted or routed.
+        tape = board.tape if board.kept else None
         if board.kept and torch.is_grad_enabled() and self.mask_requested:
             self._refuse_backward_hooks()
         if tape is not None:
@@ -277,7 +279,7 @@ class Branch(nn.Module):
             return  # a replay repeats values that were already read
         if tape.inputs is not None:
             tape.inputs.read(self.site, rows)
-        if tape.kept is not None and self._board.kept:
+        if tape.kept is not None:
             tape.kept.called(self.site, self.hook_mask)
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:

@@ -203,6 +203,17 @@ class Tape:
                 + (_NNSIGHT if backward and "nnsight" in sys.modules else "")
             )
 
+    def assert_read_once(self) -> None:
+        """Raise ``RuntimeError`` if inputs were read of more forwards than the one whose gradients were reported."""
+        most = dict.fromkeys(self._calls, 0)
+        for (site, _), count in self._reports.items():
+            most[site] = max(most.get(site, 0), count)
+        if self.inputs is not None and (more := [site for site, count in self._calls.items() if count > most[site]]):
+            raise RuntimeError(
+                f"{more[0]} ran {self._calls[more[0]]} times in this step's forward and reported {most[more[0]]} gradients, so its "
+                "score is not that of the training pass alone: run other forwards before the step, or under adapters.reference()"
+            )
+
 
 _ONE_BACKWARD = (
     "run one forward and one backward per tape (add losses before the backward; each micro-batch is a part with its own tape)"

@@ -158,6 +158,8 @@ class View:
         self._length = columns if self._fresh else max(piece.start + piece.count for piece in layout.pieces)
         self._place: tuple[Tensor, Tensor] | None = None
         self._positions = layout.positions
+        # Padding is written behind a shorter piece, where its next tokens will be, unless that is behind the end of the row.
+        self._real = layout.real if max(starts) + columns > data.shape[4] else None
 
     @property
     def whole(self) -> bool:
@@ -181,6 +183,10 @@ class View:
         return self._read(self._data[layer, 0]), self._read(self._data[layer, 1])
 
     def _write(self, into: Tensor, new: Tensor) -> None:
+        if self._real is not None:
+            rows, columns = self._index(new.shape[2])
+            into[rows[:, None].expand_as(columns)[self._real], :, columns[self._real]] = new.transpose(1, 2)[self._real]
+            return
         if self._start is not None and self._span is not None:
             into[self._span, :, self._start : self._start + new.shape[2]] = new
             return

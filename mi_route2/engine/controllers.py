@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
@@ -306,6 +306,10 @@ class Controllers:
                     self.ledger.note(controller.name, "failed", f"it wants {site!s:.60}: {error}", self.step)
         return frozenset(found)
 
+    def policies(self, monitors: Collection[str]) -> list[str]:
+        """Return the names of the policies that set the scale and the row of a request with ``monitors``."""
+        return [one.name for one in self.sync if isinstance(one, ProbePolicy) and one.steers(monitors)]
+
     def before_step(self, state: SteeringState) -> list[Outcome]:
         """Apply the queued actions."""
         outcomes: list[Outcome] = []
@@ -439,6 +443,10 @@ class ProbePolicy:
             if self.follows.pop(request).engaged and self.gain:
                 actions += (ClearOverride(request), SetScale(1.0, request))
         return actions
+
+    def steers(self, monitors: Collection[str]) -> bool:
+        """Return whether the policy acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
+        return self.gain > 0 and (not self._readings or any(name in monitors for name in self._readings))
 
     def _score(self, request: RequestView) -> float | None:
         if request.token is None or (self._generated and request.position < request.prompt):

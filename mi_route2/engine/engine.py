@@ -42,8 +42,9 @@ from mi_route2.hosts.state import ModelState
 from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.runs import RunStore
 from mi_route2.runs.disk import invalid
+from mi_route2.runs.rows import demand_name
 from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import VectorLike, looker
+from mi_route2.steering.specs import Steering, VectorLike, looker
 from mi_route2.steering.state import SteeringState
 
 
@@ -147,6 +148,7 @@ class Engine:
             patch_slots=patch_slots,
             slot_bytes=slot_bytes,
             exact=exact,
+            rivals=self._policies,
         )
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
@@ -197,7 +199,8 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
-        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches)
+        named = {name: self.steering.vectors[name] for rule in asked.rules for name in rule.names}
+        sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
         sequence.turn = self._shares.turn(asked.owner, sequence.reach)
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
@@ -278,11 +281,12 @@ class Engine:
             self.controllers.before_step(self.steering)
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
-                self._shares.served(one.turn)
+                self._shares.served(one.request.owner, one.turn)
             self._drop_failed()
             if turn.pieces:
                 self._run(turn.pieces)
-            elif self.scheduler.waiting and not self.scheduler.running:
+            elif self.scheduler.waiting and not self.scheduler.running and not turn.preempted:
+                # a request that was preempted just now comes back in the next step, and may hold what the first one lacks
                 self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
             self.steps += 1
         done, self._done = self._done, []
@@ -441,12 +445,21 @@ class Engine:
         named = self.steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
+        if len(policies := self._policies(steering or Steering())) > 1:
+            raise ValueError(
+                f"the policies {policies[0]!r} and {policies[1]!r} would both set the scale and the row of this request: give each "
+                "a monitor of its own"
+            )
         if asked.rules or asked.conversation is not None:
             residents.rules.check(self.steering, asked.rules, steering, asked.conversation)
         else:
             self.steering.check(steering)
         vectors = {name: vector.data for name, vector in named.items()} if request.patch else {}
         return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+
+    def _policies(self, steering: Steering) -> list[str]:
+        """Return the names of the policies that set the scale and the row of a request with this steering."""
+        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self.steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""
@@ -459,6 +472,7 @@ class Engine:
             return
         if store is None:
             raise ValueError(f"run {request.run!r} cannot be stored without a run store: give the engine one")
+        demand_name(request.run)
         if not request.capture:
             raise ValueError(f"run {request.run!r} would be empty: the request captures nothing")
         if any(one.request.run == request.run for one in self._sequences.values()):
@@ -547,6 +561,7 @@ class Engine:
 
     def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         del self._sequences[one.id]
+        self._shares.left(one.request.owner, one.turn)
         self._deadlines.pop(one, None)
         result = one.result
         result.finish, result.error = finish, error

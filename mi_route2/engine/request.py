@@ -20,7 +20,7 @@ from mi_route2.runs.record import Where
 from mi_route2.runs.writer import Writer
 from mi_route2.sites import Site
 from mi_route2.steering.plan import Reading
-from mi_route2.steering.specs import At, Plain, Steering, several
+from mi_route2.steering.specs import At, Plain, Steering, Vector, several
 from mi_route2.validation import Positive, validated
 
 Finish = Literal["length", "stop", "cancelled", "error"]
@@ -140,9 +140,10 @@ class Result:
 class EngineRequest:
     """The engine's state of one request.
 
-    ``row`` is its row of key-value slots while it runs; ``saved`` holds its keys and values while it is preempted. ``lost`` is
-    called if the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop
-    texts are looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens.
+    ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it runs;
+    ``saved`` holds its keys and values while it is preempted. ``lost`` is called if the run that it writes cannot go on.
+    ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are looked for. ``noted`` is the steering
+    state's change count when ``acts`` was last updated for generated tokens.
     """
 
     id: int
@@ -151,6 +152,7 @@ class EngineRequest:
     result: Result
     sampling: Sampling
     patches: tuple[Resolved, ...] = ()
+    named: Mapping[str, Vector] = field(default_factory=dict)
     tokens: list[int] = field(init=False)
     computed: int = 0
     row: int = -1
@@ -268,15 +270,16 @@ def refuse(request: Request, context: int, vocabulary: int) -> None:
     length = len(request.prompt)
     if not length:
         raise ValueError("the prompt is empty: give at least one token")
-    if wrong := [token for token in (*request.prompt, *request.sampling.logprob_token_ids) if not 0 <= token < vocabulary]:
+    sampling = request.sampling
+    ids = (*request.prompt, *sampling.logprob_token_ids, *sampling.stop_tokens)
+    if wrong := [token for token in ids if not 0 <= token < vocabulary]:
         raise ValueError(f"token {wrong[0]} is outside the vocabulary: its ids are 0..{vocabulary - 1}")
-    if (request.sampling.logprobs or 0) > vocabulary:
-        raise ValueError(f"logprobs = {request.sampling.logprobs} exceeds the vocabulary of {vocabulary}")
-    reach = length + request.sampling.max_new - 1
+    if (sampling.logprobs or 0) > vocabulary:
+        raise ValueError(f"logprobs = {sampling.logprobs} exceeds the vocabulary of {vocabulary}")
+    reach = length + sampling.max_new - 1
     if reach > context:
         raise ValueError(
-            f"a prompt of {length} tokens and max_new = {request.sampling.max_new} need {reach} positions, but the context has "
-            f"{context}"
+            f"a prompt of {length} tokens and max_new = {sampling.max_new} need {reach} positions, but the context has {context}"
         )
     for one in request.patch:
         if one.position >= reach:

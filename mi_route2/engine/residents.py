@@ -6,7 +6,7 @@ the request); its keys and values are saved outside of the slots and restored un
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.request import EngineRequest
@@ -16,6 +16,7 @@ from mi_route2.hosts.decoder import Decoder
 from mi_route2.hosts.state import ModelState
 from mi_route2.runs import RunStore
 from mi_route2.sites import Site
+from mi_route2.steering.specs import Steering
 from mi_route2.steering.state import Full, SteeringState
 
 
@@ -38,10 +39,11 @@ class Residents:
         patch_slots: int,
         slot_bytes: int | None,
         exact: bool,
+        rivals: Callable[[Steering], Sequence[str]],
     ):
         self.decoder, self.slots, self.steering, self.prefixes, self.state = decoder, slots, steering, prefixes, state
         self.store, self.patch_slots, self.slot_bytes, self.exact = store, patch_slots, slot_bytes, exact
-        self.rules = RuleBook()
+        self.rules = RuleBook(rivals=rivals)
         self.failed: list[tuple[EngineRequest, str]] = []
         self.lost: dict[EngineRequest, str] = {}
         self._short: set[Site] = set()
@@ -51,6 +53,11 @@ class Residents:
         self._tight = False
         """Whether a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
+
+    @property
+    def _caching(self) -> bool:
+        """Whether prefixes are kept and reused: not beside functions whose numbers may change unseen."""
+        return self.prefixes.budget > 0 and not self.state.opaque
 
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
@@ -87,7 +94,7 @@ class Residents:
         """Return the reason why a request waits although no request runs."""
         asked = one.request
         try:
-            self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation)
+            self.rules.check(self.steering, asked.rules, asked.steering, asked.conversation, one.named)
         except ValueError as error:
             return str(error)
         return (
@@ -121,7 +128,7 @@ class Residents:
 
     def note(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
         """Record the current steering as the one under which the next positions are computed."""
-        if not self.prefixes.budget:
+        if not self._caching:
             return
         idle, changes = not self.steering.sites(), self.steering.changes
         for one, count in pieces:
@@ -137,7 +144,7 @@ class Residents:
     def publish(self, one: EngineRequest) -> None:
         """Add the whole blocks that a request computed to the prefix cache."""
         blocks, size = one.computed // self.prefixes.block, self.prefixes.block
-        if not self.prefixes.budget or blocks <= one.published:
+        if not self._caching or blocks <= one.published:
             return
         self._name(one, blocks)
         self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
@@ -164,7 +171,13 @@ class Residents:
         try:
             if asked.rules or asked.conversation is not None:
                 self.rules.admit(
-                    self.steering, one.id, asked.rules, asked.steering, owner=asked.owner, conversation=asked.conversation
+                    self.steering,
+                    one.id,
+                    asked.rules,
+                    asked.steering,
+                    owner=asked.owner,
+                    conversation=asked.conversation,
+                    vectors=one.named,
                 )
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
@@ -193,7 +206,7 @@ class Residents:
         """
         size = self.prefixes.block
         blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
-        if not self.prefixes.budget or blocks < 1:
+        if not self._caching or blocks < 1:
             return
         one.acts.steered(0, self.steering.content(one.id, decode=False))
         self._name(one, blocks)

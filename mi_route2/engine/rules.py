@@ -3,14 +3,14 @@
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Annotated, Any, Literal, get_args
 
 from mi_route2.engine.controllers import Action, ClearOverride, Override, RequestView, SetScale, StepView
 from mi_route2.sites import Site
-from mi_route2.steering.specs import At, AVector, Monitor, Plain, Steer, Steering, Vector, several
+from mi_route2.steering.specs import At, AVector, Monitor, Plain, Steer, Steering, Vector, looker, several
 from mi_route2.steering.state import SteeringState
 from mi_route2.validation import NonNegative, Probability, validated
 
@@ -105,8 +105,7 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
     """
     if not isinstance(data, Sequence) or isinstance(data, str | bytes):
         raise ValueError("steering rules are a list of objects with when, scope and apply")
-    if len(data) > RULES:
-        raise ValueError(f"{len(data)} steering rules are too many: a request may have at most {RULES}")
+    _refuse_many(data)
     found = []
     for number, one in enumerate(data):
         try:
@@ -118,8 +117,14 @@ def parse_rules(data: object) -> tuple[Rule, ...]:
     return tuple(found)
 
 
+def _refuse_many(rules: Sequence[object]) -> None:
+    if len(rules) > RULES:
+        raise ValueError(f"{len(rules)} steering rules are too many: a request may have at most {RULES}")
+
+
 def refuse_rules(rules: Sequence[Rule]) -> None:
     """Raise ``ValueError`` if the rules cannot be combined in one request."""
+    _refuse_many(rules)
     if (switched := sum(is_switched(rule) for rule in rules)) > SWITCHED:
         raise ValueError(
             f"{switched} rules add vectors after a probe has fired: a request has at most {SWITCHED}, beside this_token"
@@ -177,6 +182,7 @@ def _vector(data: Mapping[str, Any]) -> Vector:
 
 CONVERSATIONS = 1024
 FIRES = 0.5
+LASTING = "rest_of_conversation"
 
 
 @dataclass
@@ -196,6 +202,12 @@ class Run:
     config: str | None = None
     scale: float = 1.0
 
+    @property
+    def switches(self) -> bool:
+        """True if the scale or the row of the request is, or may be, set for a rule."""
+        later = any(rule.attenuate is not None and rule.when is not None and rule.scope != "this_token" for rule in self.rules)
+        return later or self.base != 1 or bool(self.configs)
+
 
 @dataclass(frozen=True)
 class Latch:
@@ -206,11 +218,16 @@ class Latch:
 
 
 class RuleBook:
-    """The rules of all running requests and conversations; a ``SyncController``."""
+    """The rules of all running requests and conversations; a ``SyncController``.
 
-    def __init__(self, conversations: int = CONVERSATIONS):
+    Args:
+        conversations: how many conversations may have rules for their rest; the least recently used one is forgotten.
+        rivals: names of the policies that set the scale and the row of a request with this steering.
+    """
+
+    def __init__(self, conversations: int = CONVERSATIONS, rivals: Callable[[Steering], Sequence[str]] = lambda _: ()):
         self.name = "rules"
-        self.capacity = conversations
+        self.capacity, self._rivals = conversations, rivals
         self.lapsed = 0
         """Number of latches that ended because a name no longer stood for the same vector."""
         self._latches: OrderedDict[str, dict[bytes, Latch]] = OrderedDict()
@@ -225,15 +242,18 @@ class RuleBook:
         *,
         owner: str = "client",
         conversation: str | None = None,
+        vectors: Mapping[str, Vector] | None = None,
     ) -> None:
         """Call ``state.admit`` with the request's rules and those that hold in its conversation.
 
-        Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation; nothing is stored
-        then.
+        ``vectors`` are those that names in the rules stood for when the request came (``None``: those of now).
+
+        Raises the errors of ``state.admit``, and ``ValueError`` for conversation rules without a conversation, more than ``RULES``
+        of them in one, or rules beside a policy that sets the same scale; nothing is stored then.
         """
         run = self._runs.get(request)
         if run is None:
-            run = self._composed(state, tuple(rules), spec or Steering(), owner, conversation)
+            run = self._composed(state, tuple(rules), spec or Steering(), owner, conversation, vectors)
         again = request in state
         state.admit(request, run.spec, owner=run.owner, conversation=run.conversation, configs=run.configs)
         self._runs[request] = run
@@ -242,12 +262,19 @@ class RuleBook:
                 state.set_scale(run.base, request=request)
             run.scale = run.base
             for rule in run.rules:
-                if rule.when is None and rule.scope == "rest_of_conversation":
+                if rule.when is None and rule.scope == LASTING:
                     self._latch(run, rule)
 
-    def check(self, state: SteeringState, rules: Sequence[Rule], spec: Steering | None, conversation: str | None) -> None:
+    def check(
+        self,
+        state: SteeringState,
+        rules: Sequence[Rule],
+        spec: Steering | None,
+        conversation: str | None,
+        vectors: Mapping[str, Vector] | None = None,
+    ) -> None:
         """Raise the errors that ``admit`` would raise for as long as the engine lives, without admitting."""
-        run = self._composed(state, rules, spec or Steering(), "", conversation)
+        run = self._composed(state, rules, spec or Steering(), "", conversation, vectors)
         state.check(run.spec, run.configs)
 
     @property
@@ -259,26 +286,55 @@ class RuleBook:
         """Forget a request that has ended; no effect for one without rules."""
         self._runs.pop(request, None)
 
-    def _composed(self, state: SteeringState, rules: Sequence[Rule], spec: Steering, owner: str, conversation: str | None) -> Run:
+    def _composed(
+        self,
+        state: SteeringState,
+        rules: Sequence[Rule],
+        spec: Steering,
+        owner: str,
+        conversation: str | None,
+        vectors: Mapping[str, Vector] | None,
+    ) -> Run:
         refuse_rules(rules)
-        if conversation is None and any(rule.scope == "rest_of_conversation" for rule in rules):
+        if conversation is None and any(rule.scope == LASTING for rule in rules):
             raise ValueError("a rule for the rest of the conversation needs a conversation: give conversation_id")
         latched = self._holding(state, conversation)
         known = {rule.content() for rule in latched}
         rules = [rule for rule in rules if rule.content() not in known]  # a rule that already holds is not added again
-        throughout = [*latched, *(rule for rule in rules if rule.when is None)]
+        self._refuse_full(conversation, known, rules)
+        named = {**state.vectors, **(vectors or {})}
+        look = looker(named)
+        digests = {name: named[name].digest for rule in rules for name in rule.names if name in named}
+        own_adds = [tuple(entry.resolved(look) for entry in rule.add) for rule in rules]
         monitors = tuple(rule.monitor(_name(i)) for i, rule in enumerate(rules) if rule.when is not None)
-        added = tuple(entry for rule in throughout for entry in rule.add)
+        throughout = [*latched, *(rule for rule in rules if rule.when is None)]
+        held = tuple(entry for rule in latched for entry in rule.add)
+        added = held + tuple(entry for rule, adds in zip(rules, own_adds) if rule.when is None for entry in adds)
         own = replace(spec, decode=(*spec.decode, *added), monitors=(*spec.monitors, *monitors))
         switched = [i for i, rule in enumerate(rules) if is_switched(rule)]
         configs = {}
         for count in range(1, len(switched) + 1):
             for some in combinations(switched, count):
-                entries = tuple(entry for i in some for entry in rules[i].add)
+                entries = tuple(entry for i in some for entry in own_adds[i])
                 configs[_config(some)] = replace(own.rows, decode=(*own.decode, *entries))
         base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
-        digests = {name: state.vectors[name].digest for rule in rules for name in rule.names if name in state.vectors}
-        return Run(own, configs, rules, conversation, owner, base, digests)
+        run = Run(own, configs, rules, conversation, owner, base, digests)
+        if run.switches and (rivals := self._rivals(spec)):
+            raise ValueError(
+                f"the policy {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: give "
+                "it one of them"
+            )
+        return run
+
+    def _refuse_full(self, conversation: str | None, known: Set[bytes], rules: Sequence[Rule]) -> None:
+        """Raise ``ValueError`` if more than ``RULES`` rules may come to hold in the conversation."""
+        running = [rule for run in self._runs.values() if run.conversation == conversation for rule in run.rules]
+        lasting = {rule.content() for rule in (*rules, *running) if rule.scope == LASTING} | known
+        if len(lasting) > RULES and conversation is not None:
+            raise ValueError(
+                f"this conversation would have {len(lasting)} rules for its rest, and a conversation has at most {RULES}: start "
+                "another, or send fewer"
+            )
 
     # Conversations
 
@@ -303,8 +359,7 @@ class RuleBook:
         latches = self._latches.setdefault(run.conversation, {})
         self._latches.move_to_end(run.conversation)
         latches[rule.content()] = Latch(rule, {name: run.digests[name] for name in rule.names})
-        while len(latches) > RULES:
-            del latches[next(iter(latches))]
+        assert len(latches) <= RULES, len(latches)  # all that may come to hold are counted when a request is admitted
         while len(self._latches) > self.capacity:
             self._latches.popitem(last=False)
 
@@ -330,7 +385,7 @@ class RuleBook:
             reading = request.readings.get(_name(i))
             if reading is not None and reading.gate >= FIRES:
                 on.add(i)
-                if rule.scope == "rest_of_conversation" and i not in run.fired:
+                if rule.scope == LASTING and i not in run.fired:
                     self._latch(run, rule)
                 if rule.scope != "next_step":
                     run.fired.add(i)

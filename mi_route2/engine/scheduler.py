@@ -50,23 +50,38 @@ class Shares:
     """Turns of requests, by which owners that wait get equal shares of the engine.
 
     The turns of an owner's requests are as far apart as the tokens that they ask for, and begin where the engine is now (start-time
-    fair queueing; Goyal, Vin and Cheng 1996). Requests of a single owner keep their order.
+    fair queueing; Goyal, Vin and Cheng 1996). Requests of a single owner keep their order, and those that end without having run
+    cost nothing.
     """
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._next: dict[str, float] = {}
+        self._served: dict[str, float] = {}
+        self._waiting: dict[str, dict[float, float]] = {}
+        """Turn of each waiting request, and the end of its tokens, in order."""
 
     def turn(self, owner: str, tokens: int) -> float:
         """Return the turn of an owner's next request."""
-        turn = max(self._now, self._next.get(owner, 0.0))
-        self._next[owner] = turn + tokens
+        waiting = self._waiting.setdefault(owner, {})
+        last = waiting[next(reversed(waiting))] if waiting else 0.0
+        turn = max(self._now, self._served.get(owner, 0.0), last)
+        waiting[turn] = turn + tokens
         return turn
 
-    def served(self, turn: float) -> None:
-        """Note that a request of this turn runs now; owners who are behind it start here."""
+    def served(self, owner: str, turn: float) -> None:
+        """Note that a request runs now; owners who are behind its turn start here."""
+        end = self.left(owner, turn)
         self._now = max(self._now, turn)
-        self._next = {owner: after for owner, after in self._next.items() if after > self._now}
+        self._served[owner] = max(self._served.get(owner, 0.0), end)
+        self._served = {one: after for one, after in self._served.items() if after > self._now}
+
+    def left(self, owner: str, turn: float) -> float:
+        """Note that a request waits no more; return the end of its tokens, 0 if it ran before."""
+        waiting = self._waiting.get(owner, {})
+        end = waiting.pop(turn, 0.0)
+        if not waiting:
+            self._waiting.pop(owner, None)
+        return end
 
 
 class Scheduler(Generic[J]):

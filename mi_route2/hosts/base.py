@@ -124,7 +124,7 @@ class Host(ABC):
             attention: Mask of real tokens, boolean or 0 and 1 as a tokenizer returns it; ``None`` if there is no padding.
 
         Raises:
-            ValueError: A token that the model lacks.
+            ValueError: A token that the model lacks, or padding between tokens that a sliding window would count.
         """
         demand_tokens(self.model, tokens)
         return self._logits(tokens, None if attention is None else as_mask("attention", attention))
@@ -343,11 +343,6 @@ def known_architecture(model: nn.Module) -> Architecture:
             )
     refuse_shared(model, row)
     return row
-
-
-def positions(attention: Bool[Tensor, "b s"]) -> Int[Tensor, "b s"]:
-    """Return the position of each real token among the real ones; 0 on padding."""
-    return (attention.long().cumsum(1) - 1).clamp_min(0)
 
 
 def split_heads(site: Site, value: Tensor, count: int) -> Tensor:

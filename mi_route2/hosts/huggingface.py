@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
-from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, split_heads, whole_stream
+from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, split_heads, whole_stream
+from mi_route2.rollouts import positions
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
 
@@ -101,7 +102,7 @@ class TorchHost(Host):
         if attention is None or bool((attention[:, 1:] <= attention[:, :-1]).all()):
             return extra
         if self.architecture.positions:
-            extra["position_ids"] = positions(attention)
+            extra["position_ids"] = positions(self.model, attention)
             self._refuse_nan()
         return extra | {"attention_mask": attention.long()}
 

@@ -4,7 +4,7 @@ Cached keys and values are valid for one such state only.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import NoneType
 
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ class ModelState:
         self._settings: list[tuple[Mapping[str, object], str]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
+        self.opaque = False
+        """True if a function of somebody else's (a hook, a forward on a module itself) acts: its own numbers are not compared."""
         self.current: tuple[object, ...] = ()
         self.digest = b""
         """SHA-256 of ``current``, of which every block of the prefix cache is named."""
@@ -44,6 +46,7 @@ class ModelState:
         self._modules, self._tensors = list(model.modules()), list(named.values())
         self._settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
+        self.opaque = any("forward" in vars(m) for m in self._modules) or any(not _of_bridge(hook) for hook in self._functions())
         content = checksum(named)
         self.current = (*self._quick(), content)
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
@@ -62,6 +65,12 @@ class ModelState:
             self._weights = self._host.weights_hash()
         return self._weights
 
+    def _functions(self) -> Iterator[object]:
+        """Yield the forward hooks of all modules, and torch's global ones."""
+        for m in self._modules:
+            yield from (*m._forward_hooks.values(), *m._forward_pre_hooks.values())
+        yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
+
     def _quick(self) -> tuple[object, ...]:
         versions = sum(t._version for t in self._tensors if not t.is_inference())
         # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
@@ -75,6 +84,11 @@ class ModelState:
         code = (*map(type, self._modules), *(own.get(name) for own, name in self._settings))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         return versions, places, hooks, everywhere, code, boards
+
+
+def _of_bridge(hook: object) -> bool:
+    """Return whether a bridge has put the hook on its own modules (hooks that users add are functions of ``hook_points``)."""
+    return str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge.")
 
 
 def _settings(module: nn.Module) -> list[str]:

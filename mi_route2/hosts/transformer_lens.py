@@ -30,8 +30,9 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
-from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, positions, whole_stream
+from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, whole_stream
 from mi_route2.hosts.huggingface import Replays
+from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
 
 ROUTE = "route"
@@ -354,7 +355,7 @@ class BridgeHost(Host):
             return extra
         refuse_left_padding(self.bridge, attention)
         if self.architecture.positions:
-            extra["position_ids"] = positions(attention)
+            extra["position_ids"] = positions(wrapped_model(self.bridge), attention)
         return extra | {"attention_mask": attention.long()}
 
     def address(self, site: Site) -> str:

@@ -1,7 +1,8 @@
 """Persona directions, one unit vector per site, and the features of rollouts that directions and scores are computed from."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
 from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, added, compact, rounding, wide
@@ -121,10 +122,23 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
             return acts.features
         grad, full = GradientReader(), FullGradientReader()
         tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=grad)
-        with torch.enable_grad(), policy.adapters.recording(tape):
+        with _untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(policy.adapters.sites, backward=True)
         return full.features if kind == "full" else grad.features
+
+
+@contextmanager
+def _untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Context: put the ``.grad`` of parameters back, because others than the adapters' may train too."""
+    before = [(p, p.grad) for p in parameters if p.requires_grad]
+    for p, _ in before:
+        p.grad = None  # or the backward would add to the tensor that is to be put back
+    try:
+        yield
+    finally:
+        for p, grad in before:
+            p.grad = grad
 
 
 def feature_shapes(adapters: Adapters, kind: FeatureKind, basis: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -305,14 +305,15 @@ class Once:
         """Check that the step may be finished now; ``acts`` names what will be done to whole gradients, if anything.
 
         Raises:
-            RuntimeError: A second call, gradients from before the step on which the step would act too, a hook at the mask of a
-                route without ``masks``, a quarantine that was off in the forward, or a part whose backward did not run yet
-                (``finish`` may be called again after it).
+            RuntimeError: A second call, activations of a second forward among the scores, gradients from before the step on which
+                the step would act too, a hook at the mask of a route without ``masks``, a quarantine that was off in the forward,
+                or a part whose backward did not run yet (``finish`` may be called again after it).
         """
         if self._finished:
             raise RuntimeError("finish() was already called for this step: it would count its gradients twice")
         for part in parts:
             part.tape.assert_fired(adapters.sites, backward=True)
+            part.tape.assert_read_once()
             if part.tape.without_quarantine:
                 raise RuntimeError(
                     "the quarantine was switched off in this step's forward, so the kept adapter learned in its place: leave "

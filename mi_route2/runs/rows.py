@@ -89,10 +89,15 @@ class Stats:
     bytes_read: int
 
 
-def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
-    """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
+def demand_name(run: object) -> None:
+    """Raise ``ValueError`` if ``run`` cannot be the id of a run."""
     if not isinstance(run, str) or not 0 < len(run) <= _LONGEST_NAME or not run.isprintable():
         raise ValueError(f"{run!r:.40} cannot name a run: use 1 to {_LONGEST_NAME} printable characters")
+
+
+def described(run: str, weights: str, tokens: Sequence[int], prompt_length: int | None, meta: Mapping[str, Any] | None) -> About:
+    """Return the description of a new run; ``ValueError`` if it is inconsistent or cannot be stored as JSON."""
+    demand_name(run)
     if not isinstance(weights, str) or not weights:
         raise ValueError(
             f"run {run!r} needs a hash of the weights that it was captured with, because it is not valid for others, and not "

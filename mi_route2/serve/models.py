@@ -20,6 +20,7 @@ from mi_route2.adapters import Adapters
 from mi_route2.adapters.io import from_pretrained
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load as load_host
+from mi_route2.rollouts import vocabulary
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
@@ -160,11 +161,12 @@ class Served:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a completion: the tokenizer's end of text, and those of the model's generation config."""
+        """Tokens of the model that end a completion: the tokenizer's end of text, and those of the generation config."""
         config = getattr(self.host.model, "generation_config", None)
         found = [getattr(self.tokenizer, "eos_token_id", None), getattr(config, "eos_token_id", None)]
         flat = [one for each in found for one in (each if isinstance(each, list | tuple) else [each])]
-        return tuple(dict.fromkeys(int(one) for one in flat if one is not None))
+        size = vocabulary(self.host.model)  # a tokenizer, or a config that was not adapted, may name a token that the model lacks
+        return tuple(dict.fromkeys(int(one) for one in flat if one is not None and (size is None or 0 <= int(one) < size)))
 
 
 def _smollm2() -> Served:

@@ -462,6 +462,11 @@ class SteeringState:
             self._requests.watch(request, name, None)
         self._changed(request)
 
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """Names, as in readings, of the monitors that watch every request."""
+        return tuple(GLOBAL + name for name in self._monitors)
+
     # Current steering
 
     def _acting(self, request: int) -> Acting:

@@ -99,6 +99,9 @@ def test_a_deployed_file_fits_a_model_without_a_quarantine(tmp_path: Path) -> No
         ("integers", r"is torch\.int64 in"),
         ("which", "which='some' is neither"),
         ("header", "unknown entry 'note'"),
+        ("no which", "has no entry 'which' in its header"),
+        ("no spec", "has no entry 'spec' in its header"),
+        ("no base_hash", "has no entry 'base_hash' in its header"),
     ],
 )
 def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tmp_path: Path) -> None:
@@ -128,6 +131,8 @@ def test_a_file_that_does_not_fit_changes_nothing(change: str, sentence: str, tm
         meta["which"] = "some"
     elif change == "header":
         meta["note"] = "mine"
+    elif change.startswith("no "):
+        del meta[change.removeprefix("no ")]
     write_tensors(path, tensors, meta)
     if change in ("truncated", "garbage", "empty"):
         data = path.read_bytes()

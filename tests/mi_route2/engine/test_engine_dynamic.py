@@ -1,15 +1,26 @@
 """Steering that activations decide, controllers, runs and rules, in the engine: against activations that are edited by hand."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mi_route2.engine.controllers import Action, AsyncController, Controllers, Override, SetScale, SetTier, StepView
+from mi_route2.engine.controllers import (
+    Action,
+    AsyncController,
+    Controllers,
+    Override,
+    ProbePolicy,
+    SetScale,
+    SetTier,
+    StepView,
+)
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
-from mi_route2.engine.rules import Rule
+from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
@@ -311,6 +322,66 @@ def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
     for found in (always, at_once, later):
         close(found, steered, 1e-6)  # a list of numbers is read as float32
     close(plain, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
+
+
+def test_a_rule_for_a_conversation_adds_the_vector_that_its_name_had_at_submission() -> None:
+    """Registered anew while the request waits; later requests of the conversation are steered by neither vector."""
+    host = host_of()
+    engine = Engine(host, rows=1, vectors={"calm": VECTOR})
+    rules = (Rule("rest_of_conversation", add=(Steer(SITE, "calm"),)),)
+    engine.submit(Request(OTHER, greedy(2)))
+    waiting = engine.submit(Request(PROMPT, greedy(3), rules=rules, conversation="c"))
+    engine.steering.register("calm", -2 * VECTOR)
+    results = {}
+    while engine.busy:
+        results |= {one.request: one for one in engine.step()}
+    close(table(results[waiting]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
+    (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
+    close(table(later), by_hand(host, PROMPT, 3, {}))
+
+
+def policy(name: str = "policy", **given: Any) -> ProbePolicy:
+    return ProbePolicy("c", -1e6, name=name, **({"monitor": Monitor(SITE, VECTOR, gates=(), name="m")} | given))
+
+
+LATER = {"when": Probe(SITE, VECTOR, -1e6), "scope": "rest_of_request"}
+SWITCHES: dict[str, Rule] = {
+    "attenuates throughout": Rule("rest_of_request", attenuate=0.5),
+    "attenuates later": Rule(**LATER, attenuate=0.5),
+    "adds later": Rule(**LATER, add=(Steer(SITE, VECTOR),)),
+}
+
+
+@pytest.mark.parametrize("reads", ["its own monitor", "a monitor of all", "a site"])
+@pytest.mark.parametrize("what", [*SWITCHES, "a second policy", "the conversation"])
+def test_a_request_is_scaled_and_routed_by_one_hand(what: str, reads: str) -> None:
+    """A rule and a policy would each overwrite the scale and the row that the other has set."""
+    source = {"monitor": None, "site": SITE, "probe": VECTOR} if reads == "a site" else {}
+    acting = [policy(**source), *([policy("second", **source)] if what == "a second policy" else [])]
+    engine = Engine(host_of(), controllers=Controllers(acting))
+    engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR),)))
+    watch = Monitor(SITE, VECTOR, gates=(), name="m")
+    own = Steering(monitors=(watch,)) if reads == "its own monitor" else Steering()
+    if what == "the conversation":  # a request without the monitor makes it attenuate
+        engine.controllers.sync.remove(acting[0])
+        engine.generate([Request(OTHER, greedy(1), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c")])
+        engine.controllers.sync.append(acting[0])
+    if reads == "a monitor of all":
+        engine.steering.set_monitor(watch)
+    rules = (SWITCHES[what],) if what in SWITCHES else ()
+    request = Request(PROMPT, greedy(), steering=own, rules=rules, conversation="c" if what == "the conversation" else None)
+    with pytest.raises(ValueError, match="would both set the scale and the row of this request") as error:
+        engine.submit(request)
+    assert "'policy'" in str(error.value)
+    assert (engine.busy, engine.steering.requests) == (False, ())
+    if what in SWITCHES:
+        fine = Rule("this_token", LATER["when"], (Steer(SITE, VECTOR),)), Rule("rest_of_request", add=(Steer(SITE, VECTOR),))
+        engine.check(replace(request, rules=fine))  # neither is switched between steps
+    if reads == "its own monitor":
+        engine.check(replace(request, steering=Steering()))  # the policy does not read it
+    for one in acting:
+        one.gain = 0.0
+    engine.check(request)  # a shadow changes nothing
 
 
 def parsed(data: list[dict[str, object]]) -> Sequence[Rule]:

@@ -202,7 +202,7 @@ def test_hooks_that_others_put_on_the_model_leave_nothing_in_the_prefix_cache() 
         (ablated,) = generated(engine, Request(PROMPT, ASK))
         (again,) = engine.generate([Request(PROMPT, ASK)], progress=False)
     assert far(plain, ablated) > 0.1
-    assert again.cached == 16
+    assert again.cached == 0  # the hook may do something else by now
     assert far(table(again), ablated) < CLOSE
     assert far(generated(engine, Request(PROMPT, ASK))[0], plain) < CLOSE
 
@@ -514,3 +514,56 @@ def test_what_a_new_user_gets_wrong_is_one_sentence_and_never_reaches_a_step() -
     root = Path(__file__).parents[3]
     found = subprocess.run([sys.executable, "-c", _WRONG], cwd=root, capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == 0, found.stderr
+
+
+# Padding, and hooks that hold numbers of their own
+
+
+@pytest.mark.parametrize("family", ["MicroGPT", "Qwen3"])
+def test_a_shorter_piece_writes_no_padding_behind_the_end_of_its_row(family: str) -> None:
+    """The last piece of a prompt that fills its row, beside a longer one: an index out of range would end a CUDA process."""
+    host = open_host("torch", make_family(family, torch.float64))
+    long = tuple(i % VOCAB for i in range(Decoder(host).context))
+    asked = [Request(prompt, replace(ASK, max_new=1)) for prompt in (long, long[24:48])]
+    truth = [host.logits(torch.tensor([one.prompt]))[0, -1].detach().log_softmax(-1) for one in asked]
+    forwards: list[int] = []
+    counting = Decoder(host).blocks[0].register_forward_pre_hook(lambda _module, args: forwards.append(len(args[0])))
+    engine = Engine(host, chunk=len(long) - 16)
+    engine.submit(asked[0])
+    engine.step()
+    engine.submit(asked[1])
+    results = engine.step()
+    counting.remove()
+    assert forwards == [1, 2]  # no forward failed and was repeated for each of its requests
+    for result, wanted in zip(results, truth, strict=True):
+        assert far(table(result)[0], wanted) < CLOSE
+
+
+@pytest.mark.parametrize(("name", "own"), [("torch", False), ("torch", True), ("transformer_lens", False)])
+def test_nothing_is_reused_under_a_function_that_may_hold_numbers_of_its_own(name: str, own: bool) -> None:
+    """A hook, or a forward that was put on a module, whose vector changes between two requests: torch counts nothing."""
+    host = open_host(name, make_family("Qwen3", torch.float64))
+    vector = VECTOR.clone()
+    engine = Engine(host, block=4)
+    before = generated(engine, Request(PROMPT, ASK))[0]
+    block: Any = Decoder(host).blocks[0]
+    site = Site(0, "mlp_out")
+    usual = block.mlp.forward
+
+    def adds(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return usual(*args, **kwargs) + vector
+
+    with host.hooks({} if own else {site: lambda h: h + vector}):
+        if own:
+            block.mlp.forward = adds
+        for _ in range(2):
+            found, anew = (generated(one, Request(PROMPT, ASK))[0] for one in (engine, Engine(host, block=4)))
+            assert far(found, anew) < CLOSE
+            assert far(found, before) > 0.01
+            vector.mul_(-3)
+    if own:
+        del block.mlp.forward
+    hits = engine.prefixes.hits
+    assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
+    assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
+    assert engine.prefixes.hits > hits  # and without them it is used again

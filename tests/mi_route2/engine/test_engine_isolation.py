@@ -215,6 +215,12 @@ WRONG: dict[str, tuple[Callable[[], Request], str]] = {
         lambda: Request(PROMPT, ASK, rules=(Rule("rest_of_request", add=(Steer(SITE, [1.0]),)),)),
         "has 1 numbers, but the site has 16",
     ),
+    "a stop token that is none": (
+        lambda: Request(PROMPT, Sampling(stop_tokens=(3, VOCAB))),
+        f"token {VOCAB} is outside the vocabulary",
+    ),
+    "a run without a name": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run=""), "'' cannot name a run"),
+    "a name that no run may have": (lambda: Request(PROMPT, ASK, capture=(Capture(SITE),), run="a\nb"), "cannot name a run"),
     "truth values for tokens": (lambda: Request((True, False), ASK), "token ids"),  # pyright: ignore[reportArgumentType]
 }
 
@@ -322,6 +328,32 @@ def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_en
     right(host, results[shared], steered(1))
     engine.steering.drop("held 1")
     right(host, engine.generate([steered(0)], progress=False)[0], steered(0))
+
+
+def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it() -> None:
+    """The more urgent request takes the only row, but the patch slot stays with the request that was preempted."""
+    host = host_of()
+    engine = Engine(host, rows=1, patch_slots=1)
+    patched = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[0]),))
+    urgent = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[1]),), priority=1)
+    first = engine.submit(patched)
+    engine.step()
+    second = engine.submit(urgent)
+    results = run(engine)
+    right(host, results[first], patched)
+    right(host, results[second], urgent)
+
+
+def test_cancelled_requests_cost_their_owner_no_turn() -> None:
+    """Otherwise an owner whose requests never ran would wait behind everybody for as many tokens as they had asked for."""
+    engine = Engine(host_of(), rows=1, patience=None)
+    for number in [engine.submit(Request(PROMPT, Sampling(max_new=40), owner="hasty")) for _ in range(20)]:
+        engine.cancel(number)
+    for _ in range(8):
+        engine.submit(Request(PROMPT, ASK, owner="steady"))
+    hasty = [engine.submit(Request(PROMPT, ASK, owner="hasty")) for _ in range(2)]
+    order = [number for number in run(engine, 200) if number >= 20]
+    assert [order.index(number) for number in hasty] == [1, 3]  # in turns with the other owner
 
 
 # Whose configuration it is

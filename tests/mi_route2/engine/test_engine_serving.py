@@ -208,7 +208,7 @@ def test_an_owner_that_comes_late_has_no_claim_on_the_time_before() -> None:
     shares = Shares()
     turns = [shares.turn("a", 10) for _ in range(5)]
     for turn in turns[:3]:
-        shares.served(turn)
+        shares.served("a", turn)
     assert turns == [0, 10, 20, 30, 40]
     assert [shares.turn("b", 10) for _ in range(2)] == [20, 30]
 

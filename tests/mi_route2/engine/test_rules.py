@@ -1,6 +1,7 @@
 """A rule does what its scope says and no more, and what no rule can do is refused when the request comes."""
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -170,6 +171,35 @@ def test_a_name_that_changed_its_vector_lapses_and_is_never_swapped(host):
     assert book.lapsed == 1
     state.register("calm", V)
     assert all(same(run(host, [], book=book, state=state, conversation="c"), by_state(host, [None] * 5, [0.5] * 5)))
+
+
+def lasting(first: int, count: int, when: object = "always") -> tuple[Rule, ...]:
+    """Different rules for the rest of a conversation."""
+    factors = [1 - 1e-3 * i for i in range(first, first + count)]
+    return parse_rules([rule("rest_of_conversation", {"attenuate": factor}, when) for factor in factors])
+
+
+def test_a_conversation_that_is_full_refuses_another_rule_and_keeps_those_it_has():
+    """Rules of running requests count too, because each may come to hold after any token."""
+    book, state = RuleBook(), new_state()
+    book.admit(state, 0, lasting(0, RULES - 3), conversation="c")
+    book.admit(state, 1, lasting(100, 2, probe(1e6)), conversation="c")
+    book.admit(state, 2, lasting(0, 4), conversation="c")  # they hold already
+    for number, rules in ((3, lasting(200, 2)), (3, lasting(200, 2, probe()))):
+        with pytest.raises(ValueError, match=f"would have {RULES + 1} rules for its rest, and a conversation has at most {RULES}"):
+            book.check(state, rules, None, "c")
+        with pytest.raises(ValueError, match="start another"):
+            book.admit(state, number, rules, conversation="c")
+    assert 3 not in state
+    book.admit(state, 3, lasting(200, 1), conversation="c")
+    for request in (0, 1, 2, 3):
+        state.release(request)
+        book.release(request)
+    book.admit(state, 4, lasting(300, 2), conversation="c")  # those of request 1 never came to hold
+    product = math.prod(1 - 1e-3 * i for i in (*range(RULES - 3), 200, 300, 301))
+    assert state.scale_of(4) == pytest.approx(product, rel=1e-12)
+    with pytest.raises(ValueError, match=f"a request may have at most {RULES}"):
+        book.check(state, lasting(0, 1) * (RULES + 1), None, "c")
 
 
 def test_idle_conversations_make_room():

@@ -31,10 +31,9 @@ from mi_route2.adapters import load_adapters, save_adapters
 from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.architectures import ADAPTER_POINTS, POINTS
 from mi_route2.hosts import Host, open_host
-from mi_route2.hosts.base import positions
 from mi_route2.hosts.huggingface import TorchHost, branches
 from mi_route2.hosts.nnsight import NNsightHost
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy, Rollouts, positions
 from mi_route2.routing import MaskSpec, TrainBatch
 from mi_route2.sites import Site
 
@@ -85,7 +84,7 @@ def test_without_adapters_the_logits_are_the_models_own(name: str) -> None:
     host = NNsightHost(NNsight(model))
     assert isinstance(host, Host)
     tokens, attention = make_tokens(side="left")
-    told = {"position_ids": positions(attention), "use_cache": False} if name != "MicroGPT" else {}
+    told = {"position_ids": positions(model, attention), "use_cache": False} if name != "MicroGPT" else {}
     plain, masked = model(tokens), model(tokens, attention_mask=attention.long(), **told)
     for own, expected in ((host.logits(tokens), plain), (host.logits(tokens, attention), masked)):
         assert torch.equal(own, expected if isinstance(expected, Tensor) else expected.logits)

@@ -17,9 +17,10 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaConf
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.architectures import ADAPTER_POINTS, HEADED, POINTS
+from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, call_with_mask
 from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
 from mi_route2.sites import Site
 
@@ -302,6 +303,27 @@ def test_batched_is_single_under_sliding_windows(name: str, side: Any) -> None:
     assert gap(logits, TorchHost(make_family(name)).logits(tokens, attention)) > 1e-3
     for b, real in enumerate(attention):
         assert gap(logits[b, real], host.logits(tokens[b, real][None])[0]) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Gemma3"])
+@pytest.mark.parametrize("call", ["torch", "transformer_lens", "policy"])
+def test_padding_between_tokens_is_refused_where_a_window_would_count_it(name: str, call: str) -> None:
+    """Rows 0 and 2 are one-sided, row 1 has padding between its tokens; a window that reaches over the row is no matter."""
+    tokens, attention = torch.randint(1, 50, (3, 9), generator=torch.Generator().manual_seed(5)), torch.ones(3, 9, dtype=torch.bool)
+    attention[0, :4], attention[1, 3:6], attention[2, 7:] = False, False, False
+
+    def logits(window: int, mask: Tensor, of: Tensor = tokens) -> Tensor:
+        model = make_family(name, torch.float32, window=window)
+        return call_with_mask(model, of, mask) if call == "policy" else open_host(call, model).logits(of, mask)
+
+    with pytest.raises(ValueError, match=r"row 1 has padding between its tokens.* put the padding on one side"):
+        logits(4, attention)
+    for window in (4, 9):
+        mask = attention if window == 9 else attention | (torch.arange(3) == 1)[:, None]
+        found = logits(window, mask)
+        for b, real in enumerate(mask):
+            alone = logits(window, torch.ones(1, int(real.sum()), dtype=torch.bool), tokens[b, real][None])
+            assert gap(found[b, real], alone[0]) < 1e-4
 
 
 CASES = {"left": ("act-token-live", "grad-pooled-live"), "right": ("act-pooled-ablated", "grad-rollout-live")}

@@ -22,6 +22,8 @@ from mi_route2.routing import (
     OpenSpec,
     PairBatch,
     PersonaFitter,
+    Privileged,
+    StepContext,
     TopKFitter,
     TrainBatch,
 )
@@ -323,3 +325,96 @@ def test_a_reduction_over_ranks_is_of_what_is_trained(name: str) -> None:
     route.backward(policy, batch, loss, context(route.spec, N), reduce=seen.extend)
     assert {id(g) for g in seen} == {id(p.grad) for p in parameters.values() if p is not frozen}
     assert frozen.grad is None
+
+
+# ---- other forwards and other parameters beside a step
+
+
+def grads_of(policy: Policy, route: Route, loss_fn: Callable[[Tensor, TrainBatch], Tensor], batch: TrainBatch) -> dict[str, Tensor]:
+    policy.model.zero_grad(set_to_none=True)
+    route.backward(policy, batch, loss_fn, context(route.spec, N))
+    return gradients(policy)
+
+
+@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_reference_logits_in_the_loss_change_no_flag(name: str, grad: bool) -> None:
+    """A KL term whose reference is computed in the loss gives the bits of the same reference computed before the step."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = ROUTES[name](policy)
+    with torch.no_grad(), policy.adapters.reference():
+        before = policy.logprobs(batch.rollouts)
+
+    def pulled(logits: Tensor, piece: TrainBatch, reference: Tensor | None = None) -> Tensor:
+        if reference is None:
+            with torch.set_grad_enabled(grad), policy.adapters.reference():
+                reference = policy.logprobs(piece.rollouts).detach()
+        return loss(logits, piece) + 0.1 * (piece.rollouts.logprobs(logits) - reference).square().sum()
+
+    wanted = grads_of(policy, route, lambda logits, piece: pulled(logits, piece, before), batch)
+    found = grads_of(policy, route, pulled, batch)
+    assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in ("act", "grad", "full")], ids=case_id)
+@pytest.mark.parametrize("off", [False, True])
+def test_another_forward_of_the_adapters_in_a_step_is_refused_or_changes_no_flag(case: Case, off: bool) -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, spec_of(case))
+
+    def looks(logits: Tensor, piece: TrainBatch) -> Tensor:
+        with torch.no_grad(), policy.adapters.deployed() if off else policy.adapters.full():
+            policy.logits(piece.rollouts)
+        return loss(logits, piece)
+
+    wanted = grads_of(policy, route, loss, batch)
+    if (case[0] == "act" and case[2] == "live") or (case[1] == "rollout" and case[2] == "live"):
+        with pytest.raises(RuntimeError, match=r"runs twice|ran 2 times in this step's forward"):
+            grads_of(policy, route, looks, batch)
+    else:
+        found = grads_of(policy, route, looks, batch)
+        assert all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+@pytest.mark.parametrize("kind", ["grad", "full"])
+@pytest.mark.parametrize("held", [None, 2.0])
+def test_directions_and_scores_leave_the_gradients_of_other_parameters(kind: str, held: float | None) -> None:
+    """A parameter outside of the adapters that trains too: its gradient is that of the loss, and of no feature."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    weight: torch.nn.Parameter = policy.model.embed.weight  # pyright: ignore[reportAssignmentType, reportAttributeAccessIssue]
+    weight.requires_grad_(True)
+    pairs = PairBatch(make_batch(4, seed=7).rollouts, make_batch(4, seed=8).rollouts, "drawn")
+    route = MaskRoute.from_pairs(pairs, MaskSpec(kind, score_policy="ablated"))  # pyright: ignore[reportArgumentType]
+    weight.grad = before = None if held is None else torch.full_like(weight, held)
+    route.refresh(policy, 0)
+    route.score(policy, batch.rollouts)
+    assert weight.grad is before
+    assert before is None or torch.equal(before, torch.full_like(weight, 2.0))
+    route.backward(policy, batch, loss)
+    plain = make_policy(SPECS["lora"])
+    other: torch.nn.Parameter = plain.model.embed.weight.requires_grad_(True)  # pyright: ignore
+    (wanted,) = torch.autograd.grad(loss(plain.logits(batch.rollouts), batch), [other])
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad - (held or 0.0), wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("reinforced_only", [False, True])
+@pytest.mark.parametrize("score", ["own_channel", "known_channel"])
+def test_verdicts_of_0_and_1_are_booleans(score: str, reinforced_only: bool) -> None:
+    """Inverted as integers they would be weights of -1 and -2."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = MaskRoute(MaskSpec(score, reinforced_only=reinforced_only), None)  # pyright: ignore[reportArgumentType]
+    channel, found = torch.arange(N) % 2, []
+    for kind in (torch.bool, torch.int64, torch.uint8):
+        policy.model.zero_grad(set_to_none=True)
+        route.backward(
+            policy, batch, loss, StepContext(torch.Generator(), privileged=Privileged(channel.to(kind), channel.to(kind)))
+        )
+        found.append(gradients(policy))
+    assert all(torch.equal(found[0][n], other[n]) for other in found[1:] for n in found[0])
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor([0, 2]), torch.tensor([0.0, 1.0])])
+def test_verdicts_that_are_none_are_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match="own_channel"):
+        Privileged(wrong, torch.tensor([True, False]))
