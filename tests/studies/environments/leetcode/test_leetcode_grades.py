@@ -353,4 +353,11 @@ def test_the_ledger_always_has_the_last_batch_and_older_ones_as_far_as_there_is_
     assert ledger.find(ASKED, "no program") == ()
 
 
+def test_the_ledger_counts_answers_without_a_program_too() -> None:
+    ledger = Ledger(room=100_000)
+    for number in range(500):  # each text is one that no grader runs
+        ledger.keep([(ASKED, f"{number} " + "no program " * 100, [])])
+    assert 10 < len(ledger._kept) < 100
+
+
 ASKED = TextPrompt("7", "none", "")
