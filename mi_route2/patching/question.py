@@ -391,7 +391,10 @@ class CleanRun:
     @staticmethod
     @checked
     def capture(host: Host, prompt: Given, sites: Choice, tokenizer: Any = None) -> "CleanRun":
-        """Run ``prompt`` once, for sweeps over several corrupt prompts; its last token is the scored position. Errors as in ``sweep``."""
+        """Run ``prompt`` once, for sweeps over several corrupt prompts; its last token is the scored position.
+
+        Errors as in ``sweep``.
+        """
         tokens = read(prompt, tokenizer, "clean").tokens
         refuse_dropout(host)
         _refuse_tokens(host, "clean", tokens)

@@ -114,7 +114,7 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
     first, second = question.grader(logits, logits[0]).tolist()
     for name, score in (("clean", first), ("corrupt", second)):
         if not np.isfinite(score):
-            raise ValueError(f"the score of the {name} run is {score}: its logits are not finite, so there is nothing to compare with")
+            raise ValueError(f"the score of the {name} run is {score}: its logits are not finite, so nothing can be compared")
     return Pair(question, clean, corrupt, (first, second))
 
 
