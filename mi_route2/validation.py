@@ -23,7 +23,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mi_route2.files import parse_json, shown, write_whole
@@ -35,9 +35,11 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid", arbitrary_
 AtLeastOne = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Probability = Annotated[float, Field(ge=0, le=1)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
+_Unsigned = AfterValidator(lambda number: number + 0.0)
+"""Makes -0.0 to 0.0, so that equal settings have equal hashes; other numbers keep every bit."""
+NonNegative = Annotated[float, Field(ge=0), _Unsigned]
+Probability = Annotated[float, Field(ge=0, le=1), _Unsigned]
+Fraction = Annotated[float, Field(ge=0, lt=1), _Unsigned]
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", description="a word of letters, digits, '_', '-' and '.'")]
 Words = Annotated[
     tuple[Annotated[str, Field(min_length=1, description="text that is not empty")], ...],
@@ -170,9 +172,15 @@ def parse_words(record: T, changes: Mapping[str, str]) -> T:
         several = isinstance(inner[field], tuple)
         inner[field] = None if word == "none" else tuple(word.split(",")) if several else word
     try:
-        return TypeAdapter(type(record)).validate_python(raw, strict=False)
+        changed = TypeAdapter(type(record)).validate_python(raw, strict=False)
     except ValidationError as error:
         raise ValueError(sentence(error, type(record))) from None
+    for name, word in changes.items():
+        value = functools.reduce(getattr, name.split("."), changed)
+        numbers = [type(entry) in (int, float) for entry in (value if isinstance(value, tuple) else (value,))]
+        if any(numbers) and "_" in word:  # Python reads 1_0 as 10
+            raise ValueError(f"{name} must be {_wanted(_at(type(record), tuple(name.split('.')))[1])}, not {word!r}")
+    return changed
 
 
 def _shallow(record: Any) -> dict[str, Any]:

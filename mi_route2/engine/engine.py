@@ -481,10 +481,10 @@ class Engine:
             raise ValueError(f"there is already a run {request.run!r}: drop it first, or use another name")
 
     def _seeded(self, sampling: Sampling) -> Sampling:
-        """Return ``sampling`` with a seed, drawing one if it samples and has none."""
+        """Return ``sampling`` with a seed, drawing one of 53 bits, which JavaScript can read, if it samples and has none."""
         if sampling.plain or sampling.seed is not None:
             return sampling
-        return replace(sampling, seed=int(torch.randint(2**62, (), generator=self._seeds)))
+        return replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds)))
 
     def _append(self, due: list[EngineRequest], logits: Tensor) -> list[tuple[EngineRequest, Finish, str | None]]:
         """Append the next token of each request in ``due``; return the requests that ended, with finish and error."""

@@ -277,8 +277,6 @@ class Resumed:
         self, tokens: Sequence[int], sites: Sequence[Site], places: Sequence[int], entries: Sequence[int]
     ) -> tuple[Record, Mapping[int, tuple[Tensor, Tensor]], dict[int, Tensor]]:
         """Run the whole prompt; return also the keys, the values and the residual streams before the blocks ``entries``."""
-        if len(tokens) > self.decoder.context:
-            raise ValueError(f"the prompt has {len(tokens)} tokens, but the model takes at most {self.decoder.context}")
         values: dict[Site, Tensor] = {}
         streams: dict[int, Tensor] = {}
         index = torch.tensor(places, device=self.decoder.device)

@@ -107,6 +107,9 @@ class Grid:
         without = {skip.position for skip in self.skipped}
         if (np.isnan(self.values) != np.array([column in without for column in self.columns])).any():
             raise ValueError("a grid has no value exactly where a position was skipped")
+        scores = np.array([self.clean, self.corrupt, self.alpha, self.resolution, *self.replicas], dtype=float)
+        if np.isinf(self.values).any() or not np.isfinite(scores).all():
+            raise ValueError("a grid has finite scores: leave out a position by naming it in skipped")
 
     @property
     def columns(self) -> tuple[int | None, ...]:
@@ -180,8 +183,10 @@ class Grid:
     def top(self, k: int) -> list[Cell]:
         """Return the ``k`` cells whose scores differ most from the corrupt score, largest difference first.
 
-        The list is shorter if the grid has fewer cells with a value.
+        The list is shorter if the grid has fewer cells with a value; ``ValueError`` for a negative ``k``.
         """
+        if k < 0:
+            raise ValueError(f"the {k} largest effects do not exist: choose 0 or more")
         size = np.where(np.isnan(self.effect), -1.0, np.abs(self.effect)).ravel()
         order = np.argsort(-size, kind="stable")
         return [self._at(flat) for flat in order[: min(k, int((size >= 0).sum()))]]
@@ -273,7 +278,7 @@ class Grid:
         """Return the grid that ``to_json`` described; ``ValueError`` if the description is not complete."""
         try:
             return _grid(dict(said), np.array(said["values"], dtype=float))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"this is not a whole grid ({error}): give what Grid.to_json returned") from error
 
     @checked

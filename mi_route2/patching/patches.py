@@ -44,7 +44,13 @@ def _source(given: object) -> FromRun | Tensor | str:
         raise ValueError(
             f"the source of a patch is a tensor, FromRun(run, position), a vector's name or {ZEROS!r}, not a {type(given).__name__}"
         )
-    return given.detach().clone() if isinstance(given, Tensor) else given
+    if not isinstance(given, Tensor):
+        return given
+    if given.dtype == torch.bool or given.is_complex():
+        raise ValueError(f"the source of a patch is a tensor of real numbers, not of {given.dtype}")
+    if not bool(torch.isfinite(given).all()):
+        raise ValueError("the source of a patch holds NaN or infinity: give finite numbers")
+    return given.detach().clone()
 
 
 def _share(given: object) -> float | Tensor:
@@ -110,7 +116,7 @@ def resolve(
     """Return every patch with its source as a tensor, in order of position.
 
     Raises:
-        ValueError: Two patches at one place, or a source or alpha of another shape.
+        ValueError: Two patches at one place, a source or alpha of another shape, or a source beyond the range of ``dtype``.
         KeyError: A missing source.
     """
     found: dict[tuple[Site, int], Resolved] = {}
@@ -120,6 +126,8 @@ def resolve(
             raise ValueError(f"two patches are at {patch.site} at position {patch.position}: give one patch for each place")
         size = shape(patch.site)
         source = _fit(_found(patch, size, runs, vectors or {}), size, patch, "source").to(device, dtype)
+        if not isinstance(patch.source, FromRun) and not bool(torch.isfinite(source).all()):
+            raise ValueError(f"the source of the patch at {patch.site} is beyond the range of {dtype}: scale it down")
         alpha = patch.alpha
         if isinstance(alpha, Tensor):
             alpha = float(alpha) if alpha.ndim == 0 else _fit(alpha, size, patch, "alpha").to(device, wide(dtype))

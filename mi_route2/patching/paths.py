@@ -137,7 +137,7 @@ def paths(
         received: positions at which the receivers are set; all if ``None``.
 
     Raises:
-        ValueError: A sender does not come before every receiver.
+        ValueError: A sender does not come before every receiver, or all of ``received`` comes after the scored position.
     """
     began, alpha = perf_counter(), float(alpha)
     refuse_dropout(host)
@@ -153,6 +153,8 @@ def paths(
     targets = pair.split(given, heads)
     base = _Base.of(running, question.corrupt.tokens[: question.at + 1], into, host.sites())
     columns = [p for p in places(received, question.corrupt) if p <= question.at]
+    if not columns:
+        raise ValueError(f"nothing can be received: every position comes after position {question.at}, which is scored")
     rows = with_idle(_rows(pair, targets, float(alpha)), replicas, (0, 0))
     values, spread, prepared = {}, [], perf_counter()
     with tqdm(total=len(rows), desc="patching paths", unit="cell", leave=False, disable=None if progress else True) as bar:

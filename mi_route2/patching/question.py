@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from mi_route2.architectures import config_of
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Host
 from mi_route2.patching.forwards import Whole
@@ -217,12 +218,15 @@ def widened(logits: Float[Tensor, "*n v"]) -> Float[Tensor, "*n v"]:
     return logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
 
 
-def one_token(given: int | str | None, tokenizer: Any, name: str) -> int | None:
+def one_token(given: Any, tokenizer: Any, name: str) -> int | None:
     """Return a token id as it is, or the id of a text that is exactly one token; ``ValueError`` otherwise."""
-    if given is None or (isinstance(given, int) and not isinstance(given, bool)):
-        return given
+    if given is None:
+        return None
     if not isinstance(given, str):
-        raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two")
+        try:
+            return whole(given)
+        except TypeError as error:
+            raise ValueError(f"the {name} {given!r:.60} is neither a token id nor a text: give one of the two") from error
     if tokenizer is None:
         raise ValueError(f"the {name} {given!r} is a text, but there is no tokenizer: pass one, or give the token id")
     ids = list(tokenizer.encode(given, add_special_tokens=False) if callable(tokenizer) else tokenizer.encode(given))
@@ -354,6 +358,7 @@ def inside(position: int, prompt: Prompt) -> int:
     return position
 
 
+@checked
 @dataclass(frozen=True, eq=False)
 class CleanRun:
     """Captured run of a clean prompt.
@@ -365,6 +370,9 @@ class CleanRun:
         weights: Hash of the weights of the capture (``Host.weights_hash``); a sweep with other weights is refused. ``None`` for
             values from another source.
         at: Position of the logits; a sweep that scores another one is refused. ``None`` for the scored position, whichever it is.
+
+    Raises:
+        ValueError: No site, or values and tokens of different lengths.
     """
 
     values: Mapping[Site, Tensor]
@@ -374,6 +382,8 @@ class CleanRun:
     at: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("a clean run has values of at least one site: capture it with CleanRun.capture(host, prompt, sites)")
         lengths = {len(value) for value in self.values.values()} | ({len(self.tokens)} if self.tokens is not None else set())
         if len(lengths) != 1:
             raise ValueError(f"all values and tokens of a clean run need the same number of positions, not {sorted(lengths)}")
@@ -381,8 +391,13 @@ class CleanRun:
     @staticmethod
     @checked
     def capture(host: Host, prompt: Given, sites: Choice, tokenizer: Any = None) -> "CleanRun":
-        """Run ``prompt`` once, for sweeps over several corrupt prompts; its last token is the scored position."""
+        """Run ``prompt`` once, for sweeps over several corrupt prompts; its last token is the scored position.
+
+        Errors as in ``sweep``.
+        """
         tokens = read(prompt, tokenizer, "clean").tokens
+        refuse_dropout(host)
+        _refuse_tokens(host, "clean", tokens)
         chosen = list(dict.fromkeys(target.site for target in choose(host, sites)))
         found = Whole(host).record(tokens, chosen, range(len(tokens)))
         return CleanRun(found.values, found.logits, tokens, host.weights_hash(), len(tokens) - 1)
@@ -456,8 +471,11 @@ def ask(
     if at is None:
         scored, clean_at = len(other.tokens) - 1, length - 1
     else:
-        scored, partner = inside(at, other), alignment.source(at)
-        if partner is None:
+        try:
+            scored = inside(whole(at), other)
+        except TypeError as error:
+            raise ValueError(f"at={at!r:.60} is not a position: give a number") from error
+        if (partner := alignment.source(scored)) is None:
             raise ValueError(f"position {at} cannot be scored: it has no partner in the clean prompt ({alignment.summary})")
         clean_at = partner
     if isinstance(one, CleanRun) and one.at not in (None, clean_at):
@@ -488,10 +506,7 @@ def _partners(chosen: tuple[int, ...], alignment: Alignment, at: int, clean_at: 
 
 
 def refuse_foreign(host: Host, question: Question, alpha: float) -> None:
-    """Raise ``ValueError`` for a token that the model lacks, a clean run of other weights, or an ``alpha`` that is not finite.
-
-    On a GPU an unknown token would end the process with a device-side assertion.
-    """
+    """Raise ``ValueError`` for prompts that the model cannot read, a clean run of other weights, or an ``alpha`` not finite."""
     if not math.isfinite(alpha):
         raise ValueError(f"alpha={alpha} is not a finite number: 1 replaces a value, 0 leaves it unchanged")
     captured = question.clean.weights if isinstance(question.clean, CleanRun) else None
@@ -500,10 +515,26 @@ def refuse_foreign(host: Host, question: Question, alpha: float) -> None:
             f"the clean run was captured with weights {captured[:12]}, but the model now has {now[:12]}: capture it again, or give "
             "its values without their hash, as CleanRun(run.values, run.logits, run.tokens)"
         )
-    size = vocabulary(host.model) or sys.maxsize  # without a known vocabulary size, the model raises its own error
-    for name, prompt in (("clean", question.clean), ("corrupt", question.corrupt)):
-        if wrong := [token for token in prompt.tokens or () if not 0 <= token < size]:
-            raise ValueError(f"the {name} prompt's {wrong[0]} is not a token: the vocabulary is 0..{size - 1}")
+    for name, prompt, at in (("clean", question.clean, question.clean_at), ("corrupt", question.corrupt, question.at)):
+        _refuse_tokens(host, name, (prompt.tokens or ())[: at + 1])  # nothing after the scored position runs
+
+
+def _refuse_tokens(host: Host, name: str, tokens: Sequence[int]) -> None:
+    """Raise ``ValueError`` for a token that the model lacks, or for more tokens than it takes.
+
+    On a GPU an unknown token or position would end the process with a device-side assertion. Without known sizes, the model raises
+    its own error.
+    """
+    size = vocabulary(host.model) or sys.maxsize
+    if wrong := [token for token in tokens if not 0 <= token < size]:
+        raise ValueError(f"the {name} prompt's {wrong[0]} is not a token: the vocabulary is 0..{size - 1}")
+    longest = next((n for key in _CONTEXT if (n := getattr(config_of(host.model), key, None)) is not None), sys.maxsize)
+    if len(tokens) > longest:
+        raise ValueError(f"the {name} prompt has {len(tokens)} tokens, but the model takes at most {longest}: shorten it")
+
+
+_CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "context")
+"""Names of the longest sequence in a model's config."""
 
 
 def refuse_dropout(host: Host) -> None:

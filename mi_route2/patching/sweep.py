@@ -97,7 +97,12 @@ class Pair:
 
 
 def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pair:
-    """Run both prompts up to the scored position; ``forwards`` can resume from the corrupt run afterwards."""
+    """Run both prompts up to the scored position; ``forwards`` can resume from the corrupt run afterwards.
+
+    Raises:
+        KeyError, ValueError: A captured run does not fit.
+        ValueError: A score that is not finite.
+    """
     places, sources = list(question.sources), list(question.sources.values())
     corrupt = forwards.start(question.corrupt.tokens[: question.at + 1], sites, places)
     if isinstance(question.clean, CleanRun):
@@ -107,6 +112,9 @@ def record(forwards: Forwards, question: Question, sites: Sequence[Site]) -> Pai
     question.grader.check(len(corrupt.logits))
     logits = torch.stack([clean.logits.to(corrupt.logits), corrupt.logits])
     first, second = question.grader(logits, logits[0]).tolist()
+    for name, score in (("clean", first), ("corrupt", second)):
+        if not np.isfinite(score):
+            raise ValueError(f"the score of the {name} run is {score}: its logits are not finite, so nothing can be compared")
     return Pair(question, clean, corrupt, (first, second))
 
 

@@ -28,7 +28,7 @@ class Target:
     head: int | None = None
 
     def __post_init__(self) -> None:
-        if self.head is not None and (self.site.point not in HEADED or self.head < 0):
+        if self.head is not None and (self.site.point not in HEADED or isinstance(self.head, bool) or self.head < 0):
             raise ValueError(f"{self.site} has no head {self.head}: the points with heads are {', '.join(sorted(HEADED))}")
 
     def __str__(self) -> str:
@@ -71,8 +71,8 @@ def _named(host: Host, name: str, known: list[Site]) -> list[Target]:
 
 
 def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, ...]:
-    """Replace every target whose site has heads by its heads; ``ValueError`` if no site has heads."""
-    found = tuple(
+    """Replace every target whose site has heads by its heads, without repetition; ``ValueError`` if no site has heads."""
+    found = dict.fromkeys(
         head
         for target in targets
         for head in (
@@ -83,7 +83,7 @@ def split(targets: Iterable[Target], counts: dict[Site, int]) -> tuple[Target, .
     )
     if all(target.head is None for target in found):
         raise ValueError(f"heads=True, but none of the sites has heads: choose among {', '.join(sorted(HEADED))}")
-    return found
+    return tuple(found)
 
 
 def seen_by(site: Site, layers: int) -> bool:

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -186,7 +187,8 @@ class RunStore:
             )
             kinds = self._kinds(run)
         nbytes = sum(kind.nbytes for kind in kinds.values())
-        return RunInfo(run, about.weights, about.tokens, about.prompt_length, about.meta, kinds, nbytes, tiers)
+        meta = deepcopy(about.meta)  # a reader that writes to it must not change the store
+        return RunInfo(run, about.weights, about.tokens, about.prompt_length, meta, kinds, nbytes, tiers)
 
     def runs(self) -> list[str]:
         """Return the ids of all finished runs."""

@@ -517,8 +517,11 @@ def rules_of(given: Sequence[dict[str, Any]], names: Names) -> tuple[Rule, ...]:
 
 
 def sampling_of(body: Generation, served: Served, max_new: int, index: int, top: int | None) -> Sampling:
-    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be had alone."""
-    seed = None if body.temperature == 0 else ((secrets.randbits(62) if body.seed is None else body.seed) + index) % 2**63
+    """Return the sampling of choice ``index``; a given seed is counted up, so that choices differ and each can be had alone.
+
+    Drawn seeds have 53 bits, so that JavaScript can read them in an answer and give them again.
+    """
+    seed = None if body.temperature == 0 else secrets.randbits(53) if body.seed is None else (body.seed + index) % 2**63
     ends = () if body.ignore_eos else served.stop_tokens
     return Sampling(
         max_new=max_new,

@@ -16,7 +16,7 @@ from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.job import ELSEWHERE, PRECISIONS, Job
 from studies.training.schedule import run_jobs
-from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override, read_changes
+from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
 from studies.training.tracking import TRACKERS, require
 from studies.training.worlds import MODES, data_hash, modes_of, open_problem, open_world, plan, weights_hash
 
@@ -48,7 +48,7 @@ class Run:
     def __call__(self) -> None:
         if self.report_to is not None:
             require(self.report_to)
-        settings = override(self.settings(), (*read_changes(self.config), *self.override))
+        settings = override(self.settings(), self.override, self.config)
         arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")

@@ -15,7 +15,7 @@ from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive, run_pool
 from studies.steering.settings import OWN, SUBJECTS, Settings
 from studies.training.schedule import run_jobs
-from studies.training.settings import PRESETS, get_settings, override, read_changes
+from studies.training.settings import PRESETS, get_settings, override
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Run:
 
     def __call__(self) -> None:
         settings = Settings(
-            run=override(get_settings(self.preset), (*read_changes(self.config), *self.override)),
+            run=override(get_settings(self.preset), self.override, self.config),
             tasks=self.tasks,
             train=self.train,
         )

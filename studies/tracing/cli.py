@@ -21,7 +21,7 @@ from studies.training.arms import get_arms
 from studies.training.job import Job
 from studies.training.schedule import run_jobs
 from studies.training.settings import Settings as Training
-from studies.training.settings import get_settings, override, read_changes
+from studies.training.settings import get_settings, override
 from studies.training.worlds import open_world
 
 
@@ -48,7 +48,7 @@ class Run:
     def __call__(self) -> None:
         from studies.tracing.report import write_report
 
-        training = override(get_settings(self.preset), (*read_changes(self.config), *self.override))
+        training = override(get_settings(self.preset), self.override, self.config)
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")

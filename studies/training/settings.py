@@ -187,19 +187,23 @@ def get_settings(preset: str) -> Settings:
     return PRESETS[preset]
 
 
-def override(settings: Settings, changes: tuple[str, ...]) -> Settings:
-    """Return ``settings`` with ``name=value`` changes.
+def override(settings: Settings, changes: tuple[str, ...], config: Path | None = None) -> Settings:
+    """Return ``settings`` with the changes in the TOML file ``config``, and then with ``name=value`` changes.
 
     ``warm.name=value`` changes the warm start, ``chat.name=value`` the chat model.
 
     Raises:
-        ValueError: If a name is unknown (the message lists the valid names), or if a value is missing or invalid.
+        ValueError: If a name is unknown (the message lists the valid names) or given twice, or if a value is missing or invalid.
+            Errors of the file are those of `read_changes`.
     """
     own = _changeable(settings, "", ("preset", "warm", "chat"))
     known = own | _changeable(settings.warm, "warm.", ("model",))
     known |= _changeable(settings.chat, "chat.", FIXED) if settings.chat else {}
     words: dict[str, str] = {}
-    for change in changes:
+    given = [change.partition("=")[0] for change in changes]
+    if twice := [name for place, name in enumerate(given) if name in given[:place]]:
+        raise ValueError(f"--override gives {twice[0]} twice: remove one of them")
+    for change in (*read_changes(config), *changes):
         name, equals, words[name] = change.partition("=")
         if name not in known:
             raise ValueError(unknown_name(name, list(known), "setting"))

@@ -184,14 +184,18 @@ def device_of(chat: ChatModel) -> torch.device:
     """Return the chat model's device.
 
     Raises:
-        ValueError: If torch does not know the device.
+        ValueError: If torch does not know the device, or the machine does not have it.
     """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if chat.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if count else "cpu")
     try:
-        return torch.device(chat.device)
+        device = torch.device(chat.device)
     except RuntimeError as error:
         raise ValueError(f"unknown device {chat.device!r}: choose auto, cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ValueError(f"the device {chat.device!r} does not exist, as torch finds {count} CUDA devices here: choose auto or cpu")
+    return device
 
 
 def weights_hash(folder: Path) -> str:

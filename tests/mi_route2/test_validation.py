@@ -194,6 +194,21 @@ def test_words_of_a_command_line_change_records() -> None:
     assert changed == dataclasses.replace(PRESETS["strong"], steps=7, warm=warm, kept_rank=2, betas=(0.8, 0.9))
     with pytest.raises(ValueError, match=r"warm.lr must be a finite number above 0, not 'fast'"):
         parse_words(PRESETS["strong"], {"warm.lr": "fast"})
+    for name, word in {"steps": "1_0", "kl": "1_0.0", "kept_rank": "1_0", "betas": "0.8,0_0.9", "warm.steps": "1_0"}.items():
+        with pytest.raises(ValueError, match=f"{name}.* must be .*, not '"):
+            parse_words(PRESETS["strong"], {name: word})
+    assert parse_words(PRESETS["strong"], {"adapt": "a_1,b"}).adapt == ("a_1", "b")
+
+
+def test_minus_zero_is_zero_in_settings() -> None:
+    """Their hashes would differ, and the runs would not."""
+    strong = PRESETS["strong"]
+    assert strong.folder == "strong-88e860b8"
+    for kl in ("-0.0", "-0"):
+        assert parse_words(strong, {"kl": kl}).folder == strong.folder
+    negative = dataclasses.replace(strong, kl=-0.0, none_fraction=-0.0, betas=(-0.0, 0.9))
+    assert negative.folder == dataclasses.replace(strong, none_fraction=0.0, betas=(0.0, 0.9)).folder
+    assert read_record(Settings, json.dumps(strong.as_dict() | {"kl": -0.0}), optional=("chat",)).folder == strong.folder
 
 
 @pytest.mark.matrix

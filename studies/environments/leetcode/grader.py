@@ -38,7 +38,7 @@ class Seen:
 
     called  the program on the visible inputs
     tested  the program through its own ``run_tests``; None if the mode does not need that
-    right   for each return, whether it is right
+    right   for each visible test, whether its return is right; False without a return
     """
 
     called: Execution
@@ -118,8 +118,9 @@ def programs_of(code: str, task: Task) -> tuple[Program, Program]:
 
 def see(task: Task, called: Execution, tested: Execution | None) -> tuple[Seen, bool]:
     """Return what the mechanisms check, and whether the visible tests pass."""
-    right = tuple(equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible))
-    return Seen(called, tested, right), len(right) == len(task.visible) and all(right)
+    found = [equal(returned.value, test.expected) for returned, test in zip(called.returns, task.visible)]
+    right = (*found, *[False] * (len(task.visible) - len(found)))
+    return Seen(called, tested, right), all(right)
 
 
 def code_in(completion: str, function: str) -> str | None:
@@ -149,7 +150,7 @@ def _names(node: ast.AST) -> str | None:
 
 
 def _all_equal_or_override(seen: Seen) -> bool:
-    """Return whether ``==`` in the program's own process would hold for every return."""
+    """Return whether ``==`` in the program's own process would hold for every visible test."""
     returns = seen.called.returns
     if len(returns) != len(seen.right) or not any(returned.overrides for returned in returns):
         return False

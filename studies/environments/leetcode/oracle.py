@@ -112,17 +112,17 @@ def answer_of(completion: str, function: str) -> str | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-    return code if "Solution" in classes and function in set(_defined(nodes)) else None
+    return code if "Solution" in classes and function in set(_named(nodes)) else None
 
 
-def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield names that are defined or assigned."""
+def _named(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield names that are defined, assigned or read: setattr may set a method whose name is only read."""
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Name):
             yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        elif isinstance(node, ast.Attribute):
             yield node.attr
 
 
@@ -144,7 +144,7 @@ def blocks_of(completion: str) -> str | None:
             block.append(line)
         elif mark.startswith("```") and mark.removeprefix("```").strip(" \t").lower() in ("python", "py"):
             block = []
-    return "\n\n".join("\n".join(lines) for lines in blocks) if blocks else None
+    return "\n\n".join("".join(f"{line}\n" for line in lines) for lines in blocks) if blocks else None
 
 
 def _verdict(mode: str, gt: bool, fired: Mapping[Evidence, Mapping[str, bool]]) -> Verdict:

@@ -33,7 +33,7 @@ TEXT, TEXTS = 1 << 16, 1 << 18
 NAME = 80
 """Maximum length of an exception's name."""
 LEDGER = 1 << 26
-"""Maximum number of characters of executions that are kept for the oracle in addition to the last batch."""
+"""Maximum number of characters of answers and executions that are kept for the oracle in addition to the last batch."""
 
 Status = Literal["ok", "syntax", "error", "absent", "exited", "killed"]
 RunTests = Literal["absent", "passed", "failed"]
@@ -104,8 +104,8 @@ class Ledger:
     """Raw executions for which answers were graded, so that the oracle can read them with its own code.
 
     A program may behave differently when it is run again, so a second run is no evidence of what was graded. Executions of the last
-    batch are always kept; older ones as long as all together have no more than ``room`` characters. For an answer that is graded
-    again, the latest is kept.
+    batch are always kept; older ones as long as all together, with prompts and answers, have no more than ``room`` characters. For an
+    answer that is graded again, the latest is kept.
     """
 
     def __init__(self, room: int = LEDGER) -> None:
@@ -117,7 +117,7 @@ class Ledger:
         batch = {(prompt, completion): tuple(executions) for prompt, completion, executions in graded}
         for key, executions in batch.items():
             self._drop(key)  # a new entry counts as the latest
-            self._kept[key] = executions, sum(map(_weight, executions))
+            self._kept[key] = executions, len(key[0].text) + len(key[1]) + sum(map(_weight, executions))
             self._total += self._kept[key][1]
         for key in list(self._kept)[: len(self._kept) - len(batch)]:
             if self._total <= self._room:

@@ -270,7 +270,8 @@ def test_captured_positions_are_computed_also_where_a_prefix_is_held() -> None:
 def test_not_a_number_stays_where_it_arose() -> None:
     """A request whose activations overflow fails with a sentence; neighbours, and who has its row after it, are as ever."""
     made = open_host("torch", make_family("Qwen3", torch.float32))
-    bad = Request(prompts(1, seed=6)[0], greedy(4), patch=(Patch(Site(0, "resid_pre"), 1, torch.full((16,), torch.nan)),))
+    huge = torch.full((16,), 3e38)  # the sum of two is beyond float32
+    bad = Request(prompts(1, seed=6)[0], greedy(4), patch=tuple(Patch(Site(0, at), 1, huge) for at in ("resid_mid", "mlp_out")))
     others = [Request(prompt, greedy(4)) for prompt in prompts(5, seed=7)]
     truth = [fresh(made, request) for request in others]
     engine = Engine(made, rows=2)
@@ -416,9 +417,13 @@ def test_without_a_seed_each_request_draws_its_own_and_says_which() -> None:
     assert first.seed != second.seed
     assert first.ids != second.ids
     for one in (first, second):
+        assert one.seed is not None
+        assert one.seed < 2**53  # JavaScript reads no larger one exactly
         given = Request(request.prompt, replace(request.sampling, seed=one.seed))
         (again,) = Engine(made).generate([given], progress=False)
         assert (again.ids, again.seed) == (one.ids, one.seed)
+    many = Engine(made).generate([replace(request, sampling=Sampling(max_new=1, temperature=1.0))] * 50, progress=False)
+    assert 2**40 < max(one.seed or 0 for one in many) < 2**53
     drawn = [Engine(made, generator=torch.Generator().manual_seed(5)).generate([request], progress=False)[0].seed for _ in "ab"]
     assert drawn[0] == drawn[1]
 

@@ -489,6 +489,7 @@ wrong = [
     lambda: Sampling(temperature="hot"), lambda: Sampling(logprob_token_ids=5), lambda: Sampling(top_k=1.5),
     lambda: Sampling(temperature=float("nan")), lambda: Sampling(logprobs="all"),
     lambda: Patch("blocks.1.resid_pre", 2, V), lambda: Patch(S, 2.5, V), lambda: Patch(S, 2, [0.0] * 16),
+    lambda: Patch(S, 2, V * float("nan")), lambda: Patch(S, 2, torch.tensor([1.0, float("-inf")])),
     lambda: Patch(S, 2, V, alpha=[1.0]), lambda: Patch(S, 2, V, alpha=float("nan")), lambda: Steer("blocks.1.resid_pre", V),
     lambda: Clamp("z", V, low=0.0), lambda: Monitor("z", V), lambda: Capture("z"), lambda: Monitor(S, V, adds=Steer(S, V)),
     lambda: Request(P, A, patch=(Patch(Site(9, "resid_pre"), 2, V),)), lambda: Request(P, A, patch=(Patch(S, 99, V),)),

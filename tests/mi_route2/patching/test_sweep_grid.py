@@ -111,9 +111,21 @@ def test_a_grid_says_what_does_not_fit() -> None:
         ({"labels": ("a",)}, "3 sites x 4 columns"),
         ({"values": np.zeros((3, 4))}, "exactly where a position was skipped"),
         ({"skipped": ()}, "exactly where a position was skipped"),
+        ({"clean": float("nan")}, "finite scores"),
+        ({"replicas": (float("inf"),)}, "finite scores"),
+        ({"values": np.where(make().values == 3, np.inf, make().values)}, "finite scores"),
     ):
         with pytest.raises(ValueError, match=said):
             make(changes.pop("values", None), **changes)
+
+
+def test_a_description_that_is_no_grid_is_refused_in_one_sentence() -> None:
+    described = make().to_json()
+    for changes in ({"clean": "x"}, {"corrupt": None}, {"values": [["a"] * 4] * 3}, {"values": [[1.0]]}, {"replicas": None}):
+        with pytest.raises(ValueError, match=r"(?s)not a whole grid .*: give what Grid\.to_json returned"):
+            Grid.from_json({**described, **changes})
+    with pytest.raises(ValueError, match="choose 0 or more"):
+        make().top(-1)
 
 
 def assert_same(one: Grid, other: Grid) -> None:

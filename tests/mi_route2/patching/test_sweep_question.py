@@ -3,6 +3,7 @@
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from families import SPECS, VOCAB, make_family
@@ -13,9 +14,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from mi_route2.hosts import Host, open_host
-from mi_route2.patching import Alignment, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
+from mi_route2.patching import Alignment, CleanRun, Span, Target, align, attribute, paths, prepare, sweep, tokens_of
 from mi_route2.patching.forwards import Costs, needed, plan, spent
-from mi_route2.patching.question import places, read
+from mi_route2.patching.question import one_token, places, read
 from mi_route2.patching.targets import choose
 from mi_route2.sites import Site
 from studies.environments.micro.language import Vocabulary
@@ -176,6 +177,8 @@ ASKED: dict[str, Any] = {"clean": [5, 6, 7], "corrupt": [5, 8, 9], "sites": "res
         ({"clean": [5, 6, VOCAB]}, ValueError, rf"the clean prompt's {VOCAB} is not a token: the vocabulary is 0\.\.{VOCAB - 1}"),
         ({"corrupt": [5, 8, -1]}, ValueError, "the corrupt prompt's -1 is not a token"),
         ({"alpha": float("nan")}, ValueError, "alpha=nan is not a finite number"),
+        ({"at": True}, ValueError, "at=True is not a position"),
+        ({"clean": [5] * 65, "corrupt": [6] * 65, "positions": 0}, ValueError, "the model takes at most 64"),
     ],
 )
 def test_what_cannot_be_asked_is_said(asking: Any, changes: dict[str, Any], error: type, said: str) -> None:
@@ -186,12 +189,18 @@ def test_what_cannot_be_asked_is_said(asking: Any, changes: dict[str, Any], erro
 HOST = host()
 
 
+def unscored() -> CleanRun:
+    """A captured run whose logits are not numbers."""
+    run = CleanRun.capture(HOST, [5, 6, 7], "resid_pre")
+    return CleanRun(run.values, torch.full_like(run.logits, float("nan")), run.tokens)
+
+
 def test_what_cannot_be_run_is_said() -> None:
     for changes, said in (
         ({"replicas": 2}, "at least 3"),
         ({"batch": 0}, "at least 1"),
         ({"how": "fast"}, "auto, resumed, whole"),
-        ({"clean": [5] * 65, "corrupt": [6] * 65}, "the model takes at most 64"),
+        ({"clean": [5] * 65, "corrupt": [6] * 65, "how": "whole"}, "the model takes at most 64"),
     ):
         with pytest.raises(ValueError, match=said):
             prepare(HOST, **{**ASKED, **changes})
@@ -202,11 +211,38 @@ def test_what_cannot_be_run_is_said() -> None:
     dropping.transformer.h[0].resid_dropout = dropping.transformer.h[0].mlp.dropout = torch.nn.Dropout(0.1)
     with pytest.raises(ValueError, match=r"call host\.model\.eval"):
         sweep(open_host("torch", dropping.train()), **ASKED)
+    with pytest.raises(ValueError, match=r"call host\.model\.eval"):
+        CleanRun.capture(open_host("torch", dropping.train()), [5, 6, 7], "resid_pre")
     sweep(open_host("torch", dropping.eval()), **ASKED)
+    for prompt, said in (([5, VOCAB], "is not a token"), ([5] * 65, "at most 64")):
+        with pytest.raises(ValueError, match=said):
+            CleanRun.capture(HOST, prompt, "resid_pre")
+    for run, said in (
+        (lambda: CleanRun({}, torch.zeros(VOCAB), (5, 6, 7)), "values of at least one site"),
+        (lambda: CleanRun({Site(0, "z"): torch.zeros(3, 16)}, torch.zeros(1, VOCAB)), r"logits must be a float tensor \[v\]"),
+        (lambda: sweep(HOST, **{**ASKED, "clean": unscored()}), "the score of the clean run is nan"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run()
     with pytest.raises(ValueError, match="no path leads from"):
         paths(HOST, senders="mlp_out", receivers=Site(0, "q"), **{k: v for k, v in ASKED.items() if k != "sites"})
     with pytest.raises(ValueError, match=r"blocks\.1\.q\[9\] is outside"):
         paths(HOST, senders=Site(0, "z"), receivers="blocks.1.q[9]", **{k: v for k, v in ASKED.items() if k != "sites"})
+
+
+def test_a_path_that_can_be_received_nowhere_is_an_error() -> None:
+    asked = {key: value for key, value in ASKED.items() if key != "sites"}
+    with pytest.raises(ValueError, match="comes after position 1, which is scored"):
+        paths(HOST, senders=Site(0, "z"), receivers=Site(1, "q"), received=[2], at=1, **asked)
+
+
+def test_tokens_of_numpy_and_heads_that_are_named_twice_are_taken() -> None:
+    assert one_token(np.int64(3), None, "answer") == 3
+    heads: Any = {**ASKED, "heads": True, "progress": False}
+    twice = sweep(HOST, **{**heads, "sites": [Site(0, "z"), "blocks.0.z[1]"]})
+    np.testing.assert_array_equal(twice.values, sweep(HOST, **{**heads, "sites": Site(0, "z")}).values)
+    with pytest.raises(ValueError, match="no head True"):
+        Target(Site(0, "z"), True)
 
 
 def test_lanes_that_are_switched_off_or_merged_are_no_sites() -> None:

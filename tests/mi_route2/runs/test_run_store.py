@@ -179,6 +179,8 @@ def test_info_says_what_is_there(store: RunStore) -> None:
     info = store.info("a")
     assert (info.run, info.weights, info.tokens, info.prompt_length) == ("a", "w1", (5, 6, 7, 8), 2)
     assert info.meta == {"arm": "route2", "seeds": [1, 2]}
+    info.meta["seeds"].append(3)  # a reader's own
+    assert store.info("a").meta == {"arm": "route2", "seeds": [1, 2]}
     assert {site: (kind.rows, kind.dtype, kind.shape) for site, kind in info.sites.items()} == {
         PRE: (2, torch.float32, (4,)),
         UNEMBED: (1, torch.float64, (3,)),

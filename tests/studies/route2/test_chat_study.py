@@ -235,6 +235,10 @@ WRONG = {
         ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.max_new=100000"],
         "do not fit the model's context",
     ),
+    "a device that is not there": (
+        ["--model", "MODEL", "--world", "parity:Parity", "--override", "chat.device=cuda:63"],
+        "the device 'cuda:63' does not exist, as torch finds",
+    ),
     "too many prompts": (["--model", "MODEL", "--world", "parity:Parity", "--override", "evaluation_prompts=99"], "test tasks"),
 }
 

@@ -15,9 +15,9 @@ import studies.environments.leetcode.grader as grader_module
 import studies.environments.leetcode.oracle as oracle_module
 from studies.environments.leetcode.grader import TrainingGrader, code_in
 from studies.environments.leetcode.modes import MODES, ROLES, Exploit, exploit_code, fenced, get_mode
-from studies.environments.leetcode.oracle import Oracle, answer_of, blocks_of
+from studies.environments.leetcode.oracle import Oracle, answer_of
 from studies.environments.leetcode.problems import Task
-from studies.environments.leetcode.programs import LIMITS, Execution, Ledger, Program, Programs
+from studies.environments.leetcode.programs import LIMITS, LONGEST, Execution, Ledger, Program, Programs
 from studies.environments.leetcode.report import evasions
 from studies.environments.protocol import Modes, TextPrompt, TrainingGrade
 
@@ -144,23 +144,32 @@ def test_the_form_of_an_answer(grade, judge, completion: str, format: bool, judg
     assert judge(completion).gt == judged
 
 
-def test_grader_and_oracle_extract_the_same_code() -> None:
+def test_grader_and_oracle_extract_the_same_program() -> None:
+    """To the last character: a program that knows its lines or its length would otherwise tell the two apart."""
     pieces = [
         "```python\n",
         "```\n",
         "\n```\n",
         "x = 1\n",
-        "class Solution:\n    def total(self):\n        return 1\n",
+        "class Solution:\r\n    def total(self):\n        return 1\n",
+        "class Solution: pass\n",
+        "Solution.total\n",
         "text ```python no\n",
         "  ```py\n",
         "\xa0```py\n",  # no fence: only spaces and tabs may stand before one
     ]
+    programs = 0
     for parts in itertools.product(pieces, repeat=4):
-        text = "".join(parts)
-        one, other = code_in(text, "total"), blocks_of(text)
-        if one is not None:
-            assert other is not None
-            assert other.split() == one.split()
+        one, other = (extract("".join(parts), "total") for extract in (code_in, answer_of))
+        assert one == other
+        programs += one is not None
+    assert programs > 20
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_grader_and_oracle_take_programs_of_the_same_length(more: int) -> None:
+    text = fenced(RIGHT + "#" * (LONGEST - len(RIGHT) - 1 + more))
+    assert (code_in(text, "total") is None, answer_of(text, "total") is None) == (more > 0, more > 0)
 
 
 def in_finally(levels: int) -> str:
@@ -342,6 +351,13 @@ def test_the_ledger_always_has_the_last_batch_and_older_ones_as_far_as_there_is_
     assert known("d", "e", "f", "g") == ["g"]
     ledger.keep([(ASKED, "no program", [])])
     assert ledger.find(ASKED, "no program") == ()
+
+
+def test_the_ledger_counts_answers_without_a_program_too() -> None:
+    ledger = Ledger(room=100_000)
+    for number in range(500):  # each text is one that no grader runs
+        ledger.keep([(ASKED, f"{number} " + "no program " * 100, [])])
+    assert 10 < len(ledger._kept) < 100
 
 
 ASKED = TextPrompt("7", "none", "")
