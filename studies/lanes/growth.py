@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.model import LanesModel, is_matrix
+from studies.lanes.model import LanesModel, kinds_of
 
 ERRORS = ("same", "fresh", "weights")
 SIZE = 1e-4
@@ -200,9 +200,9 @@ def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
 def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
     """Return the looped blocks' matrices with Gaussian noise of `size` standard deviations of each matrix."""
     looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
-    found = {}
+    kinds, found = kinds_of(model), {}
     for name, weight in model.named_parameters():
-        if name.startswith(tuple(looped)) and is_matrix(model, name):
+        if name.startswith(tuple(looped)) and kinds[name] == "matrix":
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
             found[name] = weight.detach() + size * weight.detach().std() * noise
     return found

@@ -7,6 +7,7 @@ The two sublayers of a block are called separately, because the wiring decides w
 """
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -17,6 +18,7 @@ from transformer_lens.hook_points import HookPoint
 
 from studies.lanes.config import BOS, VOCABULARY, LanesConfig, Step, Weights
 
+Kind = Literal["matrix", "embedding", "control"]
 EPS = 1e-6
 ROTARY_BASE = 10_000.0
 
@@ -265,6 +267,10 @@ def weighted(lanes: Lanes, weights: Weights) -> Float[Tensor, "b s d"]:
     return sum(read[1:], start=read[0])
 
 
-def is_matrix(model: nn.Module, name: str) -> bool:
-    """Return True if the named parameter is a matrix (of a Linear or of the embedding); the others are controls."""
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return the kind of every parameter: the weight of a Linear, of an Embedding, or a control, which is everything else."""
+    coded: dict[str, Kind] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            coded[f"{name}.weight"] = "matrix" if isinstance(module, nn.Linear) else "embedding"
+    return {name: coded.get(name, "control") for name, _ in model.named_parameters()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from studies.lanes.config import BOS, LanesConfig, Loop
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, ERRORS, accumulated, amplification, entries, growth, rate, spread
-from studies.lanes.model import LanesModel, is_matrix
+from studies.lanes.model import LanesModel, kinds_of
 
 pytestmark = pytest.mark.study
 
@@ -27,7 +27,7 @@ def make(config: LanesConfig, moved: float = 0.2) -> LanesModel:
     model = LanesModel(config, generator).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if not is_matrix(model, name):
+            if kinds_of(model)[name] == "control":
                 p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 

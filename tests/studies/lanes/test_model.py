@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from studies.lanes.config import BOS, STARTS, VOCABULARY, WIRINGS, LanesConfig, Loop, order_of, plan, split
-from studies.lanes.model import BIASED_HEAD, LanesModel, is_matrix
+from studies.lanes.model import BIASED_HEAD, LanesModel, kinds_of
 
 TINY = LanesConfig(layers=6, d_model=8, heads=2, mlp=2, lane_start=4, zero_init=False)
 LOOPED = replace(TINY, loop=Loop(1, 2, 1), loop_embeddings=True, head_bias=True)
@@ -23,7 +23,7 @@ def make(config: LanesConfig, seed: int = 0, moved: float = 0.3) -> LanesModel:
     model = LanesModel(config, generator).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if not is_matrix(model, name):
+            if kinds_of(model)[name] == "control":
                 p += moved * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 
@@ -280,7 +280,7 @@ def test_routing_starts_where_the_config_says_and_is_trained_where_it_says(start
 
 def test_matrices_and_controls() -> None:
     model = make(LOOPED)
-    controls = {name for name, _ in model.named_parameters() if not is_matrix(model, name)}
+    controls = {name for name, kind in kinds_of(model).items() if kind == "control"}
     own = {f"blocks.{i}.{n}" for i in range(6) for n in ("attn.q_gain", "attn_scale", "mlp_scale", "mix")}
     assert controls == own | {"post", "resid", "skip_weight", "skip_gate", "loop_embed", "head_bias"}
 

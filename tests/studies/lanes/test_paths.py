@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
-from studies.lanes.model import LanesModel, is_matrix
+from studies.lanes.model import LanesModel, kinds_of
 from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, ratios_of, sublayers
 
 pytestmark = pytest.mark.study
@@ -28,7 +28,7 @@ def make(config: LanesConfig) -> LanesModel:
     model = LanesModel(config, generator).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if not is_matrix(model, name):
+            if kinds_of(model)[name] == "control":
                 p += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 
