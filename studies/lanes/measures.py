@@ -17,11 +17,11 @@ from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
 from studies.lanes.bpb import bpb, score, window_starts
-from studies.lanes.config import get_start
+from studies.lanes.config import STARTS
 from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, distortion, quantize
 from studies.lanes.growth import growth
 from studies.lanes.model import LanesModel
-from studies.lanes.paths import ratios_of
+from studies.lanes.paths import ratios
 from studies.lanes.settings import Evaluation, Settings, check_enough
 from studies.lanes.size import sizes
 from studies.lanes.symmetry import SUBLAYERS, compared
@@ -238,7 +238,7 @@ def routing(subject: Subject) -> Part:
     `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1.
     """
     post = subject.model.post.detach().double()[list(compared(subject.model.config))]
-    given = get_start("asymmetric")
+    given = STARTS["asymmetric"]
     start = torch.tensor((given.attn, given.mlp), dtype=torch.float64)
     preferred, apart, moved = (start[:, 0] - start[:, 1]), post[..., 0] - post[..., 1], (post - 1).abs().mean()
     return {
@@ -254,7 +254,7 @@ def gradient_paths(subject: Subject) -> Part:
     rows = windows(subject.test, instruments.batch, instruments.length)
     model = LanesModel(subject.model.config, torch.Generator()).double()
     model.load_state_dict(subject.model.state_dict())
-    return {"rows": [asdict(row) for row in ratios_of(model, rows, subject.seed)]}, {}
+    return {"rows": [asdict(row) for row in ratios(model, rows, subject.seed)]}, {}
 
 
 def error_growth(subject: Subject) -> Part:

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from studies.common.seeds import torch_generator
-from studies.lanes.arms import ARMS, Arm, get_arms
+from studies.lanes.arms import ARMS, Arm
 from studies.lanes.config import BOS, order_of
 from studies.lanes.optim import LanesOptimizer
 from studies.lanes.text import batches
@@ -125,8 +125,6 @@ def test_the_wide_and_the_narrow_loop_are_of_one_length() -> None:
 def test_refusals_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="the same depth"):
         replace(SIZE, narrow=SIZE.wide.__class__(2, 3, 1))
-    with pytest.raises(KeyError, match="unknown arm 'broad': choose from gptj"):
-        get_arms(["broad"])
     with pytest.raises(ValueError, match="at least 1"):
         Training(steps=0)
     hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=1e308))
