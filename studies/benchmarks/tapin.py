@@ -25,8 +25,9 @@ from torch import Tensor
 
 from studies.benchmarks import command
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
+from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS, VOCABULARY
-from studies.lanes.tapin import MOST, Hints, find_hints, window_starts
+from studies.lanes.tapin import MOST, Hints, find_hints
 from studies.lanes.tapin_index import LEAST
 from studies.lanes.text import standard_library
 
@@ -105,7 +106,7 @@ def sides() -> Sides:
     """Return all sides; the lists are compiled at their first stream."""
     compiled = njit(getattr(chains, "__wrapped__", chains))  # the type checker of tests wraps functions
     return {
-        OWN: lambda tokens: find_hints(tokens, WINDOW, stride=STRIDE),
+        OWN: lambda tokens: find_hints(tokens, WINDOW, window_starts(len(tokens), WINDOW, STRIDE)),
         COMPILED: lambda tokens: linked(tokens, compiled, lambda array: array),
         PLAIN: lambda tokens: linked(tokens, chains, lambda array: array.tolist()),
     }

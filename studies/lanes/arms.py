@@ -15,13 +15,13 @@ for questions of our own (`full`). Arms of one seed share the order of the data,
 matrices are drawn in a fixed order from one generator, and no arm has a matrix that another lacks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, validated
-from studies.lanes.config import LanesConfig, Loop, sized
+from studies.lanes.config import LanesConfig, Loop, StartName, WiringName, sized
 from studies.lanes.optim import OptimSettings
 
 Looped = Literal["none", "wide", "narrow", "wider"]
@@ -51,8 +51,8 @@ class Arm:
 
     name: Name
     about: str
-    wiring: str = "sequential"
-    start: str = "symmetric"
+    wiring: WiringName = "sequential"
+    start: StartName = "symmetric"
     learned: bool = True
     looped: Looped = "none"
     embeddings: bool = False
@@ -151,14 +151,3 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
 def arms_of(full: bool) -> tuple[str, ...]:
     """Return the names of the arms of a study."""
     return tuple(name for name, arm in ARMS.items() if full or not arm.full)
-
-
-def get_arms(names: Sequence[str]) -> list[Arm]:
-    """Return the arms with these names, in the order of the table.
-
-    Raises:
-        KeyError: If there is no arm of that name; the message lists the valid names.
-    """
-    if unknown := [name for name in names if name not in ARMS]:
-        raise KeyError(f"unknown arm {unknown[0]!r}: choose from {', '.join(ARMS)}")
-    return [arm for arm in ARMS.values() if arm.name in names]

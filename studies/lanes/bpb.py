@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -26,11 +26,10 @@ from studies.lanes.config import BOS
 
 PRIOR = 64.0
 """Pseudocount of the single-byte table in the table of pairs; between 16 and 256 the result hardly depends on it."""
-Mix = Callable[[Float[Tensor, "p v"], Int[Tensor, " p"]], Float[Tensor, "p v"]]
-"""(log-probabilities in float64, the last position that each row may read) -> log-probabilities.
+Watch = Callable[[Float[Tensor, "p v"], Int[Tensor, " p"]], None]
+"""Called with each batch of distributions before it is scored: log-probabilities in float64, and their positions.
 
-A mix may read tokens up to that position only: row i is the distribution of token `positions[i] + 1`. Positions are ascending and
-distinct.
+Row i is the distribution of token `positions[i] + 1`. Positions are ascending and distinct.
 """
 
 
@@ -60,8 +59,15 @@ def plan_windows(n: int, window: int, stride: int) -> tuple[Window, ...]:
     return tuple(windows)
 
 
+def window_starts(n: int, window: int, stride: int) -> Int64[Tensor, " n"]:
+    """Return the first input of the window that scores the prediction at each of `n` positions, of which the last has none."""
+    windows = plan_windows(n - 1, window, stride)
+    starts = torch.cat([torch.full((one.end - one.score_from,), one.start) for one in windows])
+    return torch.cat((starts, starts[-1:] + 1))
+
+
 def score(
-    model: nn.Module, tokens: Int[Tensor, " s"], *, window: int = 128, stride: int = 64, batch: int = 32, mix: Mix | None = None
+    model: nn.Module, tokens: Int[Tensor, " s"], *, window: int = 128, stride: int = 64, batch: int = 32, watch: Watch | None = None
 ) -> Float[Tensor, " s"]:
     """Return the negative log-likelihood of every token, in nats and float64; 0 at position 0, which nothing predicts.
 
@@ -71,14 +77,14 @@ def score(
         window: Inputs per window.
         stride: Predictions from the end of one window to the end of the next.
         batch: Windows per forward; results do not depend on it except for the order of floating-point sums.
-        mix: Function that changes the distributions before they are scored (see `Mix`); None scores the model's own.
+        watch: Function that sees the distributions (see `Watch`).
 
     Raises:
-        ValueError: If the stream is empty, the stride is out of range, or `mix` changes the shape.
+        ValueError: If the stream is empty, or the stride is out of range.
     """
     nll = unscored(tokens)
     with in_eval(model):
-        score_windows(model, tokens, plan_windows(len(tokens) - 1, window, stride), nll, batch=batch, mix=mix)
+        score_windows(model, tokens, plan_windows(len(tokens) - 1, window, stride), nll, batch=batch, watch=watch)
     return nll
 
 
@@ -101,28 +107,17 @@ def score_windows(
     nll: Float[Tensor, " s"],
     *,
     batch: int = 32,
-    mix: Mix | None = None,
+    watch: Watch | None = None,
 ) -> None:
-    """Write the scores of `windows`, all of one length, into `nll`; the model runs in its current mode.
-
-    Raises:
-        ValueError: If `batch` is less than 1, or if `mix` changes the shape.
-    """
-    if batch < 1:
-        raise ValueError(f"batch = {batch} must be at least 1")
+    """Write the scores of `windows`, all of one length, into `nll`; the model runs in its current mode."""
     for first in tqdm(range(0, len(windows), batch), "scoring", disable=None, leave=False):
         group = windows[first : first + batch]
         logits = model(torch.stack([tokens[one.start : one.end] for one in group]))
         rows = torch.cat([own[one.score_from - one.start :] for own, one in zip(logits, group, strict=True)])
         positions = torch.cat([torch.arange(one.score_from, one.end, device=tokens.device) for one in group])
         log_probs = rows.double().log_softmax(-1)
-        if mix is not None:
-            mixed = mix(log_probs, positions)
-            if mixed.shape != log_probs.shape:
-                raise ValueError(
-                    f"mix returned {tuple(mixed.shape)} for log-probabilities of {tuple(log_probs.shape)}: keep the shape"
-                )
-            log_probs = mixed
+        if watch is not None:
+            watch(log_probs, positions)
         nll[positions + 1] = -log_probs.gather(-1, tokens[positions + 1, None])[:, 0].double()
 
 
@@ -131,21 +126,16 @@ def byte_targets(tokens: Int[Tensor, " s"]) -> Bool[Tensor, " s"]:
     return (tokens != BOS) & (torch.arange(len(tokens), device=tokens.device) > 0)
 
 
-def bits(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
-    """Return the total number of bits that the bytes of the stream cost."""
-    return float(nll[byte_targets(tokens)].double().sum() / math.log(2))
-
-
 def bpb(nll: Float[Tensor, " s"], tokens: Int[Tensor, " s"]) -> float:
     """Return the bits per byte.
 
     Raises:
         ValueError: If no token of the stream counts.
     """
-    counted = int(byte_targets(tokens).sum())
-    if not counted:
+    counted = byte_targets(tokens)
+    if not bool(counted.any()):
         raise ValueError("no byte of the stream is predicted: give at least two tokens, of which one after the first is a byte")
-    return bits(nll, tokens) / counted
+    return float(nll[counted].double().sum() / math.log(2)) / int(counted.sum())
 
 
 def table_bpb(train: Int[Tensor, " n"], tokens: Int[Tensor, " s"]) -> dict[str, float]:

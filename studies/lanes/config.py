@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mi_route2.validation import AtLeastOne, Natural, Positive, validated
+from mi_route2.validation import AtLeastOne, Natural, validated
 
 
 @validated
@@ -41,43 +41,27 @@ class Step:
 
 
 def order_of(layers: int, loop: Loop | None) -> tuple[int, ...]:
-    """Return the block of every virtual step.
-
-    Raises:
-        ValueError: If the loop does not lie within the blocks.
-    """
+    """Return the block of every virtual step."""
     if loop is None:
         return tuple(range(layers))
-    if not 0 <= loop.start <= loop.end < layers or loop.loops < 0:
-        raise ValueError(
-            f"a loop over {layers} blocks needs 0 <= start <= end <= {layers - 1} and loops >= 0, "
-            f"not start {loop.start}, end {loop.end}, loops {loop.loops}"
-        )
     body = tuple(range(loop.start, loop.end + 1))
     return (*range(loop.start), *(body * loop.passes), *range(loop.end + 1, layers))
 
 
-def split(order: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the encoder and the decoder part of the order."""
-    return order[: len(order) // 2], order[len(order) // 2 :]
-
-
 def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True, skips_in_fork: bool = True) -> tuple[Step, ...]:
-    """Return every virtual step.
+    """Return every virtual step. The first half of them are the encoder's, whose outputs the others take, the latest one first.
 
     Raises:
-        ValueError: If the lanes would fork before the decoder, or inside the loop.
+        ValueError: If the loop does not lie within the blocks, or if the lanes would fork before the decoder or inside the loop.
     """
+    if loop is not None and not loop.start <= loop.end < layers:
+        raise ValueError(f"a loop over {layers} blocks needs start <= end <= {layers - 1}, not {loop.start} and {loop.end}")
     order = order_of(layers, loop)
-    encoder, _ = split(order)
-    if (
-        not 0 <= lane_start <= layers
-        or any(block >= lane_start for block in encoder)
-        or (loop is not None and lane_start <= loop.end)
-    ):
-        first = max(max(encoder, default=-1), -1 if loop is None else loop.end) + 1
+    half = len(order) // 2
+    first = max((-1 if loop is None else loop.end), *order[:half], -1) + 1
+    if not first <= lane_start <= layers:
         raise ValueError(f"lanes must fork behind encoder and loop: choose lane_start from {first} to {layers}, not {lane_start}")
-    sources = _sources(len(order), len(encoder), skips)
+    sources = dict(zip(range(half, len(order)), reversed(range(half)), strict=False)) if skips else {}
     steps: list[Step] = []
     passes = -1
     for k, block in enumerate(order):
@@ -86,16 +70,13 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
         passes += entry
         parallel = block >= lane_start
         mixed = k in sources and (skips_in_fork or not parallel)
-        number, source = (list(sources).index(k), sources[k]) if mixed else (None, None)
+        number, source = (k - half, sources[k]) if mixed else (None, None)
         steps.append(Step(block, passes if entry else None, passes if in_loop else None, number, source, parallel))
     return tuple(steps)
 
 
-def _sources(steps: int, encoder: int, skips: bool) -> dict[int, int]:
-    """Return the encoder step whose output each decoder step takes, the latest encoder step first."""
-    return dict(zip(range(encoder, steps), reversed(range(encoder)), strict=False)) if skips else {}
-
-
+WiringName = Literal["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
+StartName = Literal["symmetric", "asymmetric"]
 Weights = tuple[float, ...]
 
 
@@ -115,7 +96,7 @@ class Wiring:
         skips: The lanes into which a U-Net skip connection is mixed.
     """
 
-    name: str
+    name: WiringName
     attn: Weights
     mlp: Weights
     out: Weights
@@ -130,7 +111,7 @@ class Wiring:
 
 
 HALVES = (0.5, 0.5)
-WIRINGS: dict[str, Wiring] = {
+WIRINGS: dict[WiringName, Wiring] = {
     wiring.name: wiring
     for wiring in (
         Wiring("sequential", (1.0,), (1.0,), (1.0,), mlp_reads="after"),
@@ -141,17 +122,6 @@ WIRINGS: dict[str, Wiring] = {
         Wiring("z2", HALVES, HALVES, HALVES, norm="of each lane"),
     )
 }
-
-
-def get_wiring(name: str) -> Wiring:
-    """Return the wiring with that name.
-
-    Raises:
-        KeyError: If there is none; the message lists the valid names.
-    """
-    if name not in WIRINGS:
-        raise KeyError(f"unknown wiring {name!r}: choose from {', '.join(WIRINGS)}")
-    return WIRINGS[name]
 
 
 @dataclass(frozen=True)
@@ -165,27 +135,16 @@ class RoutingStart:
         keep: Factor with which a lane keeps its own value.
     """
 
-    name: str
+    name: StartName
     attn: tuple[float, float]
     mlp: tuple[float, float]
     keep: float = 1.1**0.5
 
 
-STARTS: dict[str, RoutingStart] = {
+STARTS: dict[StartName, RoutingStart] = {
     start.name: start
     for start in (RoutingStart("symmetric", (1.0, 1.0), (1.0, 1.0)), RoutingStart("asymmetric", (1.3, 0.7), (0.7, 1.3)))
 }
-
-
-def get_start(name: str) -> RoutingStart:
-    """Return the initial values with that name.
-
-    Raises:
-        KeyError: If there are none; the message lists the valid names.
-    """
-    if name not in STARTS:
-        raise KeyError(f"unknown routing start {name!r}: choose from {', '.join(STARTS)}")
-    return STARTS[name]
 
 
 BOS = 256  # first token of every document; the other tokens are the 256 bytes
@@ -211,17 +170,15 @@ class LanesConfig:
         skips: True for U-Net skip connections.
         skips_in_fork: True to mix them in behind the fork too.
         zero_init: True if the output projections start at 0, as the record's do.
-        q_gain: Initial gain of the queries of each head.
-        softcap: Bound of the logits, by tanh.
     """
 
     layers: AtLeastOne = 6
     d_model: AtLeastOne = 64
     heads: AtLeastOne = 4
     mlp: AtLeastOne = 4
-    wiring: str = "shipped"
+    wiring: WiringName = "shipped"
     lane_start: Natural = 4
-    start: str = "symmetric"
+    start: StartName = "symmetric"
     learned: bool = True
     loop: Loop | None = None
     loop_embeddings: bool = False
@@ -229,16 +186,13 @@ class LanesConfig:
     skips: bool = True
     skips_in_fork: bool = True
     zero_init: bool = True
-    q_gain: float = 1.5
-    softcap: Positive = 30.0
 
     def __post_init__(self) -> None:
         if self.d_model % (2 * self.heads):
             raise ValueError(f"d_model {self.d_model} must be a multiple of twice the {self.heads} heads")
         if self.loop is None and (self.loop_embeddings or self.head_bias):
             raise ValueError("loop_embeddings and head_bias need a loop: set loop=Loop(start, end, loops)")
-        for look_up in (lambda: self.lanes, lambda: self.routing, lambda: self.steps):
-            look_up()  # each raises for invalid names or sizes
+        plan(self.layers, self.fork, self.loop)  # raises for a fork or a loop that does not fit
 
     @property
     def d_head(self) -> int:
@@ -246,17 +200,21 @@ class LanesConfig:
 
     @property
     def lanes(self) -> Wiring:
-        return get_wiring(self.wiring)
+        return WIRINGS[self.wiring]
 
     @property
     def routing(self) -> RoutingStart:
-        return get_start(self.start)
+        return STARTS[self.start]
+
+    @property
+    def fork(self) -> int:
+        """The first block behind the fork; in the wiring `sequential` none is."""
+        return self.lane_start if self.wiring != "sequential" else self.layers
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """All virtual steps, in order."""
-        start = self.lane_start if self.wiring != "sequential" else self.layers
-        return plan(self.layers, start, self.loop, skips=self.skips, skips_in_fork=self.skips_in_fork)
+        return plan(self.layers, self.fork, self.loop, skips=self.skips, skips_in_fork=self.skips_in_fork)
 
 
 def sized(sizes: object, **other: Any) -> LanesConfig:

@@ -5,23 +5,32 @@ such that less is better, as for bits per byte.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from statistics import fmean
 
 from studies.common.stats import Value, mean, paired_difference
-from studies.lanes.found import Estimate, Found
+from studies.lanes.found import Content, Estimate, Found
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.settings import BEFORE
 from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
 """Tolerance of identities in float64."""
-HINTS = ("offered", "right")
 Measure = Callable[[Found], Estimate]
 
 
-def _bpb(content: Any) -> float:
+def _bpb(content: Content) -> float:
     return content["bpb"]
+
+
+def difference(arm: str, reference: str, part: str, read: Callable[[Content], Value], unit: str = "BPB", note: str = "") -> Measure:
+    """Difference of two arms in what `read` reads from a part."""
+    return lambda found: Estimate.paired(found.by_seed(arm, part, read), found.by_seed(reference, part, read), unit, note)
+
+
+def of_arm(arm: str, part: str, read: Callable[[Content], Value], unit: str) -> Measure:
+    """What `read` reads from a part of an arm."""
+    return lambda found: Estimate.of(found.by_seed(arm, part, read).values(), unit)
 
 
 def gains(found: Found, arm: str, run: str) -> dict[int, Value]:
@@ -29,14 +38,14 @@ def gains(found: Found, arm: str, run: str) -> dict[int, Value]:
     return found.by_seed(arm, "ttt", lambda c: None if c["bpb"][run] is None else c["bpb"]["plain"] - c["bpb"][run])
 
 
-def bpb(arm: str, reference: str, note: str = "") -> Measure:
+def bpb(arm: str, reference: str) -> Measure:
     """Difference in bits per byte of two arms as trained."""
-    return lambda found: found.difference(arm, reference, "bpb", _bpb, "BPB", note)
+    return difference(arm, reference, "bpb", _bpb)
 
 
 def bpb_quantised(arm: str, reference: str) -> Measure:
     """Difference in bits per byte of two arms after quantization."""
-    return lambda found: found.difference(arm, reference, "quantised", _bpb, "BPB", "quantised")
+    return difference(arm, reference, "quantised", _bpb, note="quantised")
 
 
 def gap(arm: str, reference: str) -> Measure:
@@ -45,16 +54,14 @@ def gap(arm: str, reference: str) -> Measure:
     def measure(found: Found) -> Estimate:
         own, other = _gaps(found, arm), _gaps(found, reference)
         means = [math.fsum(gaps.values()) / len(gaps) for gaps in (own, other)]
-        note = f"gaps {means[0]:.4f} and {means[1]:.4f}"
-        _, s = paired_difference(own, other)
-        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
+        return Estimate.paired(own, other, "BPB", f"gaps {means[0]:.4f} and {means[1]:.4f}")
 
     return measure
 
 
 def _gaps(found: Found, arm: str) -> dict[int, float]:
     quantised, trained = found.by_seed(arm, "quantised", _bpb), found.by_seed(arm, "bpb", _bpb)
-    return {seed: float(quantised[seed] or 0) - float(trained[seed] or 0) for seed in quantised}
+    return {seed: quantised[seed] - trained[seed] for seed in quantised}
 
 
 def extraction(arm: str, reference: str) -> Measure:
@@ -62,29 +69,27 @@ def extraction(arm: str, reference: str) -> Measure:
 
     def measure(found: Found) -> Estimate:
         own, other = gains(found, arm, "all"), gains(found, reference, "all")
-        _, s = paired_difference(own, other)
         note = "gains " + " and ".join(_text(mean(list(values.values()))) for values in (own, other))
-        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
+        return Estimate.paired(own, other, "BPB", note)
 
     return measure
 
 
 def as_submitted(arm: str, reference: str) -> Measure:
     """Difference in bits per byte of two arms in the record's final form: quantized, trained at test time, with hints."""
-    return lambda found: found.difference(arm, reference, "ttt", lambda c: c["hinted"]["all"], "BPB", "with hints and training")
+    return difference(arm, reference, "ttt", lambda c: c["hinted"]["all"], note="with hints and training")
 
 
 def raw(arm: str, reference: str) -> Measure:
     """Difference in bits per byte of two arms before hints and test-time training, on the same text."""
-    return lambda found: found.difference(arm, reference, "ttt", lambda c: c["bpb"]["plain"], "BPB", "quantised")
+    return difference(arm, reference, "ttt", lambda c: c["bpb"]["plain"], note="quantised")
 
 
 def combined(found: Found) -> Estimate:
     """Return the bits per byte of `shipped` with hints and test-time training, minus those with neither."""
     less = lambda c: None if c["hinted"]["all"] is None else c["hinted"]["all"] - c["bpb"]["plain"]  # noqa: E731
     alone = mean(list(found.by_seed("shipped", "ttt", lambda c: c["hinted"]["plain"] - c["bpb"]["plain"]).values()))
-    values = list(found.by_seed("shipped", "ttt", less).values())
-    return Estimate.of(values, "BPB", f"of which {_text(alone)} by hints alone")
+    return Estimate.of(found.by_seed("shipped", "ttt", less).values(), "BPB", f"of which {_text(alone)} by hints alone")
 
 
 def _text(gain: float | None) -> str:
@@ -116,67 +121,68 @@ def edges(found: Found) -> str:
     return f"{sum(at)} of {len(at)} tuned rates at an edge of the sweep"
 
 
-def _mean(values: Sequence[float | int | None]) -> float | None:
+def _mean(values: Iterable[Value]) -> float | None:
     """Return the mean; None if any value is None."""
-    defined = [value for value in values if value is not None]
-    return math.fsum(defined) / len(defined) if len(defined) == len(values) else None
+    found = list(values)
+    return None if None in found else fmean(value for value in found if value is not None)
 
 
 def before_quantisation(found: Found) -> Estimate:
     """Return the two lanes' gain before quantization, minus half of their gain after it."""
-    trained, after = (
-        [found.by_seed(arm, part, read) for arm in ("gptj", "shipped")] for part, read in (("bpb", _bpb), ("quantised", _bpb))
+    (plain, lanes), (plain_after, lanes_after) = (
+        [found.by_seed(arm, part, _bpb) for arm in ("gptj", "shipped")] for part in ("bpb", "quantised")
     )
-    each = [
-        (float(trained[0][s] or 0) - float(trained[1][s] or 0)) - (float(after[0][s] or 0) - float(after[1][s] or 0)) / 2
-        for s in trained[0]
-    ]
+    each = [(plain[seed] - lanes[seed]) - (plain_after[seed] - lanes_after[seed]) / 2 for seed in plain]
     return Estimate.of(each, "BPB", "gain before, minus half of the gain after quantisation")
 
 
 def calibration(a: str, b: str) -> Measure:
     """Difference of two quantizations of the arm `shipped`."""
-    return lambda found: found.mean("shipped", "calibrations", lambda c: c[a] - c[b], "BPB")
+    return of_arm("shipped", "calibrations", lambda c: c[a] - c[b], "BPB")
 
 
-def gptq_against_nearest(found: Found) -> Estimate:
-    """Return the bits per byte of GPTQ, minus those of rounding to nearest at the same scales."""
-    return found.mean("shipped", "calibrations", lambda c: c["few"] - c["nearest"], "BPB")
+def _clip(content: Content, k: float) -> Content:
+    return next(point for point in content["points"] if point["k"] == k)
 
 
 def bytes_by_clip(found: Found) -> Estimate:
     """Return the bytes at the record's clip, minus the bytes at the clip before it."""
     usual = found.settings.evaluation.gptq.k
-    at = lambda c, k: next(point["bytes"] for point in c["points"] if point["k"] == k)  # noqa: E731
-    return found.mean("shipped", "calibrations", lambda c: at(c, usual) - at(c, BEFORE), "bytes")
+    less = lambda c: _clip(c, usual)["bytes"] - _clip(c, BEFORE)["bytes"]  # noqa: E731
+    return of_arm("shipped", "calibrations", less, "bytes")(found)
 
 
 def bytes_predicted(found: Found) -> Estimate:
     """Return |actual bytes / predicted bytes - 1| at the record's clip."""
     usual = found.settings.evaluation.gptq.k
-    point = lambda c: next(point for point in c["points"] if point["k"] == usual)  # noqa: E731
-    return found.mean("shipped", "calibrations", lambda c: abs(point(c)["bytes"] / point(c)["by_gaussian"] - 1), "share")
+    off = lambda c: abs(_clip(c, usual)["bytes"] / _clip(c, usual)["by_gaussian"] - 1)  # noqa: E731
+    return of_arm("shipped", "calibrations", off, "share")(found)
 
 
 def hints(a: str, b: str) -> Measure:
     """Difference in bits per byte of two Tap-In mixtures of the same model."""
 
     def measure(found: Found) -> Estimate:
-        values = found.by_seed("shipped", "tapin", lambda c: c["bpb"][a] - c["bpb"][b])
-        offered, right = (mean(list(found.by_seed("shipped", "tapin", lambda c, k=k: c["hints"][k]).values())) for k in HINTS)
-        return Estimate.of(list(values.values()), "BPB", f"a hint at {offered or 0:.0%} of the bytes, right in {right or 0:.0%}")
+        contents = found.by_seed("shipped", "tapin").values()
+        offered, right = (mean([c["hints"][key] for c in contents]) or 0 for key in ("offered", "right"))
+        note = f"a hint at {offered:.0%} of the bytes, right in {right:.0%}"
+        return Estimate.of([c["bpb"][a] - c["bpb"][b] for c in contents], "BPB", note)
 
     return measure
+
+
+def _wirings(found: Found, wiring: str, key: str) -> list[float]:
+    """Return a value of one wiring of the instrument `symmetry`, by draw."""
+    return [float(row[key]) for content in found.drawn("symmetry") for row in content["wirings"] if row["wiring"] == wiring]
+
+
+def _identity(values: list[float], unit: str, *, tolerance: float = ZERO, note: str = "") -> Estimate:
+    return Estimate.identity(max(values), max(values) <= tolerance, len(values), unit, note)
 
 
 def worst(wiring: str, key: str, unit: str, *, tolerance: float = ZERO) -> Measure:
     """An identity of a wiring: its largest deviation over all draws."""
-
-    def measure(found: Found) -> Estimate:
-        values = found.wiring(wiring, lambda row: row[key])
-        return Estimate.identity(max(values), max(values) <= tolerance, len(values), unit)
-
-    return measure
+    return lambda found: _identity(_wirings(found, wiring, key), unit, tolerance=tolerance)
 
 
 def stays(wiring: str, start: str) -> Measure:
@@ -184,8 +190,7 @@ def stays(wiring: str, start: str) -> Measure:
 
     def measure(found: Found) -> Estimate:
         own = [t for c in found.drawn("traces") for t in c["traces"] if (t["name"], t["start"]) == (wiring, start)]
-        largest = max(max(trace["differences"]) for trace in own)
-        return Estimate.identity(largest, largest <= ZERO, len(own), "weight", f"after {own[0]['steps'][-1]} steps of Adam")
+        return _identity([max(trace["differences"]) for trace in own], "weight", note=f"after {own[0]['steps'][-1]} steps of Adam")
 
     return measure
 
@@ -198,7 +203,7 @@ def gauge_share(wiring: str) -> Measure:
     """
 
     def measure(found: Found) -> Estimate:
-        used, sloped, every = (found.wiring(wiring, lambda row, key=key: float(row[key])) for key in ("used", "sloped", "scalars"))
+        used, sloped, every = (_wirings(found, wiring, key) for key in ("used", "sloped", "scalars"))
         holds = any(all(0.4 <= 1 - live / total <= 0.6 for live in sloped) for total in (used[0], every[0]))
         least, most = used[0] - max(sloped), max(sloped)
         note = f"{least:.0f} of the {used[0]:.0f} that a block uses; all {every[0]:.0f} have {most:.0f} directions with a slope"
@@ -211,9 +216,10 @@ def routed(arm: str, key: str, unit: str) -> Measure:
     """A quantity of the routing after training; see `measures.routing`."""
 
     def measure(found: Found) -> Estimate:
-        by = [mean(list(found.by_seed(arm, "routing", lambda c, s=s: c["by_sublayer"][s]).values())) for s in SUBLAYERS]
+        contents = found.by_seed(arm, "routing").values()
+        by = [mean([c["by_sublayer"][sublayer] for c in contents]) for sublayer in SUBLAYERS]
         note = f"attention {by[0]:.2f}, MLP {by[1]:.2f}" if key == "pattern" else ""
-        return Estimate.of(list(found.by_seed(arm, "routing", lambda c: c[key]).values()), unit, note)
+        return Estimate.of([c[key] for c in contents], unit, note)
 
     return measure
 
@@ -222,10 +228,9 @@ def against_table(arm: str, table: str) -> Measure:
     """Bits per byte of an arm, minus those of a count table on the same text."""
 
     def measure(found: Found) -> Estimate:
-        own, other = found.by_seed(arm, "bpb", _bpb), {seed: c[table] for seed, c in found.by_draw("tables").items()}
-        _, s = paired_difference(own, other)
-        note = f"{mean(list(own.values())) or 0:.3f} and {mean(list(other.values())) or 0:.3f}"
-        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], "BPB", None, tuple(s["seeds"]), note)
+        own, other = found.by_seed(arm, "bpb", _bpb), found.by_seed("tables", "tables", lambda c: c[table])
+        note = f"{mean(list(own.values())):.3f} and {mean(list(other.values())):.3f}"
+        return Estimate.paired(own, other, "BPB", note)
 
     return measure
 
@@ -242,40 +247,38 @@ def narrows(found: Found) -> Estimate:
 
 
 def gptj_gap(found: Found) -> Estimate:
-    values = [content["gptj"] for content in found.drawn("symmetry")]
-    return Estimate.identity(max(values), max(values) <= ZERO, len(values), "logit")
+    return _identity([content["gptj"] for content in found.drawn("symmetry")], "logit")
 
 
 def path_sums(found: Found) -> Estimate:
-    missing = [row["missing"] for c in found.drawn("paths") for rows in c["rows"].values() for row in rows]
-    return Estimate.identity(max(missing), max(missing) <= ZERO, len(found.drawn("paths")), "of the total")
+    by_draw = [max(row["missing"] for rows in c["rows"].values() for row in rows) for c in found.drawn("paths")]
+    return _identity(by_draw, "of the total")
 
 
 def closed_form(found: Found) -> Estimate:
-    values = [content["closed_form"] for content in found.drawn("paths")]
-    return Estimate.identity(max(values), max(values) <= ZERO, len(values), "of the direct path")
+    return _identity([content["closed_form"] for content in found.drawn("paths")], "of the direct path")
+
+
+def _share(rows: Iterable[Content], layer: int) -> float:
+    """Return the mean of |direct| / |total| over the sublayers of a layer."""
+    return fmean(row["direct"] for row in rows if row["layer"] == layer)
 
 
 def direct_share(arm: str, reference: str | None = None) -> Measure:
     """|direct| / |total| at the first layer behind the fork, where depth matters most; or its difference between two wirings."""
 
-    def share(content: Any, name: str, found: Found) -> float:
-        first = found.settings.instruments.lane_start
-        rows = [row["direct"] for row in content["rows"][name] if row["layer"] == first]
-        return math.fsum(rows) / len(rows)
-
     def measure(found: Found) -> Estimate:
-        less = lambda c: 0.0 if reference is None else share(c, reference, found)  # noqa: E731
-        return Estimate.of([share(c, arm, found) - less(c) for c in found.drawn("paths")], "|direct|/|total|")
+        first = found.settings.instruments.lane_start
+        less = lambda c: 0.0 if reference is None else _share(c["rows"][reference], first)  # noqa: E731
+        return Estimate.of([_share(c["rows"][arm], first) - less(c) for c in found.drawn("paths")], "|direct|/|total|")
 
     return measure
 
 
 def direct_share_trained(found: Found) -> Estimate:
     """Return the same difference on the trained models, between two lanes and the record's baseline."""
-    first = found.settings.size.lane_start
-    share = lambda c: _mean([row["direct"] for row in c["rows"] if row["layer"] == first])  # noqa: E731
-    return found.difference("shipped", "gptj", "paths", share, "|direct|/|total|", "trained")
+    share = lambda c: _share(c["rows"], found.settings.size.lane_start)  # noqa: E731
+    return difference("shipped", "gptj", "paths", share, "|direct|/|total|", "trained")(found)
 
 
 def amplified(k: int) -> Measure:
@@ -288,13 +291,10 @@ def amplified(k: int) -> Measure:
     return measure
 
 
-def contraction(found: Found) -> Estimate:
-    """Return rho of the wide arm's loop, averaged over the draws of a seed's perturbation."""
-    rho = lambda c: math.fsum(row["rho"] for row in c["draws"]) / len(c["draws"])  # noqa: E731
-    return found.mean("wide", "growth", rho, "rho")
+contraction = of_arm("wide", "growth", lambda c: fmean(row["rho"] for row in c["draws"]), "rho")
+"""Rho of the wide arm's loop, averaged over the draws of a seed's perturbation."""
 
-
-def contraction_without_skips(found: Found) -> Estimate:
-    """Return the remaining part of a perturbation at the end of the first pass, before any skip is mixed in."""
-    left = lambda c: math.fsum(row["spreads"][0]["passes"][1] for row in c["draws"]) / len(c["draws"])  # noqa: E731
-    return found.mean("wide", "growth", left, "of the push")
+contraction_without_skips = of_arm(
+    "wide", "growth", lambda c: fmean(row["spreads"][0]["passes"][1] for row in c["draws"]), "of the push"
+)
+"""The remaining part of a perturbation at the end of the first pass, before any skip is mixed in."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,6 @@ from studies.lanes.text import BOS
 
 WIRING_COLOURS: Mapping[str, str] = MappingProxyType(dict(zip(TWO_LANES, (VERMILLION, ORANGE, BLUE, GREEN), strict=True)))
 PATH_COLOURS: Mapping[str, str] = MappingProxyType({"sequential": GREY, "gptj": SKY, "shipped": VERMILLION, "asymmetric": PURPLE})
-ARM_COLOURS = (GREY, VERMILLION, ORANGE, BLUE, GREEN, PURPLE, SKY)
 BINS = (1, 16, 64, 128, 256, 512, 1024, 4096, 1 << 30)
 
 
@@ -83,7 +81,7 @@ def growth_figure(folder: Path, found: Found) -> Figure:
     """Draw a perturbation at the loop's start, step by step, with the fitted rate; and the accumulated errors of all passes."""
     figure = new_figure(PAGE_WIDTH, 3.0)
     left, right = figure.subplots(1, 2)
-    draws = [row for content in found.by_seed("wide", "growth", lambda c: 0.0) for row in _growths(found, content)]
+    draws = [row for content in found.by_seed("wide", "growth").values() for row in content["draws"]]
     length = (len(draws[0]["spreads"][0]["steps"]) - 1) // len(draws[0]["spreads"])
     rate = float(np.mean([row["rho_step"] for row in draws]))
     for i, colour in zip(range(len(draws[0]["spreads"])), (BLUE, GREEN, ORANGE, PURPLE, SKY), strict=False):
@@ -110,10 +108,6 @@ def growth_figure(folder: Path, found: Found) -> Figure:
     right.set_title("errors of k passes")
     right.legend(fontsize=6.5)
     return figure
-
-
-def _growths(found: Found, seed: int) -> list[dict[str, Any]]:
-    return list(found.contents["wide", seed, "growth"]["draws"])
 
 
 def rates_figure(folder: Path, found: Found) -> Figure:
@@ -179,10 +173,6 @@ def _saving(own: Mapping[str, torch.Tensor], key: str, low: int, high: int) -> f
     position = index - torch.where(tokens == BOS, index, 0).cummax(0).values
     chosen = (position >= low) & (position < high) & (tokens != BOS)
     return float((own["plain"] - own[key])[chosen].mean() / math.log(2)) if bool(chosen.any()) else None
-
-
-def _bpb(content: Mapping[str, Any]) -> float:
-    return content["bpb"]
 
 
 def _whisker(axes: Axes, place: float, values: Sequence[float | None]) -> None:

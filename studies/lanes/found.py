@@ -1,20 +1,19 @@
 """A finished study, read from its artifacts, checked, and accessible by arm, part and seed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from studies.common.stats import Value, paired_difference, summary
 from studies.lanes.arms import ARMS
-from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.settings import Settings
-from studies.lanes.study import Job
+from studies.lanes.study import Job, jobs_of
 
 Content = Mapping[str, Any]
-Read = Callable[[Content], Value]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,15 @@ class Estimate:
     note: str = ""
 
     @staticmethod
-    def of(values: Sequence[Value], unit: str, note: str = "") -> "Estimate":
+    def of(values: Iterable[Value], unit: str, note: str = "") -> "Estimate":
         """Return the estimate from the defined ones of `values`."""
-        s = summary(values)
+        s = summary(list(values))
         return Estimate(s["mean"], s["lo"], s["hi"], s["n"], unit, None, tuple(s["seeds"]), note)
+
+    @staticmethod
+    def paired(arm: Mapping[int, Value], reference: Mapping[int, Value], unit: str, note: str = "") -> "Estimate":
+        """Return the estimate of `arm - reference`, paired by seed."""
+        return Estimate.of(paired_difference(arm, reference)[1]["seeds"], unit, note)
 
     @staticmethod
     def identity(worst: float, holds: bool, n: int, unit: str, note: str = "") -> "Estimate":
@@ -69,47 +73,24 @@ class Found:
         """The seeds at which arms were measured."""
         return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
 
-    def by_seed(self, arm: str, part: str, read: Read) -> dict[int, Value]:
-        """Return the values of an arm by seed.
+    def by_seed(self, name: str, part: str, read: Callable[[Content], T] = lambda content: content) -> dict[int, T]:
+        """Return what `read` reads from a part of an arm or an instrument, by seed or draw.
 
         Raises:
-            ValueError: If the study has no such part of the arm.
+            ValueError: If the study has no such part.
         """
-        found = {seed: read(content) for (name, seed, own), content in self.contents.items() if (name, own) == (arm, part)}
+        found = {seed: read(content) for (arm, seed, own), content in self.contents.items() if (arm, own) == (name, part)}
         if not found:
-            raise ValueError(f"the study has no part {part!r} of {arm!r}: run it again to create what is missing")
+            raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
         return dict(sorted(found.items()))
+
+    def drawn(self, instrument: str) -> list[Content]:
+        """Return all draws of an instrument, in order."""
+        return list(self.by_seed(instrument, instrument).values())
 
     def measured(self, part: str) -> list[str]:
         """Return the arms for which the study has a part, in the order of the table."""
         return [arm for arm in ARMS if any((arm, part) == (name, own) for name, _, own in self.contents)]
-
-    def drawn(self, instrument: str) -> list[Content]:
-        """Return all draws of an instrument, in order."""
-        return list(self.by_draw(instrument).values())
-
-    def by_draw(self, instrument: str) -> dict[int, Content]:
-        """Return all draws of an instrument by number.
-
-        Raises:
-            ValueError: If there are none.
-        """
-        found = {draw: content for (name, draw, _), content in self.contents.items() if name == instrument}
-        if not found:
-            raise ValueError(f"the study has no draw of {instrument!r}: run it again to create what is missing")
-        return dict(sorted(found.items()))
-
-    def mean(self, arm: str, part: str, read: Read, unit: str) -> Estimate:
-        return Estimate.of(list(self.by_seed(arm, part, read).values()), unit)
-
-    def difference(self, arm: str, reference: str, part: str, read: Read, unit: str, note: str = "") -> Estimate:
-        """Return the estimate of `arm - reference`, paired by seed."""
-        _, s = paired_difference(self.by_seed(arm, part, read), self.by_seed(reference, part, read))
-        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], unit, None, tuple(s["seeds"]), note)
-
-    def wiring(self, name: str, read: Callable[[Content], float]) -> list[float]:
-        """Return the values of one wiring of the instrument `symmetry`, by draw."""
-        return [read(row) for content in self.drawn("symmetry") for row in content["wirings"] if row["wiring"] == name]
 
 
 def load(folder: Path) -> Found:
@@ -124,12 +105,8 @@ def load(folder: Path) -> Found:
     if folder.name != settings.folder or not seeds:
         raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
     arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
-    jobs = [Job(settings, folder, None, arm, seed) for arm in arms for seed in seeds]
-    for name in INSTRUMENTS:
-        draws = range(settings.instruments.draws) if name in DRAWN else seeds
-        jobs += [Job(settings, folder, None, name, draw) for draw in draws]
     contents: dict[tuple[str, int, str], Content] = {}
-    for job in jobs:
+    for job in jobs_of(settings, folder, None, seeds, arms):
         for part in job.parts:
             found = job.read(part)
             if found is None:

@@ -15,9 +15,11 @@ reached. k sets the step, .42 std, and thereby the entropy of the codes: 3.3 bit
 nearest at 20 std / 127. All other parameters are controls and are kept in half precision.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal
 
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, NonNegative, Positive, validated
+from studies.lanes.model import kinds_of
 
 Levels = Annotated[int, Field(ge=1, le=127)]  # codes are 8-bit
 
@@ -66,24 +69,12 @@ class GPTQSettings:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedMatrix:
-    """Integer codes with one scale per row, and their grid: the clip is ``k`` standard deviations at the level ``levels``.
-
-    Raises:
-        ValueError: If codes and scales do not match, if a code exceeds ``levels``, or if a scale is not positive and finite.
-    """
+    """Integer codes with one scale per row, and their grid: the clip is ``k`` standard deviations at the level ``levels``."""
 
     codes: Int8[Tensor, "d_out d_in"]
     scale: Float[Tensor, " d_out"]
     k: float
     levels: int
-
-    def __post_init__(self) -> None:
-        if self.codes.dtype != torch.int8 or self.codes.ndim != 2 or self.scale.shape != self.codes.shape[:1]:
-            raise ValueError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} do not belong to one matrix")
-        if self.codes.numel() and int(self.codes.short().abs().max()) > self.levels:
-            raise ValueError(f"a code exceeds the largest level {self.levels}")
-        if not bool((torch.isfinite(self.scale) & (self.scale > 0)).all()):
-            raise ValueError("every scale must be positive and finite")
 
     def dequantize(self) -> Float[Tensor, "d_out d_in"]:
         """Return the weights that the codes represent, in float32 (the products are exact if the scales are float16)."""
@@ -92,111 +83,59 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeights:
-    """All parameters of a model by name: matrices and embeddings as codes, controls in their stored type.
-
-    Raises:
-        ValueError: If a name is both matrix and control, or if a control is neither float16 nor float32.
-    """
+    """All parameters of a model by name: matrices and embeddings as codes, controls in their stored type."""
 
     matrices: dict[str, QuantizedMatrix]
     controls: dict[str, Tensor]
-
-    def __post_init__(self) -> None:
-        if twice := self.matrices.keys() & self.controls.keys():
-            raise ValueError(f"{', '.join(sorted(twice))} are both matrix and control")
-        for name, t in self.controls.items():
-            if t.dtype not in (torch.float16, torch.float32):
-                raise ValueError(f"the control {name!r} is {t.dtype}: keep it in float16 or float32")
 
     def dequantize(self) -> dict[str, Tensor]:
         """Return every parameter in float32, as a state dict."""
         return {name: m.dequantize() for name, m in self.matrices.items()} | {n: t.float() for n, t in self.controls.items()}
 
-    def load_into(self, model: nn.Module) -> None:
-        """Write all parameters of ``model``, in place.
-
-        Raises:
-            ValueError: If names or shapes differ; the model is then unchanged.
-        """
-        own, new = dict(model.named_parameters()), self.dequantize()
-        if own.keys() != new.keys():
-            raise ValueError(f"the weights are of another model; different names: {', '.join(sorted(own.keys() ^ new.keys())[:5])}")
-        for name, p in own.items():
-            if p.shape != new[name].shape:
-                raise ValueError(f"{name!r} has shape {tuple(p.shape)} in the model, and {tuple(new[name].shape)} here")
-        with torch.no_grad():
-            for name, p in own.items():
-                p.copy_(new[name])
-
 
 @contextmanager
 def dequantized(model: nn.Module, weights: QuantizedWeights) -> Iterator[nn.Module]:
     """Context: ``model`` with the quantized weights; its own weights are restored afterwards, bit for bit."""
-    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights.load_into(model)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
     try:
+        model.load_state_dict(weights.dequantize())
         yield model
     finally:
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(kept[name])
-
-
-def parts(model: nn.Module) -> tuple[dict[str, list[nn.Linear]], tuple[str, ...], tuple[str, ...]]:
-    """Return the names of a model's matrices with their Linear modules, of its embeddings, and of its controls.
-
-    A matrix is the weight of an ``nn.Linear``. An embedding is the weight of an ``nn.Embedding``; a weight that is tied to one is
-    an embedding. All other parameters, including biases, are controls.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    embeddings = {names[id(m.weight)] for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices: dict[str, list[nn.Linear]] = {}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and names[id(module.weight)] not in embeddings:
-            matrices.setdefault(names[id(module.weight)], []).append(module)
-    coded = matrices.keys() | embeddings
-    ordered = names.values()
-    return matrices, tuple(n for n in ordered if n in embeddings), tuple(n for n in ordered if n not in coded)
+        model.load_state_dict(kept)
 
 
 @torch.no_grad()
 def collect_hessians(model: nn.Module, batches: Iterable[Any], count: int) -> dict[str, Float[Tensor, "d_in d_in"]]:
     """Return the mean of x x^T over the inputs of every Linear, in float64, by the weight's name.
 
-    The inputs are those of ``model(batch)`` on the first ``count`` batches. If a weight serves several passes (depth recurrence) or
-    several Linears, the mean is over all of these inputs. The model runs in its current mode.
+    The inputs are those of ``model(batch)`` on the first ``count`` batches. If a Linear runs several times (depth recurrence), the
+    mean is over all of its inputs. The model runs in its current mode.
 
     Raises:
-        ValueError: If there are fewer batches than ``count``, if a Linear did not run, or if an input is not finite.
+        ValueError: If there are fewer batches than ``count``, or if an input is not finite.
     """
-    matrices, _, _ = parts(model)
+    inputs = list(islice(batches, count))
+    if len(inputs) < count:
+        raise ValueError(f"{count} calibration batches are needed, but only {len(inputs)} were given: set batches={len(inputs)}")
     sums: dict[str, Tensor] = {}
-    seen = dict.fromkeys(matrices, 0)
+    seen: Counter[str] = Counter()
 
-    def add(name: str, inputs: tuple[Any, ...], given: dict[str, Any]) -> None:
-        x = (inputs[0] if inputs else given["input"]).detach().flatten(0, -2).double()
+    def add(_: nn.Module, given: tuple[Tensor, ...], name: str) -> None:
+        x = given[0].flatten(0, -2).double()
         sums[name] = sums[name].addmm_(x.mT, x) if name in sums else x.mT @ x
         seen[name] += x.shape[0]
 
-    with ExitStack() as hooks:
-        for name, modules in matrices.items():
-            for module in modules:
-                hook = module.register_forward_pre_hook(
-                    lambda _, inputs, given, name=name: add(name, inputs, given), with_kwargs=True
-                )
-                hooks.callback(hook.remove)
-        ran = 0
-        for batch in tqdm(islice(batches, count), total=count, desc="calibration", disable=None, leave=False):
+    linears = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    hooks = [module.register_forward_pre_hook(partial(add, name=name)) for name, module in linears.items()]
+    try:
+        for batch in tqdm(inputs, "calibration", disable=None, leave=False):
             model(batch)
-            ran += 1
-    if ran < count:
-        raise ValueError(f"{count} calibration batches are needed, but only {ran} were given: give more, or set batches={ran}")
-    for name in matrices:
-        if not seen[name]:
-            raise ValueError(f"the Linear of {name!r} did not run in calibration: its module must be called, not its weight")
-        if not bool(sums[name].isfinite().all()):
-            raise ValueError(f"some inputs of {name!r} are not finite")
-    return {name: sums[name] / seen[name] for name in matrices}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if wrong := [name for name, total in sums.items() if not bool(total.isfinite().all())]:
+        raise ValueError(f"some inputs of {wrong[0]!r} are not finite: check the model and its text")
+    return {name: sums[name] / seen[name] for name in linears}
 
 
 def row_importance(weight: Float[Tensor, "d_out d_in"], hessian: Float[Tensor, "d_in d_in"]) -> Float[Tensor, " d_out"]:
@@ -291,9 +230,7 @@ def distortion(
     return float(((d @ hessian.double()) * d).sum())
 
 
-def quantize(
-    model: nn.Module, hessians: dict[str, Float[Tensor, "d_in d_in"]], settings: GPTQSettings | None = None
-) -> QuantizedWeights:
+def quantize(model: nn.Module, hessians: dict[str, Float[Tensor, "d_in d_in"]], settings: GPTQSettings) -> QuantizedWeights:
     """Return the model's parameters on the grids of ``settings``, given the Hessians of ``collect_hessians``.
 
     The model is unchanged.
@@ -301,24 +238,24 @@ def quantize(
     Raises:
         ValueError: If a parameter is not finite, or if a control is out of range for its stored type.
     """
-    settings = settings or GPTQSettings()
-    matrices, embeddings, controls = parts(model)
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    for name, p in own.items():
-        if not bool(p.isfinite().all()):
+    matrices: dict[str, QuantizedMatrix] = {}
+    controls: dict[str, Tensor] = {}
+    kinds = kinds_of(model)
+    for name, p in tqdm(list(model.named_parameters()), settings.method, disable=None, leave=False):
+        weight = p.detach()
+        if not bool(weight.isfinite().all()):
             raise ValueError(f"{name!r} is not finite: nothing is quantized")
-    found: dict[str, QuantizedMatrix] = {}
-    for name in embeddings:
-        scale = row_scales(own[name], settings.embed_k, settings.embed_levels)
-        codes = round_to_nearest(own[name], scale, settings.embed_levels)
-        found[name] = QuantizedMatrix(codes, scale, settings.embed_k, settings.embed_levels)
-    for name in tqdm(matrices, desc=settings.method, disable=None, leave=False):
-        found[name] = _matrix(own[name], hessians[name], settings)
-    kept = {name: own[name].to(getattr(torch, settings.controls), copy=True) for name in controls}
-    for name, t in kept.items():
-        if not bool(t.isfinite().all()):
-            raise ValueError(f"{name!r} is out of range for {settings.controls}: set controls='float32'")
-    return QuantizedWeights({name: found[name] for name in own if name in found}, kept)
+        if kinds[name] == "matrix":
+            matrices[name] = _matrix(weight, hessians[name], settings)
+        elif kinds[name] == "embedding":
+            scale = row_scales(weight, settings.embed_k, settings.embed_levels)
+            codes = round_to_nearest(weight, scale, settings.embed_levels)
+            matrices[name] = QuantizedMatrix(codes, scale, settings.embed_k, settings.embed_levels)
+        else:
+            controls[name] = weight.to(getattr(torch, settings.controls), copy=True)
+            if not bool(controls[name].isfinite().all()):
+                raise ValueError(f"{name!r} is out of range for {settings.controls}: set controls='float32'")
+    return QuantizedWeights(matrices, controls)
 
 
 def _matrix(weight: Tensor, hessian: Tensor, settings: GPTQSettings) -> QuantizedMatrix:

@@ -10,7 +10,7 @@ A(k) is then compared with the error that accumulates if every pass errs (`accum
     fresh    another direction at every pass: independent errors add up in quadrature, sqrt(A(k; rho^2))
     weights  the looped blocks' matrices are noisy, as after quantization: every pass repeats the error
 
-All measurements are in float64 on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which
+All measurements are in float64, on a copy of the model, at hook points. Source of A(k): parameter-golf, pull request 1518, which
 claims A(2) = 1.67 and A(3) = 1.96 at rho = .63; the formula gives 1.63 and 2.03, and no rho gives both.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
@@ -26,9 +27,10 @@ from torch import Tensor
 from torch.func import functional_call
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.model import LanesModel, is_matrix
+from studies.lanes.model import LanesModel, kinds_of
 
-ERRORS = ("same", "fresh", "weights")
+Error = Literal["same", "fresh", "weights"]
+ERRORS: tuple[Error, ...] = get_args(Error)
 SIZE = 1e-4
 CLAIMED_RHO = 0.63
 CLAIMED = {2: 1.67, 3: 1.96}
@@ -79,37 +81,20 @@ def amplification(rho: float, k: int) -> float:
 
 
 def rate(sequences: Iterable[Sequence[float]]) -> float:
-    """Return the rho that fits x[i + 1] = rho x[i] best over all sequences: sum x[i] x[i + 1] / sum x[i]^2.
-
-    Raises:
-        ValueError: If no sequence has two values.
-    """
+    """Return the rho that fits x[i + 1] = rho x[i] best over all sequences: sum x[i] x[i + 1] / sum x[i]^2."""
     pairs = [pair for sequence in sequences for pair in pairwise(sequence)]
-    if not pairs:
-        raise ValueError("a growth rate needs two consecutive readings: give a loop that runs")
     return sum(a * b for a, b in pairs) / sum(a * a for a, _ in pairs)
 
 
 def growth(model: LanesModel, tokens: Int[Tensor, "b s"], seeds: Iterable[int], size: float = SIZE) -> tuple[Growth, ...]:
-    """Return one result per seed of perturbations and noise, for any model with a loop.
-
-    Raises:
-        ValueError: If the model has no loop.
-    """
-    model = _exact(model)
+    """Return one result per seed of perturbations and noise, for any model with a loop."""
+    model = copy.deepcopy(model).double()
     return tuple(_grown(model, tokens, seed, size) for seed in seeds)
 
 
 def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, generator: torch.Generator, size: float = SIZE) -> Spread:
-    """Perturb the stream at the start of pass `loop_pass` by `size` times its norm, in a random direction of all its entries.
-
-    Raises:
-        ValueError: If the model has no loop, or no such pass.
-    """
-    model = _exact(model)
+    """Perturb the stream at the start of pass `loop_pass` by `size` times its norm, in a random direction of all its entries."""
     starts = entries(model)
-    if not 0 <= loop_pass < len(starts):
-        raise ValueError(f"the loop has no pass {loop_pass}: choose from 0 to {len(starts) - 1}")
     points = _points(model)
     clean = _read(model, tokens, points)
     push = _direction(clean[_pre(starts[loop_pass])], generator, size)
@@ -120,7 +105,7 @@ def spread(model: LanesModel, tokens: Int[Tensor, "b s"], loop_pass: int, genera
 
 
 def accumulated(
-    model: LanesModel, tokens: Int[Tensor, "b s"], kind: str, generator: torch.Generator, size: float = SIZE
+    model: LanesModel, tokens: Int[Tensor, "b s"], kind: Error, generator: torch.Generator, size: float = SIZE
 ) -> tuple[float, ...]:
     """Return the stream's error after k = 1, 2, ... passes have erred, relative to k = 1.
 
@@ -129,11 +114,8 @@ def accumulated(
     to a matrix's standard deviation.
 
     Raises:
-        ValueError: If `kind` is unknown, if the model has no loop, or if its blocks add nothing yet.
+        ValueError: If the model's blocks add nothing yet.
     """
-    if kind not in ERRORS:
-        raise ValueError(f"unknown kind of error {kind!r}: choose from {', '.join(ERRORS)}")
-    model = _exact(model)
     points = _ends(model) if kind == "weights" else [_pre(start) for start in entries(model)]
     clean = _read(model, tokens, points)
     if kind == "weights":
@@ -149,15 +131,8 @@ def accumulated(
 
 
 def entries(model: LanesModel) -> tuple[int, ...]:
-    """Return the virtual steps at which passes begin.
-
-    Raises:
-        ValueError: If the model has no loop.
-    """
-    found = tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
-    if not found:
-        raise ValueError("this model has no loop: set loop=Loop(start, end, loops)")
-    return found
+    """Return the virtual steps at which passes begin."""
+    return tuple(k for k, step in enumerate(model.steps_plan) if step.entry is not None)
 
 
 def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
@@ -168,11 +143,6 @@ def _grown(model: LanesModel, tokens: Tensor, seed: int, size: float) -> Growth:
     found = {kind: accumulated(model, tokens, kind, generator, size) for kind in ERRORS}
     misfit = {kind: tuple(a / f - 1 for a, f in zip(values, formula, strict=True)) for kind, values in found.items()}
     return Growth(seed, rho, rate(one.steps for one in spreads), spreads, formula, found, misfit)
-
-
-def _exact(model: LanesModel) -> LanesModel:
-    """Return the model in float64: itself if it is, otherwise a copy."""
-    return model if model.embed.weight.dtype == torch.float64 else copy.deepcopy(model).double()
 
 
 def _pre(k: int) -> str:
@@ -200,9 +170,9 @@ def _direction(like: Tensor, generator: torch.Generator, size: float) -> Tensor:
 def _noisy(model: LanesModel, generator: torch.Generator, size: float) -> dict[str, Tensor]:
     """Return the looped blocks' matrices with Gaussian noise of `size` standard deviations of each matrix."""
     looped = {f"blocks.{step.block}." for step in model.steps_plan if step.loop_pass is not None}
-    found = {}
+    kinds, found = kinds_of(model), {}
     for name, weight in model.named_parameters():
-        if name.startswith(tuple(looped)) and is_matrix(model, name):
+        if name.startswith(tuple(looped)) and kinds[name] == "matrix":
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64).to(weight)
             found[name] = weight.detach() + size * weight.detach().std() * noise
     return found

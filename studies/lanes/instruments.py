@@ -15,16 +15,16 @@ from torch import Tensor
 from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.bpb import table_bpb
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, StartName, WiringName
 from studies.lanes.measures import excerpt, training_tokens
 from studies.lanes.model import LanesModel
 from studies.lanes.paths import coefficients, decompose, ratios
 from studies.lanes.quarantine_symmetry import trace_quarantines
 from studies.lanes.settings import Settings
-from studies.lanes.symmetry import TWO_LANES, compared, dead, exchange_gap, gauge_gap, partials, scalars, slopes, trace_wirings
+from studies.lanes.symmetry import TWO_LANES, compared, exchange_gap, gauge_gap, live, partials, slopes, trace_wirings
 from studies.lanes.text import Corpus, batches
 
-PATHS: Mapping[str, tuple[str, str]] = MappingProxyType(
+PATHS: Mapping[str, tuple[WiringName, StartName]] = MappingProxyType(
     {
         "sequential": ("sequential", "symmetric"),
         "gptj": ("gptj", "symmetric"),
@@ -70,7 +70,7 @@ def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> di
     found = [row for row in partials(model, tokens) if row.layer in layers]
     by_kind = {kind: [row.difference for row in found if row.sublayer == kind] for kind in ("attn", "mlp")}
     at_zero = partials(draw(replace(config, zero_init=True), seed), tokens)
-    names, gone = scalars(model), set(dead(model, tokens))
+    alive = torch.cat([mask.flatten() for mask in live(model, tokens).values()])
     return {
         "wiring": config.wiring,
         **{kind: sum(values) / len(values) for kind, values in by_kind.items()},
@@ -78,8 +78,8 @@ def _wiring(config: LanesConfig, tokens: Tensor, texts: Tensor, seed: int) -> di
         "at_zero_init": max(max(abs(row.lane0), abs(row.lane1)) for row in at_zero),
         "exchange": abs(exchange_gap(model, tokens)),
         "gauge": abs(gauge_gap(model, tokens)),
-        "scalars": len(names),
-        "live": sum(name not in gone for name in names),
+        "scalars": len(alive),
+        "live": int(alive.sum()),
         **slopes(model, texts),
     }
 
@@ -100,8 +100,8 @@ def paths(settings: Settings, corpus: Corpus, seed: int) -> Part:
     tokens = rows(settings, corpus, seed, own.batch, own.length, "paths")
     found: dict[str, Any] = {}
     for name, (wiring, start) in PATHS.items():
-        config = own.config(wiring, start)
-        found[name] = [asdict(row) for row in ratios(config, [seed], tokens) if row.layer >= own.lane_start]
+        model = LanesModel(own.config(wiring, start), torch.Generator().manual_seed(seed)).double()
+        found[name] = [asdict(row) for row in ratios(model, tokens, seed) if row.layer >= own.lane_start]
     return {"rows": found, "closed_form": _closed_form(own.config("shipped", "asymmetric"), tokens, seed)}, {}
 
 

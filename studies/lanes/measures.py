@@ -16,18 +16,18 @@ from torch import Tensor
 from studies.common.artifacts import Part
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm
-from studies.lanes.bpb import bpb, plan_windows, score
-from studies.lanes.config import get_start
-from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
+from studies.lanes.bpb import bpb, score, window_starts
+from studies.lanes.config import STARTS
+from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, distortion, quantize
 from studies.lanes.growth import growth
 from studies.lanes.model import LanesModel
-from studies.lanes.paths import ratios_of
+from studies.lanes.paths import ratios
 from studies.lanes.settings import Evaluation, Settings, check_enough
-from studies.lanes.size import rate_distortion
+from studies.lanes.size import sizes
 from studies.lanes.symmetry import SUBLAYERS, compared
 from studies.lanes.tapin import Hints, Mixing, find_hints, mixed_nll
 from studies.lanes.text import BOS, Corpus, batches
-from studies.lanes.ttt import adapt, sweep
+from studies.lanes.ttt import Scope, SweepRow, adapt, best, sweep
 
 GROWTH_DRAWS = 3
 
@@ -112,24 +112,32 @@ def quantised(subject: Subject) -> Part:
 def calibrations(subject: Subject) -> Part:
     """Return the bits per byte of other quantizations, and a rate-distortion curve over clips.
 
-    The other quantizations are: few and many calibration batches, a Hessian clip, and rounding to nearest.
+    The other quantizations are: few and many calibration batches, a Hessian clip, and rounding to nearest. A point of the curve
+    has the packed and the predicted bytes, and `distortion`: the sum of tr(d H d^T) over the matrices.
     """
-    evaluation = subject.settings.evaluation
-    usual, many = evaluation.gptq, evaluation.many
-    hessians = collect_hessians(subject.model, subject.calibration(many), many)
-    few = collect_hessians(subject.model, subject.calibration(usual.batches), usual.batches)
-    found: dict[str, Any] = {}
-    for name, own, settings in (
-        ("few", few, usual),
-        ("many", hessians, usual),
-        ("clipped", few, replace(usual, clip_lambda=evaluation.clip_lambda)),
-        ("nearest", few, replace(usual, method="nearest")),
-    ):
-        with dequantized(subject.model, quantize(subject.model, own, settings)):
-            found[name] = subject.bpb()
-    batches = subject.calibration(usual.batches)
-    points = rate_distortion(subject.model, batches, evaluation.clips, lambda _: subject.bpb(), usual, evaluation.compressor)
-    return {**found, "points": [asdict(point) for point in points]}, {}
+    evaluation, model = subject.settings.evaluation, subject.model
+    usual = evaluation.gptq
+    few, many = (collect_hessians(model, subject.calibration(count), count) for count in (usual.batches, evaluation.many))
+
+    def loss(weights: QuantizedWeights) -> float:
+        with dequantized(model, weights):
+            return subject.bpb()
+
+    found: dict[str, Any] = {
+        "few": loss(quantize(model, few, usual)),
+        "many": loss(quantize(model, many, usual)),
+        "clipped": loss(quantize(model, few, replace(usual, clip_lambda=evaluation.clip_lambda))),
+        "nearest": loss(quantize(model, few, replace(usual, method="nearest"))),
+        "points": [],
+    }
+    for k in evaluation.clips:
+        weights = quantize(model, few, replace(usual, k=k))
+        lost = sum(
+            distortion(model.get_parameter(name).detach(), weights.matrices[name].dequantize(), h) for name, h in few.items()
+        )
+        point = {"k": k, **asdict(sizes(weights, evaluation.compressor)), "distortion": lost, "loss": loss(weights)}
+        found["points"].append(point)
+    return found, {}
 
 
 def score_first_training(subject: Subject) -> Part:
@@ -147,44 +155,50 @@ def score_first_training(subject: Subject) -> Part:
             ("test", evaluation.adapted, evaluation.adapted_piece),
         )
     )
-    note = Noted(tokens, evaluation, {"hinted": Mixing(cross=evaluation.cross[1])})
+    noted = Noted(tokens, evaluation, {"hinted": Mixing(cross=evaluation.cross[1])})
+    rates: dict[Scope, tuple[float, ...]] = {"all": evaluation.rates_all, "controls": evaluation.rates_controls}
     plain, hinted = {}, {}
     with dequantized(subject.model, usual_weights(subject)):
-        tried = sweep(subject.model, tuning, evaluation.ttt, {"all": evaluation.rates_all, "controls": evaluation.rates_controls})
-        rates = {scope: tried.best(scope).rate for scope in ("all", "controls")}
-        for name, scope, rate in (
-            ("plain", "none", 0.0),
-            ("all", "all", rates["all"]),
-            ("controls", "controls", rates["controls"]),
-            ("shared", "controls", rates["all"]),
-        ):
-            run = adapt(subject.model, tokens, replace(evaluation.ttt, scope=scope, rate=rate), mix=note)
+        rows = sweep(subject.model, tuning, evaluation.ttt, rates)
+        chosen: dict[Scope, SweepRow] = {scope: best(rows, scope) for scope in rates}
+        runs: dict[str, tuple[Scope, float]] = {
+            "plain": ("none", 0.0),
+            "all": ("all", chosen["all"].rate),
+            "controls": ("controls", chosen["controls"].rate),
+            "shared": ("controls", chosen["all"].rate),
+        }
+        for name, (scope, rate) in runs.items():
+            run = adapt(subject.model, tokens, replace(evaluation.ttt, scope=scope, rate=rate), watch=noted)
             plain[name] = None if run.diverged else run.bpb
-            hinted[name] = None if run.diverged else bpb(note.nll["hinted"], tokens)
-    rows = [{"scope": r.scope, "rate": r.rate, "gain": r.gain if math.isfinite(r.gain) else None} for r in tried.rows]
-    share = next(row.share for row in tried.rows if row.scope == "controls")
-    edges = {scope: tried.at_edge(scope) for scope in rates}
-    return {"tuning": rows, "rates": rates, "edges": edges, "bpb": plain, "hinted": hinted, "share": share}, {}
+            hinted[name] = None if run.diverged else bpb(noted.nll["hinted"], tokens)
+    return {
+        "tuning": [{"scope": r.scope, "rate": r.rate, "gain": r.gain if math.isfinite(r.gain) else None} for r in rows],
+        "rates": {scope: row.rate for scope, row in chosen.items()},
+        "edges": {scope: row.rate in (min(rates[scope]), max(rates[scope])) for scope, row in chosen.items()},
+        "bpb": plain,
+        "hinted": hinted,
+        "share": chosen["controls"].share,
+    }, {}
 
 
 class Noted:
-    """A `Mix` that leaves the distributions unchanged and records what every token would cost with hints mixed in.
+    """A `Watch` that records what every token would cost with hints mixed in, beside scores that stay as they are.
 
     Attributes:
+        hints: The hints of the stream.
         nll: By name of the mixture, the costs in the last run over the stream.
     """
 
     def __init__(self, tokens: Int64[Tensor, " s"], evaluation: Evaluation, mixtures: Mapping[str, Mixing]):
         self.tokens, self.mixtures = tokens, mixtures
-        starts = _starts(len(tokens), evaluation)
-        self.hints = find_hints(tokens, evaluation.window, stride=evaluation.stride, starts=starts)
+        starts = window_starts(len(tokens), evaluation.window, evaluation.stride)
+        self.hints = find_hints(tokens, evaluation.window, starts)
         self.nll = {name: torch.zeros(len(tokens), dtype=torch.float64) for name in mixtures}
 
-    def __call__(self, log_probs: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, log_probs: Tensor, positions: Tensor) -> None:
         for name, mixing in self.mixtures.items():
             own = mixed_nll(log_probs, self.tokens[positions + 1], self.hints.at(positions), mixing)
             self.nll[name][positions + 1] = own
-        return log_probs
 
 
 def tap_in(subject: Subject) -> Part:
@@ -197,18 +211,11 @@ def tap_in(subject: Subject) -> Part:
         "old": Mixing(cross=old),
         "new": Mixing(cross=new),
     }
-    note = Noted(tokens, evaluation, variants)
-    score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride, mix=note)
-    nll, hints = note.nll, note.hints
+    noted = Noted(tokens, evaluation, variants)
+    score(subject.model, tokens, window=evaluation.window, stride=evaluation.stride, watch=noted)
+    nll, hints = noted.nll, noted.hints
     content = {"bpb": {name: bpb(own, tokens) for name, own in nll.items()}, "hints": _counts(hints, tokens)}
     return content, {"plain": nll["plain"], "new": nll["new"], "within": nll["within"], "tokens": tokens, "cross": hints.cross}
-
-
-def _starts(n: int, evaluation: Evaluation) -> Int64[Tensor, " s"]:
-    """Return the start of the window that scores each position; the last position predicts nothing."""
-    windows = plan_windows(n - 1, evaluation.window, evaluation.stride)
-    starts = torch.cat([torch.full((one.end - one.score_from,), one.start) for one in windows])
-    return torch.cat((starts, starts[-1:] + 1))
 
 
 def _counts(hints: Hints, tokens: Tensor) -> dict[str, float]:
@@ -231,7 +238,7 @@ def routing(subject: Subject) -> Part:
     `apart`: the mean distance of a sublayer's two weights, relative to the mean distance of a weight from 1.
     """
     post = subject.model.post.detach().double()[list(compared(subject.model.config))]
-    given = get_start("asymmetric")
+    given = STARTS["asymmetric"]
     start = torch.tensor((given.attn, given.mlp), dtype=torch.float64)
     preferred, apart, moved = (start[:, 0] - start[:, 1]), post[..., 0] - post[..., 1], (post - 1).abs().mean()
     return {
@@ -247,7 +254,7 @@ def gradient_paths(subject: Subject) -> Part:
     rows = windows(subject.test, instruments.batch, instruments.length)
     model = LanesModel(subject.model.config, torch.Generator()).double()
     model.load_state_dict(subject.model.state_dict())
-    return {"rows": [asdict(row) for row in ratios_of(model, rows, subject.seed)]}, {}
+    return {"rows": [asdict(row) for row in ratios(model, rows, subject.seed)]}, {}
 
 
 def error_growth(subject: Subject) -> Part:

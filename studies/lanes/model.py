@@ -7,6 +7,7 @@ The two sublayers of a block are called separately, because the wiring decides w
 """
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -17,8 +18,11 @@ from transformer_lens.hook_points import HookPoint
 
 from studies.lanes.config import BOS, VOCABULARY, LanesConfig, Step, Weights
 
+Kind = Literal["matrix", "embedding", "control"]
 EPS = 1e-6
 ROTARY_BASE = 10_000.0
+Q_GAIN = 1.5  # initial gain of the queries of each head
+SOFTCAP = 30.0  # bound of the logits
 
 
 def rms(x: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
@@ -48,7 +52,7 @@ class Attention(nn.Module):
         d = config.d_model
         self.heads = config.heads
         self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
-        self.q_gain = nn.Parameter(torch.full((config.heads,), config.q_gain))
+        self.q_gain = nn.Parameter(torch.full((config.heads,), Q_GAIN))
 
     def forward(
         self, x: Float[Tensor, "b s d"], turns: tuple[Tensor, Tensor], bias: Float[Tensor, "heads 1 d_head"] | None = None
@@ -152,9 +156,8 @@ class LanesModel(HookedRootModule):
         return self._logits(lanes)
 
     def loss(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-        """Return the mean nats per byte of `tokens[:, 1:]`, each given those before it; starts of documents are not predicted."""
-        logits = self(tokens[:, :-1])
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
+        """Return the mean nats per byte of `tokens[:, 1:]`; see `byte_loss`."""
+        return byte_loss(self(tokens[:, :-1]), tokens)
 
     def _hooks(self, k: int) -> StepHooks:
         hooks = self.steps[k]
@@ -230,8 +233,7 @@ class LanesModel(HookedRootModule):
         else:
             final = weighted(lanes, self.wiring.out) if len(lanes) > 1 else lanes[0]
             normed = self.hook_normed(rms(self.hook_final(final)))
-        cap = self.config.softcap
-        return self.hook_logits(cap * torch.tanh(functional.linear(normed, self.embed.weight) / cap))
+        return self.hook_logits(SOFTCAP * torch.tanh(functional.linear(normed, self.embed.weight) / SOFTCAP))
 
     def _add_controls(self) -> None:
         """Create all parameters that are not matrices of a block: routing scalars, skips, pass embeddings and head biases."""
@@ -259,12 +261,21 @@ class LanesModel(HookedRootModule):
                         nn.init.zeros_(linear.weight)
 
 
+def byte_loss(logits: Float[Tensor, "b n v"], tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
+    """Return the mean nats per byte of `tokens[:, 1:]`, each given those before it; starts of documents are not predicted."""
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
+
+
 def weighted(lanes: Lanes, weights: Weights) -> Float[Tensor, "b s d"]:
     """Return the weighted sum of the lanes. A lane of weight 0 is not read at all, one of weight 1 is used unscaled."""
     read = [lane if weight == 1 else weight * lane for lane, weight in zip(lanes, weights, strict=True) if weight]
     return sum(read[1:], start=read[0])
 
 
-def is_matrix(model: nn.Module, name: str) -> bool:
-    """Return True if the named parameter is a matrix (of a Linear or of the embedding); the others are controls."""
-    return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding)
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return the kind of every parameter: the weight of a Linear, of an Embedding, or a control, which is everything else."""
+    coded: dict[str, Kind] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            coded[f"{name}.weight"] = "matrix" if isinstance(module, nn.Linear) else "embedding"
+    return {name: coded.get(name, "control") for name, _ in model.named_parameters()}

@@ -18,21 +18,17 @@ the scheduled rate alone, without the factor of the shape.
 """
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Probability, validated
+from studies.lanes.model import kinds_of
 
-Kind = Literal["matrix", "embedding", "control"]
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 EPS = 1e-7
-_MATRIX = re.compile(r"blocks\.[0-9]+\..+\.weight")
-_EMBEDDINGS = ("embed.weight", "unembed.weight")
 
 
 @validated
@@ -88,17 +84,6 @@ class OptimSettings:
         return self.momentum_start + done * (self.momentum - self.momentum_start)
 
 
-def kind_of(name: str, parameter: Tensor) -> Kind:
-    """Return the kind of a parameter.
-
-    A 2-D ``blocks.*.weight`` is a matrix, ``embed.weight`` is the embedding (as is ``unembed.weight``), and all others are
-    controls.
-    """
-    if parameter.ndim == 2 and _MATRIX.fullmatch(name):
-        return "matrix"
-    return "embedding" if name in _EMBEDDINGS else "control"
-
-
 def orthogonal(u: Float[Tensor, "n rows cols"], steps: int) -> Float[Tensor, "n rows cols"]:
     """Apply Newton-Schulz steps towards the nearest orthogonal matrix to each of n matrices; 0 stays 0."""
     a, b, c = COEFFICIENTS
@@ -137,25 +122,26 @@ class Muon(torch.optim.Optimizer):
                 p.mul_(1 - rate * group["decay"]).add_(x, alpha=-scale)
 
 
-class LanesOptimiser:
-    """Muon and AdamW behind one interface, as built by ``build_optimizer``. Rates are the settings' until ``set`` is called."""
+class LanesOptimizer:
+    """Muon for a model's matrices and AdamW for its embedding and controls; frozen parameters have no part in it.
 
-    def __init__(self, parameters: Mapping[Kind, Mapping[str, nn.Parameter]], settings: OptimSettings) -> None:
+    Rates are the settings' until ``set`` is called. A parameter without a gradient is neither changed nor decayed.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimSettings) -> None:
+        kinds = kinds_of(model)
         self.settings = settings
-        self._named = {name: p for group in parameters.values() for name, p in group.items()}
-        self._kinds: dict[str, Kind] = {name: kind for kind, group in parameters.items() for name in group}
-        self._muon = Muon(list(parameters["matrix"].values()), settings)
+        self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        matrices, embeddings, controls = (
+            [p for name, p in self.named.items() if kinds[name] == kind] for kind in ("matrix", "embedding", "control")
+        )
+        self.muon = Muon(matrices, settings)
         groups = [
-            {"params": list(parameters["embedding"].values()), "lr": settings.embed_rate, "weight_decay": settings.embed_decay},
-            {"params": list(parameters["control"].values()), "lr": settings.control_rate, "weight_decay": settings.control_decay},
+            {"params": embeddings, "lr": settings.embed_rate, "weight_decay": settings.embed_decay},
+            {"params": controls, "lr": settings.control_rate, "weight_decay": settings.control_decay},
         ]
-        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
-        self._rates = [(group, group["lr"]) for one in (self._muon, self._adamw) for group in one.param_groups]
-
-    @property
-    def kinds(self) -> dict[str, Kind]:
-        """Parameter name -> kind, for all trained parameters."""
-        return dict(self._kinds)
+        self.adamw = torch.optim.AdamW(groups, betas=settings.betas, fused=True)
+        self._rates = [(group, group["lr"]) for one in (self.muon, self.adamw) for group in one.param_groups]
 
     def set(self, step: int, total: int) -> None:
         """Set the rates and the momentum for ``step`` of ``total``, counted from 0.
@@ -168,78 +154,24 @@ class LanesOptimiser:
         factor = self.settings.rate_factor(step, total)
         for group, rate in self._rates:
             group["lr"] = rate * factor
-        self._muon.param_groups[0]["momentum"] = self.settings.momentum_at(step)
-
-    def rates(self) -> dict[str, float]:
-        """Return the rates and the momentum of the next step."""
-        muon, (embed, control) = self._muon.param_groups[0], self._adamw.param_groups
-        return {"matrix": muon["lr"], "embedding": embed["lr"], "control": control["lr"], "momentum": muon["momentum"]}
+        self.muon.param_groups[0]["momentum"] = self.settings.momentum_at(step)
 
     def step(self) -> None:
-        """Take one step of both optimizers; a parameter without a gradient is unchanged and not decayed."""
-        self._muon.step()
-        self._adamw.step()
+        self.muon.step()
+        self.adamw.step()
 
-    def zero_grad(self) -> None:
-        """Discard all gradients."""
-        for p in self._named.values():
-            p.grad = None
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return copies of all moments as flat tensors with keys such as ``exp_avg/embed.weight``, for safetensors.
-
-        Rates and momentum are not included: they follow from the step, through ``set``.
-        """
-        return {
-            f"{key}/{name}": value.detach().clone()
-            for name, p in self._named.items()
-            for key, value in self._of(name).state.get(p, {}).items()
-        }
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state_dict`` returned, bit for bit.
-
-        Raises:
-            ValueError: If an entry does not fit or is missing; nothing is changed then.
-        """
-        found: dict[str, dict[str, Tensor]] = {}
-        for entry, value in state.items():
-            key, _, name = entry.partition("/")
-            if name not in self._named or key not in self._moments(name):
-                raise ValueError(f"the state's {entry!r} belongs to no trained parameter: these are {', '.join(self._named)}")
-            shape = torch.Size() if key == "step" else self._named[name].shape
-            if value.shape != shape:
-                raise ValueError(f"the state's {entry!r} has shape {tuple(value.shape)}, not {tuple(shape)}")
-            found.setdefault(name, {})[key] = value.to(self._named[name].device, copy=True)
-        for name, entries in found.items():
-            if missing := set(self._moments(name)) - entries.keys():
-                raise ValueError(f"the state has no {' and no '.join(sorted(missing))} of {name!r}: it is incomplete")
-        for name, p in self._named.items():
-            self._of(name).state.pop(p, None)
-            if name in found:
-                self._of(name).state[p] = found[name]
-
-    def _of(self, name: str) -> torch.optim.Optimizer:
-        return self._muon if self._kinds[name] == "matrix" else self._adamw
-
-    def _moments(self, name: str) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self._kinds[name] == "matrix" else ("step", "exp_avg", "exp_avg_sq")
+    def adopt(self, other: "LanesOptimizer") -> None:
+        """Copy the moments of all parameters that ``other`` has too; rows that only this model has start at 0 (see ``widened``)."""
+        for mine, its in ((self.muon, other.muon), (self.adamw, other.adamw)):
+            for name, old in other.named.items():
+                if old in its.state:
+                    p = self.named[name]
+                    mine.state[p] = {
+                        key: widened(value, torch.zeros_like(p)) if value.ndim else value.clone()  # without an axis: the step count
+                        for key, value in its.state[old].items()
+                    }
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, nn.Parameter]], settings: OptimSettings) -> LanesOptimiser:
-    """Return Muon for the matrices of ``blocks`` and AdamW for the other parameters that require a gradient; see ``kind_of``.
-
-    Raises:
-        ValueError: If no parameter requires a gradient, or if a tensor has two names (it would be stepped twice).
-    """
-    groups: dict[Kind, dict[str, nn.Parameter]] = {"matrix": {}, "embedding": {}, "control": {}}
-    first: dict[int, str] = {}
-    for name, p in named_parameters:
-        if id(p) in first:
-            raise ValueError(f"{name!r} and {first[id(p)]!r} are one tensor: pass model.named_parameters(), which names each once")
-        first[id(p)] = name
-        if p.requires_grad:
-            groups[kind_of(name, p)][name] = p
-    if not any(groups.values()):
-        raise ValueError("no parameter requires a gradient: there is nothing to optimize")
-    return LanesOptimiser(groups, settings)
+def widened(value: Tensor, like: Tensor) -> Tensor:
+    """Return a copy of ``like`` with ``value`` in its first rows: skips are numbered from the innermost on, in every schedule."""
+    return torch.cat((value, like[len(value) :])) if value.ndim else value.clone()

@@ -14,8 +14,8 @@ per feature. Behind the fork, if lane 1 is read out and no skip is mixed into it
     one stream  1, times sigmoid(gate) for every later skip that is mixed in
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
-from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
 from studies.lanes.symmetry import SUBLAYERS
 
@@ -128,15 +127,9 @@ def coefficients(model: LanesModel) -> dict[Sublayer, Float[Tensor, " d"]]:
     return dict(reversed(found.items()))
 
 
-def ratios_of(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:
-    """Return one row per sublayer of any model, trained or not; `seed` is only recorded."""
+def ratios(model: LanesModel, tokens: Int[Tensor, "b s"], seed: int) -> tuple[Ratio, ...]:
+    """Return one row per sublayer of a model, trained or random; `seed` is only recorded."""
     return tuple(_ratio(model, paths, seed) for paths in decompose(model, tokens))
-
-
-def ratios(config: LanesConfig, seeds: Iterable[int], tokens: Int[Tensor, "b s"]) -> tuple[Ratio, ...]:
-    """Return rows of every sublayer and seed, of random float64 models whose output projections are not 0 (0 has no cascade)."""
-    models = {seed: LanesModel(replace(config, zero_init=False), torch.Generator().manual_seed(seed)).double() for seed in seeds}
-    return tuple(row for seed, model in models.items() for row in ratios_of(model, tokens, seed))
 
 
 def _run(model: LanesModel, tokens: Tensor, names: Sequence[str], cut: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:

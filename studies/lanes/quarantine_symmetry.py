@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 from tqdm import tqdm
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Branch, Kept, SharedQuarantine, SVDKept
 from mi_route2.validation import AtLeastOne, Positive, validated
 from studies.environments.micro.model import MicroConfig, MicroGPT
-from studies.lanes.config import BOS, VOCABULARY
+from studies.lanes.config import VOCABULARY
+from studies.lanes.model import byte_loss
 from studies.lanes.symmetry import Reading, Trace, relative, rows_at
 
 PATTERN = "blocks.*"
@@ -95,64 +95,38 @@ def written(branch: Branch, factors: Mapping[str, Tensor]) -> tuple[Float[Tensor
 
 
 def factors(branch: Branch) -> dict[str, nn.Parameter]:
-    """Return the factor behind each adapter's bottleneck.
-
-    Raises:
-        ValueError: If there is no quarantine.
-    """
+    """Return the factor behind each adapter's bottleneck."""
     quarantine = branch.quarantine
-    if quarantine is None:
-        raise ValueError(f"there is no quarantine at {branch.site}: attach with AdapterSpec(quarantine='shared') or 'lora'")
+    assert quarantine is not None, "every arm has one"
     return {
         "kept": branch.kept.get_parameter(branch.kept.scored),
         "quarantine": quarantine.get_parameter("shared" if isinstance(quarantine, SharedQuarantine) else "B"),
     }
 
 
-def quarantine_partials(model: nn.Module, adapters: Adapters, tokens: Int[Tensor, "b s"]) -> dict[str, float]:
-    """Return the relative difference of the gradients of kept adapter and quarantine, as matrices, by site.
-
-    `model` returns logits `[b s v]` of tokens; the loss is that of the lanes, in nats per byte. `.grad` is not changed.
-    """
-    by_site = {site: factors(branch) for site, branch in adapters.sites.items()}
-    flat = [p for pair in by_site.values() for p in pair.values()]
-    gradients = iter(torch.autograd.grad(byte_loss(model, tokens), flat, materialize_grads=True))
-    found = {site: {name: next(gradients) for name in pair} for site, pair in by_site.items()}
-    return {site: relative(*written(adapters.sites[site], pair)) for site, pair in found.items()}
-
-
-def byte_loss(model: nn.Module, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-    """Return the mean nats per byte of `tokens[:, 1:]`; starts of documents are not predicted."""
-    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), ignore_index=BOS)
-
-
 def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor, "n s"], generator: torch.Generator) -> Trace:
     """Train kept adapter and quarantine by Adam in float64, without a mask, and record both every `every` steps and at the end.
 
     `generator` draws the base model, then the adapters. Steps take rows of `tokens` as in `train_symmetry`.
-
-    Raises:
-        ValueError: If there are fewer rows of tokens than a batch.
     """
-    if len(tokens) < settings.batch:
-        raise ValueError(f"{len(tokens)} rows of tokens are fewer than a batch: give at least {settings.batch}")
     model = base(settings, tokens.shape[1], generator)
     adapters = attach(model, PATTERN, spec=arm.spec(settings.rank), generator=generator)
     if arm.start == "unequal":
         _spread(adapters, settings.unequal, generator)
-    optimiser = torch.optim.Adam(
+    optimizer = torch.optim.Adam(
         [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], lr=settings.rate
     )
     readings: list[Reading] = []
     for step in range(settings.steps + 1):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with adapters.unrouted():  # both learn from all data: only their bases can separate them
-            loss = byte_loss(model, rows_at(tokens, step, settings.batch))
+            rows = rows_at(tokens, step, settings.batch)
+            loss = byte_loss(model(rows[:, :-1]), rows)
             loss.backward()
         if step % settings.every == 0 or step == settings.steps:
             readings.append(_reading(adapters, step, loss))
         if step < settings.steps:
-            optimiser.step()
+            optimizer.step()
     return Trace.of(arm.name, "quarantine", arm.start, readings)
 
 

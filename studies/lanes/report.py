@@ -120,7 +120,7 @@ def arms_text(found: Found) -> str:
     reference = found.by_seed("gptj", "bpb", lambda c: c["bpb"])
     body: list[list[Any]] = []
     for name, about in (("unigram", "a table of single bytes"), ("bigram", "a table of pairs of bytes")):
-        counted = {seed: c[name] for seed, c in found.by_draw("tables").items()}
+        counted = found.by_seed("tables", "tables", lambda c, name=name: c[name])
         body.append(against(f"({name})", about + ", counted on all of the training text", counted, reference))
     for name in [name for name in ARMS if any(key[0] == name for key in found.contents)]:
         body.append(against(name, ARMS[name].about, found.by_seed(name, "bpb", lambda c: c["bpb"]), reference))

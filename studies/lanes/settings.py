@@ -12,7 +12,7 @@ import torch
 
 from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
-from studies.lanes.config import LanesConfig, sized
+from studies.lanes.config import LanesConfig, StartName, WiringName, sized
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.quarantine_symmetry import QuarantineSettings
 from studies.lanes.size import Compressor, compress
@@ -127,7 +127,7 @@ class Instruments:
     def __post_init__(self) -> None:
         self.config("shipped")  # raises for sizes that do not fit
 
-    def config(self, wiring: str, start: str = "symmetric") -> LanesConfig:
+    def config(self, wiring: WiringName, start: StartName = "symmetric") -> LanesConfig:
         """Return the model configuration for a wiring; output projections are not 0, or no routing scalar would have a gradient."""
         return sized(self, wiring=wiring, start=start, zero_init=False)
 

@@ -14,24 +14,24 @@ If output projections are 0, every g_j is exactly 0 in every wiring. `quarantine
 quarantines share one figure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Bool, Int
+from torch import Tensor
 from torch.func import functional_call
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, Natural, Positive, validated
-from studies.lanes.config import STARTS, WIRINGS, LanesConfig, sized
-from studies.lanes.model import LanesModel
+from studies.lanes.config import STARTS, WIRINGS, LanesConfig, StartName, WiringName, sized
+from studies.lanes.model import LanesModel, byte_loss
 
 Kind = Literal["lanes", "quarantine"]
 SUBLAYERS = ("attn", "mlp")
-TWO_LANES = tuple(name for name, wiring in WIRINGS.items() if wiring.lanes == 2)
-_ROUTING = ("post", "resid")
+TWO_LANES: tuple[WiringName, ...] = tuple(name for name, wiring in WIRINGS.items() if wiring.lanes == 2)
 
 
 @validated
@@ -64,22 +64,18 @@ class SymmetrySettings:
     every: AtLeastOne = 5
     rate: Positive = 3e-3
 
-    def config(self, wiring: str, start: str) -> LanesConfig:
+    def config(self, wiring: WiringName, start: StartName) -> LanesConfig:
         return sized(self, wiring=wiring, start=start)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """Derivatives of the loss with respect to a sublayer's routing scalars in one layer: both lanes' weights, and `resid`.
-
-    They are in nats.
-    """
+    """Derivatives of the loss in nats by both lanes' weights of a sublayer, and their relative difference."""
 
     layer: int
     sublayer: str
     lane0: float
     lane1: float
-    resid: float
     difference: float
 
 
@@ -121,17 +117,6 @@ class Reading(NamedTuple):
     loss: float
 
 
-class _Loss(nn.Module):
-    """The loss as a forward, so that parameters can be substituted and the model is unchanged."""
-
-    def __init__(self, model: LanesModel):
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Int[Tensor, "b s"]) -> Float[Tensor, ""]:
-        return self.model.loss(tokens)
-
-
 @torch.no_grad()
 def relative(a: Tensor, b: Tensor) -> float:
     """Return `|a - b| / max(|a|, |b|)` in the Euclidean norm, 0 if both are 0. It is between 0 and 2."""
@@ -143,38 +128,18 @@ def partials(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[Partial, ..
     """Return one row per layer and sublayer, including those before the fork (all 0).
 
     The scalars are differentiated whether they are learned or frozen.
-
-    Raises:
-        ValueError: If the wiring has one lane.
     """
-    _demand_lanes(model)
-    post, resid = _gradients(model, tokens, _ROUTING).values()
+    post = _gradients(model, tokens)["post"]
     return tuple(
-        Partial(layer, sublayer, float(g[0]), float(g[1]), float(resid[layer, i]), relative(g[0], g[1]))
+        Partial(layer, sublayer, float(g[0]), float(g[1]), relative(g[0], g[1]))
         for layer in range(model.config.layers)
-        for i, sublayer in enumerate(SUBLAYERS)
-        for g in (post[layer, i],)
+        for sublayer, g in zip(SUBLAYERS, post[layer], strict=True)
     )
 
 
-def scalars(model: LanesModel) -> tuple[str, ...]:
-    """Return the name of every routing scalar, `post[layer,sublayer,lane]` and `resid[layer,sublayer]`; none for one lane."""
-    return tuple(name for key in _ROUTING if model.wiring.lanes > 1 for name in _elements(key, getattr(model, key)))
-
-
-def dead(model: LanesModel, tokens: Int[Tensor, "b s"]) -> tuple[str, ...]:
-    """Return the names of the parameters with a gradient of exactly 0 on these tokens.
-
-    Routing scalars are listed by element, other parameters by name if their whole gradient is 0. If the output projections start at
-    0, this includes many more parameters than those that the wiring disables.
-    """
-    found: list[str] = []
-    for name, gradient in _gradients(model, tokens, [name for name, _ in model.named_parameters()]).items():
-        if name in _ROUTING:
-            found += [element for element, g in zip(_elements(name, gradient), gradient.flatten(), strict=True) if not g]
-        elif not gradient.any():
-            found.append(name)
-    return tuple(found)
+def live(model: LanesModel, tokens: Int[Tensor, "b s"]) -> dict[str, Bool[Tensor, "layers 2 ..."]]:
+    """Return which routing scalars (`post`, `resid`) have a gradient that is not exactly 0 on these tokens."""
+    return {name: gradient != 0 for name, gradient in _gradients(model, tokens).items()}
 
 
 def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
@@ -184,38 +149,24 @@ def slopes(model: LanesModel, texts: Int[Tensor, "n s"]) -> dict[str, int]:
     gauges, at least to first order.
 
     Raises:
-        ValueError: If there are fewer texts than scalars, or if the wiring has one lane.
+        ValueError: If there are fewer texts than scalars.
     """
-    _demand_lanes(model)
     used = (model.config.layers - model.config.lane_start) * 3 * len(SUBLAYERS)
     if len(texts) < used:
         raise ValueError(f"{len(texts)} texts cannot show {used} directions: give at least as many texts as directions")
     found = torch.stack(
-        [
-            torch.cat([g[model.config.lane_start :].flatten() for g in _gradients(model, text[None], _ROUTING).values()])
-            for text in texts
-        ]
+        [torch.cat([g[model.config.lane_start :].flatten() for g in _gradients(model, text[None]).values()]) for text in texts]
     )
     return {"used": used, "sloped": int(torch.linalg.matrix_rank(found, rtol=1e-10))}
 
 
 def exchange_gap(model: LanesModel, tokens: Int[Tensor, "b s"]) -> float:
-    """Return the change of the loss, in nats, if the lanes exchange their weights: 0 for any wiring if they are equal.
-
-    Raises:
-        ValueError: If the wiring has one lane.
-    """
-    _demand_lanes(model)
+    """Return the change of the loss, in nats, if the lanes exchange their weights: 0 for any wiring if they are equal."""
     return _gap(model, tokens, model.post.detach().flip(-1))
 
 
 def gauge_gap(model: LanesModel, tokens: Int[Tensor, "b s"], amount: float = 0.1) -> float:
-    """Return the change of the loss, in nats, if `amount` of every sublayer's weight moves from lane 1 to lane 0.
-
-    Raises:
-        ValueError: If the wiring has one lane.
-    """
-    _demand_lanes(model)
+    """Return the change of the loss, in nats, if `amount` of every sublayer's weight moves from lane 1 to lane 0."""
     return _gap(model, tokens, model.post.detach() + amount * model.post.new_tensor((1.0, -1.0)))
 
 
@@ -233,30 +184,24 @@ def train_symmetry(
 
     `generator` draws the model. A step takes the next `batch` rows of `tokens` and starts again at the top after the last; if there
     are as many rows as a batch has, every step takes the same batch.
-
-    Raises:
-        ValueError: If the wiring has one lane, or if there are fewer rows than a batch.
     """
-    if len(tokens) < batch:
-        raise ValueError(f"{len(tokens)} rows of tokens are fewer than a batch: give at least {batch}")
     model = LanesModel(config, generator).double()
-    _demand_lanes(model)
-    optimiser = torch.optim.Adam(model.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     readings: list[Reading] = []
     for step in range(steps + 1):
         loss = model.loss(rows_at(tokens, step, batch))
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         if step % every == 0 or step == steps:
             readings.append(_reading(model, step, loss))
         if step < steps:
-            optimiser.step()
+            optimizer.step()
     return Trace.of(config.wiring, "lanes", config.start, readings)
 
 
 def trace_wirings(settings: SymmetrySettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
     """Return a trace of every wiring of two lanes from every start, all from the same weights, drawn by `seed`."""
-    runs = [(wiring, start) for wiring in TWO_LANES for start in STARTS]
+    runs = list(product(TWO_LANES, STARTS))
     given = {name: getattr(settings, name) for name in ("steps", "every", "batch", "rate")}
     return tuple(
         train_symmetry(settings.config(wiring, start), tokens, torch.Generator().manual_seed(seed), **given)
@@ -293,30 +238,17 @@ def _reading(model: LanesModel, step: int, loss: Tensor) -> Reading:
     return Reading(step, float(apart), sum(pairs) / len(pairs), float(loss.detach()))
 
 
-def _demand_lanes(model: LanesModel) -> None:
-    if model.wiring.lanes == 1:
-        raise ValueError(f"{model.config.wiring} has one lane and no routing: choose from {', '.join(TWO_LANES)}")
-
-
-def _gradients(model: LanesModel, tokens: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
-    """Return the gradient of each named parameter, zeros if the loss does not depend on it.
-
-    Neither `requires_grad` nor `.grad` is changed.
-    """
-    free = {name: model.get_parameter(name).detach().requires_grad_() for name in names}
+def _gradients(model: LanesModel, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of the routing scalars, zeros if the loss does not depend on one; the model is unchanged."""
+    free = {name: model.get_parameter(name).detach().requires_grad_() for name in ("post", "resid")}
     gradients = torch.autograd.grad(_loss_with(model, tokens, free), list(free.values()), materialize_grads=True)
     return dict(zip(free, gradients, strict=True))
 
 
-def _loss_with(model: LanesModel, tokens: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    return functional_call(_Loss(model), {f"model.{name}": value for name, value in parameters.items()}, (tokens,))
+def _loss_with(model: LanesModel, tokens: Tensor, parameters: dict[str, Tensor]) -> Tensor:
+    return byte_loss(functional_call(model, parameters, (tokens[:, :-1],)), tokens)
 
 
 @torch.no_grad()
 def _gap(model: LanesModel, tokens: Tensor, post: Tensor) -> float:
     return float(_loss_with(model, tokens, {"post": post}) - model.loss(tokens))
-
-
-def _elements(name: str, of: Tensor) -> list[str]:
-    indices = torch.cartesian_prod(*(torch.arange(n) for n in of.shape)).tolist()
-    return [f"{name}[{','.join(map(str, index))}]" for index in indices]

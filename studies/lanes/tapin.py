@@ -1,6 +1,6 @@
 """Tap-In: hints about the next token at every position of a stream, from earlier occurrences of the last tokens.
 
-    hints = find_hints(stream.tokens, window=256)        for windows of 256 tokens, every 64
+    hints = find_hints(tokens, 256, window_starts(len(tokens), 256, 64))          for windows of 256 tokens, every 64
     hints.token[t], hints.length[t], hints.votes[t]      the hint for tokens[t + 1]; -1, 0, 0 if there is none
 
 For the query that ends at t, scored by the window that starts at w (PR 1518 of parameter-golf, "Tap-In V6"):
@@ -28,11 +28,11 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from mi_route2.validation import Fraction, NonNegative, validated
 from studies.lanes.config import BOS
 from studies.lanes.tapin_index import LEAST, automaton, match, table_size
 
 MOST = 100
-STRIDE = 64
 _NOTHING = np.iinfo(np.uint16).max
 
 
@@ -65,69 +65,32 @@ class Hints:
         return Hints(self.token[places], self.length[places], self.votes[places], self.cross[places])
 
 
-def window_starts(n: int, window: int, stride: int = STRIDE) -> Int64[Tensor, " n"]:
-    """Return the start of the window that scores each of ``n`` positions.
-
-    The first window scores all of its positions; each later one starts a stride later and scores its last ``stride``. The last
-    window may be short: no position is scored twice.
-
-    Raises:
-        ValueError: Unless 1 <= stride <= window.
-    """
-    if not 1 <= stride <= window:
-        raise ValueError(f"windows of {window} tokens every {stride} leave tokens out: choose a stride from 1 to the window")
-    return (torch.arange(n) - (window - 1)).clamp(min=0).add(stride - 1).div(stride, rounding_mode="floor") * stride
-
-
-def find_hints(
-    tokens: Int64[Tensor, " s"], window: int, *, stride: int = STRIDE, starts: Int64[Tensor, " n"] | None = None
-) -> Hints:
+def find_hints(tokens: Int64[Tensor, " s"], window: int, starts: Int64[Tensor, " s"]) -> Hints:
     """Return the hints at all positions of a stream, whose documents start at its BOS tokens (and at 0).
 
-    ``starts`` is the start of the window that scores each position, if it is not ``window_starts(s, window, stride)``.
+    ``starts`` is the start of the window that scores each position (see ``window_starts``).
 
     Raises:
         ValueError: If tokens are outside of the vocabulary, or if starts decrease or lie ``window`` tokens or more back.
     """
-    ids = tokens.cpu().numpy()
-    if len(ids) and not 0 <= ids.min() <= ids.max() < _NOTHING:
+    ids, first, n = tokens.numpy(), starts.numpy(), len(tokens)
+    if n and not 0 <= ids.min() <= ids.max() < _NOTHING:
         raise ValueError(f"tokens must be from 0 to {_NOTHING - 1}, but they range from {ids.min()} to {ids.max()}")
-    first = (window_starts(len(ids), window, stride) if starts is None else starts).cpu().numpy()
-    _check(first, len(ids), window)
-    n = len(ids)
-    documents = _documents(ids)
-    lost = _lost_lengths(documents, window)
-    padded = np.full(window + n, _NOTHING, dtype=np.uint16)
-    padded[window:] = ids
-    token, length, votes = (np.empty(n, dtype=np.int64) for _ in range(3))
-    cross = np.empty(n, dtype=np.bool_)
-    if n:
-        slots = np.zeros(n, dtype=np.int64)
-        at, sizes = lost
-        slots[at] = [table_size(int(size)) for size in sizes]
-        index = automaton(int(sizes.max()))
-        runs, count = np.zeros(window, dtype=np.uint16), np.zeros(n, dtype=np.int64)
-        match(padded, _four_grams(ids), first, documents, slots, MOST, index, runs, count, token, length, votes, cross)
-    return Hints(*(torch.from_numpy(found) for found in (token, length, votes, cross)))
-
-
-def _check(starts: np.ndarray, n: int, window: int) -> None:
-    if len(starts) != n:
-        raise ValueError(f"there are {len(starts)} window starts for {n} tokens: give one for each token")
-    back = np.arange(n) - starts
-    if n and (starts[0] < 0 or (np.diff(starts) < 0).any() or back.min() < 0 or back.max() >= window):
+    back = np.arange(n) - first
+    if n and (first[0] < 0 or (np.diff(first) < 0).any() or back.min() < 0 or back.max() >= window):
         raise ValueError(f"window starts must not decrease, and each must lie 0 to {window - 1} tokens before its position")
-
-
-def _documents(ids: np.ndarray) -> np.ndarray:
-    """Return [n]: the start of the document of each position."""
-    return np.maximum.accumulate(np.where(ids == BOS, np.arange(len(ids)), 0))
-
-
-def _lost_lengths(documents: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the starts of documents, and how many tokens of each can leave a window before the document ends."""
-    at, sizes = np.unique(documents, return_counts=True)
-    return at, np.maximum(sizes - window, 0)
+    padded = np.concatenate([np.full(window, _NOTHING, dtype=np.uint16), ids], dtype=np.uint16, casting="unsafe")
+    token, length, votes, slots = (np.zeros(n, dtype=np.int64) for _ in range(4))
+    cross = np.zeros(n, dtype=np.bool_)
+    if n:
+        documents = np.maximum.accumulate(np.where(ids == BOS, np.arange(n), 0))  # the start of each position's document
+        at, sizes = np.unique(documents, return_counts=True)
+        lost = np.maximum(sizes - window, 0)  # tokens of each document that leave a window before the document ends
+        slots[at] = [table_size(int(size)) for size in lost]
+        runs, count = np.zeros(window, dtype=np.uint16), np.zeros(n, dtype=np.int64)
+        room = automaton(int(lost.max()))
+        match(padded, _four_grams(ids), first, documents, slots, MOST, room, runs, count, token, length, votes, cross)
+    return Hints(*(torch.from_numpy(found) for found in (token, length, votes, cross)))
 
 
 def _four_grams(ids: np.ndarray) -> np.ndarray:
@@ -141,79 +104,36 @@ def _four_grams(ids: np.ndarray) -> np.ndarray:
     return numbers
 
 
-_ROWS = 4096
-
-
-@dataclass(frozen=True)
+@validated
 class Mixing:
-    """Constants of the formula of a hint's weight.
+    """Constants of the weight of a hint that matched `length` tokens and has so many `votes`.
 
-    Raises:
-        ValueError: If a weight could be outside of [0, 1), or if ``top`` is less than 1.
+    w = min(most, base (1 + per_length (length - 3)) (1 + per_vote ln votes))       base: within the window, or across windows
     """
 
-    within: float = 0.02
-    cross: float = 0.12
-    per_length: float = 0.15
-    per_vote: float = 0.2
-    most: float = 0.5
-    top: int = 1000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.most < 1:
-            raise ValueError(f"most is {self.most}: a hint's weight must be at least 0 and below 1")
-        if not all(number >= 0 for number in (self.within, self.cross, self.per_length, self.per_vote)):
-            raise ValueError(f"within, cross, per_length and per_vote must be at least 0, but this is {self}")
-        if self.top < 1:
-            raise ValueError(f"top is {self.top}: it must be at least 1; a large number drops no hint")
+    within: NonNegative = 0.02
+    cross: NonNegative = 0.12
+    per_length: NonNegative = 0.15
+    per_vote: NonNegative = 0.2
+    most: Fraction = 0.5
 
     def weights(self, hints: Hints) -> Float64[Tensor, " s"]:
-        """Return the weight of each hint before any is dropped; 0 if there is no hint."""
+        """Return the weight of each hint; 0 if there is no hint."""
         base = self.within + (self.cross - self.within) * hints.cross.double()
         length = 1 + self.per_length * (hints.length - LEAST).double()
         votes = 1 + self.per_vote * hints.votes.clamp(min=1).double().log()
         return torch.where(hints.offered, (base * length * votes).clamp(max=self.most), 0.0)
 
 
-def kept(logits: Float[Tensor, "s v"], hints: Hints, top: int) -> Bool[Tensor, " s"]:
-    """Return the mask of hints whose token is among the ``top`` likeliest: fewer than ``top`` logits are larger than its own."""
-    offered = hints.offered.to(logits.device)
-    if top >= logits.shape[-1]:
-        return offered
-    own = logits.gather(-1, _tokens(logits, hints))
-    return offered & ((logits > own).sum(-1) < top)
+def mixed_nll(logits: Float[Tensor, "s v"], targets: Int64[Tensor, " s"], hints: Hints, mixing: Mixing) -> Float64[Tensor, " s"]:
+    """Return -ln p'(target) in nats, where the hint c at a position takes its weight from all tokens:  p' = (1 - w) p,  p'(c) += w.
 
-
-def mix(logits: Float[Tensor, "s v"], hints: Hints, mixing: Mixing = Mixing()) -> Float64[Tensor, "s v"]:
-    """Return ln p' over the vocabulary, from logits (or log-probabilities) and the hints at the same positions."""
-    w = _weights(logits, hints, mixing)
-    mixed = torch.log_softmax(logits.double(), -1) + torch.log1p(-w)[:, None]
-    tokens = _tokens(logits, hints)
-    return mixed.scatter(-1, tokens, torch.logaddexp(mixed.gather(-1, tokens), w.log()[:, None]))
-
-
-def mixed_nll(
-    logits: Float[Tensor, "s v"],
-    targets: Int64[Tensor, " s"],
-    hints: Hints,
-    mixing: Mixing = Mixing(),
-) -> Float64[Tensor, " s"]:
-    """Return -ln p'(target) in nats, as from ``mix``, but only for the targets and a few rows at a time."""
-    w = _weights(logits, hints, mixing)
-    total = torch.cat([rows.double().logsumexp(-1) for rows in logits.split(_ROWS)])
-    own = logits.gather(-1, targets[:, None])[:, 0].double() - total + torch.log1p(-w)
-    hit = targets == hints.token.to(targets.device)
-    return -torch.where(hit, torch.logaddexp(own, w.log()), own)
-
-
-def _tokens(logits: Tensor, hints: Hints) -> Int64[Tensor, "s 1"]:
-    """Return the hinted tokens as an index; 0 (with weight 0) if there is no hint."""
-    return hints.token.clamp(min=0)[:, None].to(logits.device)
-
-
-def _weights(logits: Tensor, hints: Hints, mixing: Mixing) -> Float64[Tensor, " s"]:
+    The record drops a hint whose token is not among the 1,000 likeliest; a vocabulary of 257 has no such token.
+    """
     if len(hints) != len(logits):
         raise ValueError(
             f"there are {len(hints)} hints for {len(logits)} positions: select those of the positions by hints.at(...)"
         )
-    return torch.where(kept(logits, hints, mixing.top), mixing.weights(hints).to(logits.device), 0.0)
+    w = mixing.weights(hints)
+    own = logits.gather(-1, targets[:, None])[:, 0].double() - logits.double().logsumexp(-1) + torch.log1p(-w)
+    return -torch.where(targets == hints.token, torch.logaddexp(own, w.log()), own)

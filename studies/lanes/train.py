@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from mi_route2.validation import AtLeastOne, validated
@@ -22,7 +22,7 @@ from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm, Size
 from studies.lanes.config import LanesConfig
 from studies.lanes.model import LanesModel
-from studies.lanes.optim import LanesOptimiser, OptimSettings, build_optimizer
+from studies.lanes.optim import LanesOptimizer, OptimSettings, widened
 from studies.lanes.text import batches
 
 Precision = Literal["float32", "bf16"]
@@ -133,18 +133,18 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
     switch = switch_step(arm, steps)
     device = training.device
     model = build(plain(config) if switch else config, seed).to(device)
-    optimiser = build_optimizer(model.named_parameters(), optim)
+    optimizer = LanesOptimizer(model, optim)
     loss_on, losses = loss_of(device, training.precision, training.compile), []
     generator = torch_generator(seed, "lanes batches")
     drawn = batches(tokens, size=training.batch, length=training.length, steps=steps, generator=generator)
     for i, batch in enumerate(tqdm(drawn, arm.name, steps, delay=3, leave=False, disable=None)):
         if i == switch > 0:
-            model, optimiser = looped(model, optimiser, build(config, seed).to(device))
-        optimiser.set(i, steps)
-        optimiser.zero_grad()
+            model, optimizer = looped(model, optimizer, build(config, seed).to(device))
+        optimizer.set(i, steps)
+        model.zero_grad()
         loss = loss_on(model, batch.to(device))
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.detach())
     found = torch.stack(losses).float().cpu()
     if not bool(found.isfinite().all()):
@@ -152,22 +152,10 @@ def train(arm: Arm, size: Size, training: Training, tokens: Int64[Tensor, " n"],
     return Trained(model.cpu(), found)
 
 
-def looped(model: LanesModel, optimiser: LanesOptimiser, new: LanesModel) -> tuple[LanesModel, LanesOptimiser]:
+def looped(model: LanesModel, optimizer: LanesOptimizer, new: LanesModel) -> tuple[LanesModel, LanesOptimizer]:
     """Return `new` with the weights of `model` in all parameters that both have, and an optimizer with their moments."""
     start = new.state_dict()
     new.load_state_dict(start | {name: widened(value, start[name]) for name, value in model.state_dict().items()})
-    own = dict(new.named_parameters())
-    moments = {entry: _moment(value, own[entry.partition("/")[2]]) for entry, value in optimiser.state_dict().items()}
-    fresh = build_optimizer(new.named_parameters(), optimiser.settings)
-    fresh.load_state_dict(moments)
+    fresh = LanesOptimizer(new, optimizer.settings)
+    fresh.adopt(optimizer)
     return new, fresh
-
-
-def widened(value: Tensor, like: Tensor) -> Tensor:
-    """Return `like` with `value` in its first rows: skips are numbered from the innermost on, in every schedule."""
-    return torch.cat((value, like[len(value) :])) if value.ndim and len(value) < len(like) else value
-
-
-def _moment(value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Return a moment for all rows of a parameter, 0 in new rows; the step count is unchanged."""
-    return value if not value.ndim else widened(value, torch.zeros_like(parameter))

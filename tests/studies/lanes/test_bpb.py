@@ -5,11 +5,12 @@ import math
 
 import pytest
 import torch
+from hinted import changed_scores
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_reader import tiny_reader, tiny_stream
 
-from studies.lanes.bpb import PRIOR, bits, bpb, byte_targets, in_eval, plan_windows, score, table_bpb
+from studies.lanes.bpb import PRIOR, bpb, byte_targets, in_eval, plan_windows, score, table_bpb, window_starts
 from studies.lanes.config import BOS
 
 pytestmark = pytest.mark.study
@@ -34,6 +35,15 @@ def test_one_prediction_has_one_window_and_none_has_none() -> None:
     assert plan_windows(1, 128, 64) == ((0, 1, 0),)
     assert plan_windows(0, 128, 64) == ()
     assert plan_windows(300, 128, 64) == ((0, 128, 0), (64, 192, 128), (128, 256, 192), (172, 300, 256))
+
+
+@given(st.integers(2, 200), SIZES)
+def test_every_position_has_the_start_of_the_window_that_scores_it(n: int, sizes: tuple[int, int]) -> None:
+    starts = window_starts(n, *sizes).tolist()
+    for one in plan_windows(n - 1, *sizes):
+        assert set(starts[one.score_from : one.end]) == {one.start}
+    assert len(starts) == n
+    assert starts[-1] == starts[-2] + 1
 
 
 @pytest.mark.parametrize(("n", "window", "stride"), [(5, 4, 5), (5, 4, 0), (-1, 4, 2)])
@@ -77,7 +87,6 @@ def test_only_predicted_bytes_count() -> None:
     tokens = torch.tensor([BOS, 97, BOS, 98, 99])
     nll = torch.tensor([7.0, 1.0, 100.0, 2.0, 3.0]).double() * math.log(2)
     assert byte_targets(tokens).tolist() == [False, True, False, True, True]
-    assert bits(nll, tokens) == pytest.approx(6, abs=1e-12)
     assert bpb(nll, tokens) == pytest.approx(2, abs=1e-12)
     assert bpb(nll[1:], tokens[1:]) == pytest.approx(2.5, abs=1e-12)  # nothing predicts the first of an excerpt
 
@@ -97,7 +106,7 @@ def test_uniform_guesses_cost_their_logarithm() -> None:
     assert bpb(score(model, tokens, window=16, stride=8), tokens) == pytest.approx(math.log2(257), abs=1e-12)
 
 
-def test_mix_sees_each_position_once_in_order_and_is_what_is_scored() -> None:
+def test_a_watch_sees_each_position_once_in_order_with_its_own_distribution() -> None:
     model, tokens = tiny_reader(), tiny_stream(61)
     seen: list[torch.Tensor] = []
 
@@ -107,22 +116,10 @@ def test_mix_sees_each_position_once_in_order_and_is_what_is_scored() -> None:
         return (0.5 * log_probs.exp() + 0.5 / 257).log()
 
     plain = score(model, tokens, window=16, stride=5, batch=4)
-    mixed = score(model, tokens, window=16, stride=5, batch=4, mix=half_uniform)
+    mixed = changed_scores(lambda watch: score(model, tokens, window=16, stride=5, batch=4, watch=watch), tokens, half_uniform)
     assert torch.cat(seen).tolist() == list(range(60))
     expected = -(0.5 * (-plain[1:]).exp() + 0.5 / 257).log()
     torch.testing.assert_close(mixed[1:], expected, rtol=0, atol=1e-12)
-    with pytest.raises(ValueError, match="keep the shape"):
-        score(model, tokens, window=16, stride=5, mix=lambda log_probs, positions: log_probs[:1])
-
-
-def test_mix_row_i_is_the_distribution_behind_position_i() -> None:
-    """An oracle that may look at the token behind each position, and so pays nothing for it."""
-    tokens = tiny_stream(61)
-
-    def oracle(log_probs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(tokens[positions + 1], 257).double().log()
-
-    assert score(tiny_reader(), tokens, window=16, stride=5, mix=oracle).abs().max() == 0
 
 
 def test_modes_and_gradients_are_left_as_found() -> None:

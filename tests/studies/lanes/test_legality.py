@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hinted import changed_scores, mix
 from hypothesis import given
 from hypothesis import strategies as st
 from legality import Audit, Leak, audit, changed
 from tiny_reader import tiny_reader, tiny_stream
 from torch import nn
 
-from studies.lanes.bpb import plan_windows, score, score_windows
+from studies.lanes.bpb import plan_windows, score, score_windows, window_starts
 from studies.lanes.ttt import TTTSettings, adapt, borrowed, plan_chunks, train_chunk
 
 pytestmark = pytest.mark.study
@@ -89,7 +90,7 @@ def repeating(early: bool) -> Callable[[torch.Tensor], torch.Tensor]:
                 follows[int(tokens[at])] = int(tokens[at + 1])
             return p.log()
 
-        return score(bigram(), tokens, window=16, stride=8, mix=mix)
+        return changed_scores(lambda watch: score(bigram(), tokens, window=16, stride=8, watch=watch), tokens, mix)
 
     return scorer
 
@@ -113,13 +114,14 @@ def test_every_distribution_of_what_is_legal_adds_up_to_1(scorer: Callable) -> N
 def test_tap_in_on_top_of_training_is_legal() -> None:
     """The study's own hints, mixed into a model that learns as it reads."""
     pytest.importorskip("numba")
-    from studies.lanes.tapin import find_hints, mix
+    from studies.lanes.tapin import Mixing, find_hints
 
     few = torch.where(torch.arange(45) % 13 == 0, 5, FEW)
 
     def tapped(tokens: torch.Tensor) -> torch.Tensor:
-        hints = find_hints(tokens, TINY.window, stride=TINY.stride)
-        return adapt(bigram(), tokens, TINY, mix=lambda log_probs, positions: mix(log_probs, hints.at(positions))).nll
+        hints = find_hints(tokens, TINY.window, window_starts(len(tokens), TINY.window, TINY.stride))
+        run = lambda watch: adapt(bigram(), tokens, TINY, watch=watch)  # noqa: E731
+        return changed_scores(run, tokens, lambda log_probs, positions: mix(log_probs, hints.at(positions), Mixing()))
 
     assert (tapped(few) != scored_first_few(few)).sum() > 5
     found = audit(tapped, few, after=(16, 23, 40), targets=(25, 32), generator=generator(), vocabulary=LETTERS)

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
+from hinted import mix
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.tapin import Hints, Mixing, kept, mix, mixed_nll
+from studies.lanes.tapin import Hints, Mixing, mixed_nll
 
 pytestmark = pytest.mark.study
 
@@ -27,11 +28,11 @@ hint = st.one_of(
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Tensor, Hints, Mixing]:
-    """Logits of any spread, hints, and a mixing whose top may drop some."""
+    """Logits of any spread, hints, and weights up to one."""
     rows = draw(st.lists(hint, min_size=1, max_size=8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1000)))
     logits = torch.randn(len(rows), V, generator=generator, dtype=torch.float64) * draw(st.sampled_from([0.0, 1.0, 30.0, 300.0]))
-    return logits, hints_of(*rows), Mixing(top=draw(st.sampled_from([1, 4, V, 1000])))
+    return logits, hints_of(*rows), Mixing(most=draw(st.sampled_from([0.0, 0.5, 0.99])))
 
 
 def test_the_weight_is_the_formulas() -> None:
@@ -45,13 +46,13 @@ def test_the_weight_is_the_formulas() -> None:
 
 @given(cases())
 def test_it_moves_probability_as_the_equation_says(case: tuple[Tensor, Hints, Mixing]) -> None:
-    """p' = (1 - w) p, p'(c) += w, in plain probabilities; a hint outside of the top has no weight."""
+    """p' = (1 - w) p, p'(c) += w, in plain probabilities."""
     logits, hints, mixing = case
     mixed = mix(logits, hints, mixing).exp()
     assert (mixed.sum(-1) - 1).abs().max() < 1e-12
     for row, p, found, w in zip(range(len(hints)), logits.softmax(-1), mixed, mixing.weights(hints).tolist()):
         c = int(hints.token[row])
-        if c < 0 or int((logits[row] > logits[row, c]).sum()) >= mixing.top:
+        if c < 0:
             torch.testing.assert_close(found, p, rtol=1e-11, atol=1e-300)
         else:
             expected = (1 - w) * p
@@ -69,40 +70,25 @@ def test_the_targets_entries_are_those_of_the_whole(case: tuple[Tensor, Hints, M
     torch.testing.assert_close(mixed_nll(logits, targets, hints, mixing), whole, rtol=1e-12, atol=1e-13)
 
 
-def test_many_rows_are_taken_in_parts() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits, targets = torch.randn(9000, 5, generator=generator), torch.randint(0, 5, (9000,), generator=generator)
-    hints = Hints(*(torch.zeros(9000, dtype=torch.int64) for _ in range(3)), torch.zeros(9000, dtype=torch.bool))
-    expected = -mix(logits, hints).gather(-1, targets[:, None])[:, 0]
-    torch.testing.assert_close(mixed_nll(logits, targets, hints), expected, rtol=1e-12, atol=1e-12)
-
-
 def test_without_a_hint_it_is_the_models_own_loss() -> None:
     logits, targets = torch.randn(3, V, dtype=torch.float64), torch.tensor([0, 4, 10])
     none = hints_of(*[(-1, 0, 0, False)] * 3)
     own = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    torch.testing.assert_close(mixed_nll(logits, targets, none), own, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(mixed_nll(logits, targets, none, Mixing()), own, rtol=1e-14, atol=1e-14)
 
 
 def test_a_wrong_hint_costs_the_logarithm_of_what_it_takes_and_a_right_one_saves_the_model_that_knew_nothing() -> None:
     logits = torch.full((1, V), -1000.0, dtype=torch.float64)
     logits[0, 0] = 0.0
     hint = hints_of((3, 3, 1, True))
-    wrong, right = (mixed_nll(logits, torch.tensor([target]), hint).item() for target in (0, 3))
+    wrong, right = (mixed_nll(logits, torch.tensor([target]), hint, Mixing()).item() for target in (0, 3))
     assert wrong == pytest.approx(-math.log(0.88), rel=1e-12)
     assert right == pytest.approx(-math.log(0.12), rel=1e-12)
 
 
-def test_the_top_is_a_rank_and_clips_to_the_vocabulary() -> None:
-    logits = torch.arange(V, dtype=torch.float64).expand(V, V)
-    every = hints_of(*[(token, 3, 1, False) for token in range(V)])
-    for top in (1, 4, V - 1, V, 1000):
-        assert kept(logits, every, top).tolist() == [token >= V - top for token in range(V)]
-
-
 def test_what_cannot_be_is_a_sentence() -> None:
-    for wrong in ({"most": 1.0}, {"within": -0.1}, {"top": 0}, {"most": float("nan")}, {"cross": float("nan")}):
-        with pytest.raises(ValueError, match="least"):
+    for wrong in ({"most": 1.0}, {"within": -0.1}, {"most": float("nan")}, {"cross": float("nan")}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             Mixing(**wrong)
     with pytest.raises(ValueError, match="2 hints for 3 positions"):
-        mix(torch.zeros(3, V), hints_of((1, 3, 1, False), (1, 3, 1, False)))
+        mixed_nll(torch.zeros(3, V), torch.zeros(3, dtype=torch.int64), hints_of((1, 3, 1, False), (1, 3, 1, False)), Mixing())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from studies.lanes.config import BOS, WIRINGS, LanesConfig, Loop
-from studies.lanes.model import LanesModel, is_matrix
-from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, ratios_of, sublayers
+from studies.lanes.model import LanesModel, kinds_of
+from studies.lanes.paths import Paths, Sublayer, coefficients, decompose, ratios, sublayers
 
 pytestmark = pytest.mark.study
 
@@ -22,13 +22,17 @@ def draw(rows: int = 2, length: int = 7, seed: int = 1) -> Tensor:
     return torch.randint(0, BOS, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def make(config: LanesConfig) -> LanesModel:
     """In float64, every control moved off its start."""
     generator = torch.Generator().manual_seed(0)
     model = LanesModel(config, generator).double()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if not is_matrix(model, name):
+            if kinds_of(model)[name] == "control":
                 p += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     return model
 
@@ -129,7 +133,8 @@ def test_norms_of_each_lane_have_no_coefficient() -> None:
 
 def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
     for wiring in ("sequential", "gptj", "shipped"):
-        rows = ratios(replace(PLAIN, wiring=wiring, zero_init=True), range(2), draw())
+        models = {seed: LanesModel(replace(PLAIN, wiring=wiring), generator(seed)).double() for seed in range(2)}
+        rows = [row for seed, model in models.items() for row in ratios(model, draw(), seed)]
         assert [(row.seed, row.step, row.sublayer) for row in rows] == [
             (seed, k, name) for seed in range(2) for k in range(5) for name in ("attn", "mlp")
         ]
@@ -145,7 +150,7 @@ def test_ratios_have_a_row_a_sublayer_and_seed() -> None:
 def test_frozen_and_looped_models_have_ratios_too() -> None:
     model = make(replace(LOOPED, learned=False)).requires_grad_(True)
     model.post.requires_grad_(False)
-    rows = ratios_of(model, draw(), seed=7)
+    rows = ratios(model, draw(), seed=7)
     assert [row.layer for row in rows][::2] == list(model.schedule)
     assert {row.seed for row in rows} == {7}
     assert not model.post.requires_grad

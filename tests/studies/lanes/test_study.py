@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from hinted import changed_scores, mix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_lanes import FEW, with_steps, write_texts
@@ -25,9 +26,9 @@ from studies.lanes.found import load
 from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.settings import Settings, open_text, quick
-from studies.lanes.size import pack
+from studies.lanes.size import HEADER, pack
 from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
-from studies.lanes.tapin import Mixing, mix
+from studies.lanes.tapin import Mixing
 from studies.lanes.text import BOS
 from studies.lanes.ttt import adapt
 from studies.lanes.ttt import trained as trained_by
@@ -189,8 +190,12 @@ def test_what_hints_would_cost_is_noted_beside_scores_that_stay_as_they_are(subj
     evaluation, tokens, mixing = subject.settings.evaluation, subject.test, Mixing(cross=0.3)
     note = Noted(tokens, evaluation, {"hinted": mixing})
     given = {"window": evaluation.window, "stride": evaluation.stride}
-    assert torch.equal(score(subject.model, tokens, mix=note, **given), score(subject.model, tokens, **given))
-    hinted = score(subject.model, tokens, mix=lambda rows, at: mix(rows, note.hints.at(at), mixing), **given)
+    assert torch.equal(score(subject.model, tokens, watch=note, **given), score(subject.model, tokens, **given))
+    hinted = changed_scores(
+        lambda watch: score(subject.model, tokens, watch=watch, **given),
+        tokens,
+        lambda rows, at: mix(rows, note.hints.at(at), mixing),
+    )
     assert bool(note.hints.offered.any())
     torch.testing.assert_close(note.nll["hinted"], hinted)
 
@@ -227,8 +232,12 @@ def test_every_run_at_test_time_is_the_one_that_its_name_says(study: Path, subje
         for name, (scope, rate) in runs.items():
             own = replace(evaluation.ttt, scope=scope, rate=rate)
             assert found["bpb"][name] == pytest.approx(adapt(model, tokens, own).bpb, abs=1e-9)
-            mixed = adapt(model, tokens, own, mix=lambda rows, at: mix(rows, hints.at(at), mixing)).bpb
-            assert found["hinted"][name] == pytest.approx(mixed, abs=1e-9)
+            mixed = changed_scores(
+                lambda watch, own=own: adapt(model, tokens, own, watch=watch),
+                tokens,
+                lambda rows, at: mix(rows, hints.at(at), mixing),
+            )
+            assert found["hinted"][name] == pytest.approx(bpb(mixed, tokens), abs=1e-9)
     sizes = [sum(p.numel() for p in trained_by(model, scope).values()) for scope in ("controls", "all")]
     assert found["share"] == sizes[0] / sizes[1]
 
@@ -256,17 +265,15 @@ def test_every_quantisation_and_every_mixture_is_the_one_that_its_name_says(stud
         with dequantized(model, own):
             assert found[name] == pytest.approx(subject.bpb(), abs=1e-9)
     for point in found["points"]:
-        assert point["bytes"] == len(pack(weights(1, k=point["k"]), evaluation.compressor))
+        assert point["bytes"] == HEADER + len(pack(weights(1, k=point["k"]), evaluation.compressor))
     assert [point["k"] for point in found["points"]] == list(evaluation.clips)
     tokens = subject.test
     hints = Noted(tokens, evaluation, {}).hints
     for name, mixing in {"within": Mixing(cross=0.0), "old": Mixing(cross=0.06), "new": Mixing(cross=0.12)}.items():
-        scores = score(
-            model,
+        scores = changed_scores(
+            lambda watch: score(model, tokens, window=evaluation.window, stride=evaluation.stride, watch=watch),
             tokens,
-            window=evaluation.window,
-            stride=evaluation.stride,
-            mix=lambda rows, at, mixing=mixing: mix(rows, hints.at(at), mixing),
+            lambda rows, at, mixing=mixing: mix(rows, hints.at(at), mixing),
         )
         assert tapped["bpb"][name] == pytest.approx(bpb(scores, tokens), abs=1e-9)
     assert tapped["bpb"]["plain"] == pytest.approx(subject.bpb(), abs=1e-9)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from timing import at_most
 
 from studies.benchmarks import tapin as benchmark
+from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS
-from studies.lanes.tapin import Hints, find_hints, window_starts
+from studies.lanes.tapin import Hints, find_hints
 from studies.lanes.tapin_index import automaton
 from studies.lanes.text import Document, standard_library
 
@@ -45,8 +46,13 @@ def rows(hints: Hints) -> list[tuple[int, int, int, bool]]:
     return list(zip(hints.token.tolist(), hints.length.tolist(), hints.votes.tolist(), hints.cross.tolist()))
 
 
+def every(n: int, window: int, stride: int) -> torch.Tensor:
+    """The start of the window of each position: the first window has all of its own, each later one its last `stride`."""
+    return (torch.arange(n) - (window - 1)).clamp(min=0).add(stride - 1).div(stride, rounding_mode="floor") * stride
+
+
 def found(ids: list[int], window: int, stride: int) -> list[tuple[int, int, int, bool]]:
-    return rows(find_hints(torch.tensor(ids, dtype=torch.int64), window, stride=stride))
+    return rows(find_hints(torch.tensor(ids, dtype=torch.int64), window, every(len(ids), window, stride)))
 
 
 @st.composite
@@ -66,14 +72,15 @@ def streams(draw: st.DrawFn) -> tuple[list[int], int, int]:
 @example(([0, 1] * 70, 20, 16))
 def test_hints_are_those_of_the_rule(case: tuple[list[int], int, int]) -> None:
     ids, window, stride = case
-    assert found(ids, window, stride) == brute(ids, window, window_starts(len(ids), window, stride).tolist())
+    assert found(ids, window, stride) == brute(ids, window, every(len(ids), window, stride).tolist())
 
 
 def test_hints_are_those_of_the_rule_on_source_text() -> None:
     tokens = standard_library().stream("test", 1200)
     for window, stride in ((64, 64), (150, 32)):
-        expected = brute(tokens.tolist(), window, window_starts(len(tokens), window, stride).tolist())
-        assert rows(find_hints(tokens, window, stride=stride)) == expected
+        starts = window_starts(len(tokens), window, stride)
+        expected = brute(tokens.tolist(), window, starts.tolist())
+        assert rows(find_hints(tokens, window, starts)) == expected
         assert sum(row != NOTHING for row in expected) > 200
 
 
@@ -189,45 +196,30 @@ def test_a_match_counts_up_to_a_hundred_tokens() -> None:
     assert found([BOS, *ids], 140, 1)[-1] == (200, 100, 1, True)
 
 
-def test_the_first_window_scores_all_and_each_other_one_its_last_stride() -> None:
-    starts = window_starts(14, 6, 4)
-    assert starts.tolist() == [0] * 6 + [4] * 4 + [8] * 4
-    assert window_starts(3, 6, 4).tolist() == [0] * 3
-    assert window_starts(0, 6, 4).tolist() == []
-    for n, window, stride in ((100, 10, 1), (100, 10, 10), (57, 9, 5)):
-        back = torch.arange(n) - window_starts(n, window, stride)
-        assert ((back >= 0) & (back < window)).all()
-        assert (back[window:] >= window - stride).all()
-
-
 def test_other_windows_may_be_given() -> None:
     ids = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3])
     starts = torch.tensor([0, 0, 0, 0, 0, 0, 0, 3, 3, 5, 5])
-    assert rows(find_hints(ids, 8, starts=starts)) == brute(ids.tolist(), 8, starts.tolist())
+    assert rows(find_hints(ids, 8, starts)) == brute(ids.tolist(), 8, starts.tolist())
 
 
 def test_what_cannot_be_is_a_sentence() -> None:
     ids = torch.arange(6)
     for starts in ([0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 1, 1], [-1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]):
         with pytest.raises(ValueError, match="0 to 3 tokens before"):
-            find_hints(ids, 4, starts=torch.tensor(starts))
-    with pytest.raises(ValueError, match="one for each"):
-        find_hints(ids, 4, starts=torch.zeros(5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="from 1 to the window"):
-        find_hints(ids, 32, stride=64)
+            find_hints(ids, 4, torch.tensor(starts))
     with pytest.raises(ValueError, match="tokens must be from 0"):
-        find_hints(ids - 1, 64)
+        find_hints(ids - 1, 64, torch.zeros(6, dtype=torch.int64))
 
 
 def test_hints_are_taken_by_place() -> None:
-    hints = find_hints(torch.tensor([1, 2, 3, 4, 1, 2, 3, 4]), 100)
+    hints = find_hints(torch.tensor([1, 2, 3, 4, 1, 2, 3, 4]), 100, torch.zeros(8, dtype=torch.int64))
     assert len(hints) == 8
     assert (hints.token[6], hints.length[6], hints.votes[6], hints.cross[6]) == (4, 3, 1, False)
     assert (hints.token[5], hints.length[5], hints.votes[5], hints.cross[5]) == (-1, 0, 0, False)
     assert hints.offered.tolist() == [False] * 6 + [True] * 2
     assert rows(hints.at(slice(6, 8))) == rows(hints)[6:]
     assert rows(hints.at(torch.tensor([7, 6]))) == rows(hints)[:5:-1]
-    assert len(find_hints(torch.zeros(0, dtype=torch.int64), 100)) == 0
+    assert len(find_hints(torch.zeros(0, dtype=torch.int64), 100, torch.zeros(0, dtype=torch.int64))) == 0
 
 
 def test_the_automaton_has_room_for_the_worst_texts() -> None:
@@ -237,7 +229,7 @@ def test_the_automaton_has_room_for_the_worst_texts() -> None:
             ids = [0, *[1] * n, *tail]
             assert found(ids * 3, 1, 1) == brute(ids * 3, 1, list(range(3 * len(ids))))
             documents = [BOS, *ids] * 5
-            assert found(documents, 2, 1) == brute(documents, 2, window_starts(len(documents), 2, 1).tolist())
+            assert found(documents, 2, 1) == brute(documents, 2, every(len(documents), 2, 1).tolist())
     room = automaton(10)
     assert (len(room.states), len(room.edges)) == (22, 34)
     assert len(room.table) >= 1.5 * len(room.edges)
@@ -252,9 +244,10 @@ def test_it_is_fast_on_any_text(text: str) -> None:
         "one byte": torch.zeros(n, dtype=torch.int64),
         "two bytes": torch.arange(n) % 2,
     }[text]
-    find_hints(tokens[:100], 256)
+    find_hints(tokens[:100], 256, window_starts(100, 256, 64))
+    starts = window_starts(n, 256, 64)
     with at_most(n / 1e5):
-        hints = find_hints(tokens, 256)
+        hints = find_hints(tokens, 256, starts)
     assert hints.offered[1000:].double().mean() > 0.5
 
 

@@ -11,9 +11,9 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from studies.common.seeds import torch_generator
-from studies.lanes.arms import ARMS, Arm, get_arms
+from studies.lanes.arms import ARMS, Arm
 from studies.lanes.config import BOS, order_of
-from studies.lanes.optim import build_optimizer
+from studies.lanes.optim import LanesOptimizer
 from studies.lanes.text import batches
 from studies.lanes.train import Trained, Training, build, plain, switch_step, train
 
@@ -76,20 +76,20 @@ def one_set_of_parameters(arm: Arm, training: Training, seed: int) -> tuple[dict
     config = arm.config(SIZE)
     model, shape = build(config, seed), build(plain(config), seed)
     own, rows = dict(model.named_parameters()), {name: len(p) for name, p in shape.named_parameters()}
-    optimiser, losses = build_optimizer(own.items(), training.optim_of(arm)), []
+    optimizer, losses = LanesOptimizer(model, training.optim_of(arm)), []
     drawn = batches(
         TOKENS, size=training.batch, length=training.length, steps=training.steps, generator=torch_generator(seed, "lanes batches")
     )
     for i, batch in enumerate(drawn):
-        optimiser.set(i, training.steps)
-        optimiser.zero_grad()
+        optimizer.set(i, training.steps)
+        model.zero_grad()
         if i < switch_step(arm, training.steps):
             logits = functional_call(shape, {name: own[name][:n] for name, n in rows.items()}, (batch[:, :-1],))
         else:
             logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), ignore_index=BOS)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     return {name: p.detach() for name, p in own.items()}, losses
 
@@ -125,8 +125,6 @@ def test_the_wide_and_the_narrow_loop_are_of_one_length() -> None:
 def test_refusals_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="the same depth"):
         replace(SIZE, narrow=SIZE.wide.__class__(2, 3, 1))
-    with pytest.raises(KeyError, match="unknown arm 'broad': choose from gptj"):
-        get_arms(["broad"])
     with pytest.raises(ValueError, match="at least 1"):
         Training(steps=0)
     hot = replace(TRAINING, optim=replace(TRAINING.optim, embed_rate=1e308))

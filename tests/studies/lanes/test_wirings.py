@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from studies.lanes.config import BOS, STARTS, WIRINGS, LanesConfig, get_start, get_wiring
+from studies.lanes.config import BOS, STARTS, WIRINGS, LanesConfig
 from studies.lanes.model import LanesModel
 
 pytestmark = pytest.mark.study
@@ -47,18 +47,10 @@ def test_every_row_is_a_wiring() -> None:
     assert list(WIRINGS) == ["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
     for name, wiring in WIRINGS.items():
         assert wiring.name == name
-        assert get_wiring(name) is wiring
         for weights in (wiring.attn, wiring.mlp, wiring.out):
             assert len(weights) == wiring.lanes
             assert sum(weights) == 1
     assert {name for name, wiring in WIRINGS.items() if wiring.lanes == 1} == {"sequential", "gptj"}
-
-
-def test_what_there_is_not_is_refused_with_what_there_is() -> None:
-    with pytest.raises(KeyError, match="unknown wiring 'x': choose from sequential, gptj, shipped"):
-        get_wiring("x")
-    with pytest.raises(KeyError, match="unknown routing start 'x': choose from symmetric, asymmetric"):
-        get_start("x")
 
 
 def test_the_starts_are_the_records() -> None:
