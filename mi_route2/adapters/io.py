@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
-from mi_route2.adapters.linear import Kept, SVDKept
+from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
 from mi_route2.files import parse_json, read_tensors, whole_folder, write_tensors
@@ -298,40 +298,50 @@ def _spec(path: Path, config: dict[str, Any]) -> AdapterSpec:
 
 
 PEFT_CONFIG, PEFT_TENSORS = "adapter_config.json", "adapter_model.safetensors"
+PEFT_WARNING = "HOLDS_THE_QUARANTINE.txt"
+_WARNING = (
+    "This LoRA is the kept adapter and the quarantine in one, for sampling while training. Do not ship it:\n"
+    "export_peft without which='full' writes the adapter that is deployed.\n"
+)
 
 
-def factors(kept: Kept) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "d_out r"]]:
-    """Return ``A`` and ``B`` such that ``B A`` is the weight that ``kept`` adds, in its training dtype.
+def factors(kept: Kept, quarantine: Quarantine | None = None) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "d_out r"]]:
+    """Return ``A`` and ``B`` such that ``B A`` is the weight that ``kept`` and ``quarantine`` add, in their training dtype.
 
     For an SVD these are the coordinates with nonzero ``dS`` (the first one if all are 0, because a LoRA has at least rank 1).
     """
+    if isinstance(quarantine, LoRA):
+        A, B = factors(kept)
+        return torch.cat([A, quarantine.A.detach().to(A)]), torch.cat([B, quarantine.B.detach().to(B)], dim=1)
+    shared = 0 if quarantine is None else quarantine.shared.detach()
     if not isinstance(kept, SVDKept):
-        return kept.A.detach(), kept.B.detach()
-    dS = kept.dS.detach()
+        return kept.A.detach(), kept.B.detach() + shared
+    dS = kept.dS.detach() + shared
     moved = dS.nonzero()[:, 0] if bool(dS.any()) else torch.zeros(1, dtype=torch.long, device=dS.device)
     return kept.Vh[moved].to(dS.dtype), kept.U[:, moved].to(dS.dtype) * dS[moved]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Kept adapter of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
+    """Adapters of one logical Linear, on ``rows`` of a module's outputs (``None``: all)."""
 
     site: str
     kept: Kept
+    quarantine: Quarantine | None
     rows: Tensor | None
 
 
 @dataclass
 class Place:
-    """Module of the torch tree with ``width`` outputs, and the kept adapters on its outputs."""
+    """Module of the torch tree with ``width`` outputs, and the adapters on its outputs."""
 
     width: int
     transposed: bool
     parts: list[Part] = field(default_factory=list)
 
-    def block(self) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "width r"]]:
-        """Return ``A`` and ``B`` of all parts together."""
-        found = [factors(part.kept) for part in self.parts]
+    def block(self, full: bool = False) -> tuple[Float[Tensor, "r d_in"], Float[Tensor, "width r"]]:
+        """Return ``A`` and ``B`` of all parts together, without the quarantines unless ``full``."""
+        found = [factors(part.kept, part.quarantine if full else None) for part in self.parts]
         if self.parts[0].rows is None:
             return found[0]
         A = torch.cat([a for a, _ in found])
@@ -360,14 +370,15 @@ def places(adapters: Adapters) -> dict[str, Place]:
     found: dict[str, Place] = {}
     if row is None:  # the Linears of a torch model without a row are named by their paths
         for path, module in adapters.modules.items():
-            parts = [Part(branch.site, branch.kept, rows) for branch, rows in module.branches]
+            parts = [Part(branch.site, branch.kept, branch.quarantine, rows) for branch, rows in module.branches]
             found[path] = Place(module.out_features, False, parts)
         return found
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
         width = branch.weight.shape[0] * (at.fused[1] if at.fused else 1)
         place = found.setdefault(path, Place(width, at.transposed))
-        place.parts.append(Part(site, branch.kept, fused_rows(at, width, heads(model, "q") if at.fused else 1)))
+        rows = fused_rows(at, width, heads(model, "q") if at.fused else 1)
+        place.parts.append(Part(site, branch.kept, branch.quarantine, rows))
     return found
 
 
@@ -380,8 +391,8 @@ def _path(row: Architecture, site: str) -> tuple[str, LinearAt]:
     return f"{row.blocks}.{layer[1]}.{at.path}", at
 
 
-def _refuse_infinite(adapters: Adapters) -> None:
-    refuse_infinite(adapters.tensors(quarantine=False))
+def _refuse_infinite(adapters: Adapters, full: bool = False) -> None:
+    refuse_infinite(adapters.tensors(quarantine=full))
 
 
 def _names(paths: Iterable[Path]) -> set[str]:
@@ -401,12 +412,15 @@ def _refuse_adapters(names: set[str]) -> None:
 
 
 @checked
-def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = False) -> None:
+def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deployed", overwrite: bool = False) -> None:
     """Write the kept adapter as a LoRA that ``peft.PeftModel.from_pretrained(base, folder)`` loads.
 
     peft itself is not needed. The logits of that model equal those of ``adapters.deployed()`` up to rounding, on any base of the
     same architecture and from any host. If ranks differ by module, they are written as ``rank_pattern``. A full-rank SVD becomes a
     LoRA of full rank without the coordinates with ``dS = 0``.
+
+    With ``which="full"`` the LoRA is kept adapter and quarantine in one, ``[B | B_q] [A; A_q]``, for an engine that samples from
+    the policy in training. A file in the folder warns that it holds the quarantine.
 
     If the unembedding is tied to the embedding and has an adapter, do not merge that LoRA: peft's ``merge_and_unload`` would add it
     to the embedding too. ``export_merged`` unties them.
@@ -414,21 +428,23 @@ def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = Fal
     Args:
         adapters: Attached adapters.
         folder: Folder to write.
+        which: ``deployed``: the kept adapter alone; ``full``: both, never to be shipped.
         overwrite: Replace the content of a folder that is not empty.
 
     Raises:
-        ValueError: A value is not finite.
+        ValueError: A value is not finite, or ``which`` is neither.
         FileExistsError: The folder is not empty.
         OSError: The disk is full; nothing is written then.
 
     Examples:
         >>> export_peft(adapters, folder / "lora")
     """
-    _refuse_infinite(adapters)
+    full = _which(which) == "full"
+    _refuse_infinite(adapters, full)
     found = places(adapters)
     tensors, ranks = {}, {}
     for path, place in found.items():
-        A, B = place.block()
+        A, B = place.block(full)
         ranks[path] = A.shape[0]
         tensors[f"base_model.model.{path}.lora_A.weight"] = A.cpu().contiguous()
         tensors[f"base_model.model.{path}.lora_B.weight"] = B.cpu().contiguous()
@@ -439,6 +455,8 @@ def export_peft(adapters: Adapters, folder: Path | str, *, overwrite: bool = Fal
         (partial / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if (written := _names([partial / PEFT_TENSORS])) != tensors.keys():
             raise RuntimeError(f"the written file does not hold the kept adapter's tensors: {sorted(written ^ tensors.keys())}")
+        if full and adapters.has_quarantine:
+            (partial / PEFT_WARNING).write_text(_WARNING, encoding="utf-8")
 
 
 def _peft_config(model: nn.Module, ranks: dict[str, int], transposed: bool) -> dict[str, Any]:

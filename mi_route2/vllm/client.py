@@ -1,15 +1,18 @@
 """Requests of our own engine run by vLLM: a request becomes a prompt and ``SamplingParams``, and the answer a ``Result``."""
 
+import itertools
 import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from mi_route2.adapters.io import PEFT_CONFIG, PEFT_TENSORS
 from mi_route2.checks import checked
 from mi_route2.engine.request import EngineRequest, Finish, Request, Result, Token, refuse
 from mi_route2.engine.sampling import Sampling
@@ -17,6 +20,7 @@ from mi_route2.patching.patches import FromRun, Resolved, resolve
 from mi_route2.steering.plan import Reading
 from mi_route2.steering.specs import Steering, Vector, VectorLike, looker
 from mi_route2.steering.state import SteeringState
+from mi_route2.validation import parse_object
 from mi_route2.vllm.facts import Facts, installed, refuse_settings
 from mi_route2.vllm.wire import KEY, Orders, salt, unpack, write
 
@@ -25,6 +29,9 @@ SETTINGS: Mapping[str, Any] = MappingProxyType(
     {"worker_extension_cls": EXTENSION, "max_logprobs": -1, "enforce_eager": True, "async_scheduling": False}
 )
 """Settings of ``vllm.LLM`` that a ``VllmEngine`` needs."""
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's ``max_lora_rank``."""
 
 _OURS = {
     "exact": "vLLM's kernels round differently in other batches, so no bit is promised: use this project's own Engine(exact=True)",
@@ -53,13 +60,21 @@ class VllmEngine:
     Args:
         llm: a ``vllm.LLM`` that was started with ``SETTINGS``; ``launch`` starts one.
         vectors: named vectors that patches and steering may use.
+        adapters: folders that ``export_peft`` wrote, by a name of yours, for a vLLM with ``enable_lora=True``.
         generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
 
     Raises:
         ValueError: vLLM has another version, was started without ``SETTINGS``, or runs a model that was never compared.
     """
 
-    def __init__(self, llm: Any, *, vectors: Mapping[str, VectorLike] | None = None, generator: torch.Generator | None = None):
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        vectors: Mapping[str, VectorLike] | None = None,
+        adapters: Mapping[str, Path | str] | None = None,
+        generator: torch.Generator | None = None,
+    ):
         self.llm = llm
         try:
             answer = llm.collective_rpc("mi_route2_open")[0]
@@ -69,6 +84,9 @@ class VllmEngine:
             raise ValueError(answer["refused"])
         self.facts = Facts(**answer)
         self.vectors = {name: Vector(vector) for name, vector in (vectors or {}).items()}
+        self._adapters = {name: Path(folder) for name, folder in (adapters or {}).items()}
+        self._loaded: dict[str, tuple[object, Any]] = {}
+        self._numbers = itertools.count(1)
         self._seeds = generator or torch.Generator()
         if generator is None:
             self._seeds.seed()
@@ -98,12 +116,18 @@ class VllmEngine:
         return encoded(number, request, sampling, self.facts, self.vectors, key)
 
     @checked
-    def generate(self, requests: Iterable[Request]) -> list[Result]:
+    def generate(self, requests: Iterable[Request], *, adapters: str | None = None) -> list[Result]:
         """Run ``requests`` together and return their results in order.
 
+        Args:
+            requests: the requests.
+            adapters: name of the LoRA under which they run; ``None``: the base model.
+
         Raises:
-            ValueError, KeyError: a request cannot be run; none was started.
+            ValueError, KeyError: a request cannot be run, or there is no LoRA of this name; none was started.
         """
+        if adapters is not None and adapters not in self._adapters:
+            raise KeyError(f"no LoRA is called {adapters!r}; there are: {', '.join(self._adapters) or 'none'}")
         made: dict[str, tuple[dict[str, Any], dict[str, Any], EngineRequest]] = {}
         for number, request in enumerate(requests):
             key = secrets.token_hex(16)
@@ -112,16 +136,35 @@ class VllmEngine:
             return []
         prompts, params = [prompt for prompt, *_ in made.values()], [_params(arguments) for _, arguments, _ in made.values()]
         try:
-            answers = self.llm.generate(prompts, params, use_tqdm=False)
+            answers = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._lora(adapters))
         finally:
             left = self.llm.collective_rpc("mi_route2_collect", args=(list(made),))[0]
         return [_result(one, answer, left.get(key)) for (key, (*_, one)), answer in zip(made.items(), answers, strict=True)]
+
+    def _lora(self, name: str | None) -> Any:
+        """Return vLLM's request for a LoRA, a new one if the folder was written again.
+
+        vLLM never reads a number or a prefix under a name again, so a folder with new content needs another number and name.
+        """
+        if name is None:
+            return None
+        folder = self._adapters[name]
+        found = (folder / PEFT_TENSORS).stat()
+        stamp, (before, lora) = (found.st_mtime_ns, found.st_size, found.st_ino), self._loaded.get(name, (None, None))
+        if stamp != before:
+            if lora is not None:
+                self.llm.llm_engine.remove_lora(lora.lora_int_id)
+            number = next(self._numbers)
+            lora = import_module("vllm.lora.request").LoRARequest(f"{name} {number}", number, str(folder))
+            self._loaded[name] = stamp, lora
+        return lora
 
 
 def launch(
     model: Path | str,
     *,
     vectors: Mapping[str, VectorLike] | None = None,
+    adapters: Mapping[str, Path | str] | None = None,
     generator: torch.Generator | None = None,
     **settings: Any,
 ) -> VllmEngine:
@@ -130,6 +173,7 @@ def launch(
     Args:
         model: the folder.
         vectors: as for ``VllmEngine``.
+        adapters: as for ``VllmEngine``; vLLM is started with room for their ranks.
         generator: as for ``VllmEngine``.
         **settings: of ``vllm.LLM``, for example ``dtype="float32"``.
 
@@ -144,8 +188,21 @@ def launch(
         raise ValueError("worker_extension_cls is what this package needs for itself: leave it out")
     refuse_settings(settings)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    llm = installed().LLM(str(model), **({"skip_tokenizer_init": True} | settings | dict(SETTINGS)))
-    return VllmEngine(llm, vectors=vectors, generator=generator)
+    room = {"enable_lora": True, "max_lora_rank": _rank(adapters.values())} if adapters else {}
+    llm = installed().LLM(str(model), **({"skip_tokenizer_init": True} | room | settings | dict(SETTINGS)))
+    return VllmEngine(llm, vectors=vectors, adapters=adapters, generator=generator)
+
+
+def _rank(folders: Iterable[Path | str]) -> int:
+    """Return the smallest rank that vLLM reserves (it has steps) for the LoRAs in ``folders``."""
+    ranks = []
+    for folder in folders:
+        config = parse_object((Path(folder) / PEFT_CONFIG).read_bytes())
+        ranks += [config["r"], *config.get("rank_pattern", {}).values()]
+    for step in RANKS:
+        if step >= max(ranks):
+            return step
+    raise ValueError(f"a LoRA of rank {max(ranks)} is more than vLLM runs, which is {RANKS[-1]}: merge it with export_merged")
 
 
 def resolved(request: Request, facts: Facts, vectors: Mapping[str, Vector]) -> tuple[tuple[Resolved, ...], Steering]:

@@ -69,7 +69,6 @@ REFUSALS: Mapping[str, Refusal] = MappingProxyType(
         "pipeline_parallel_size": Refusal(1, "it splits the layers among workers"),
         "data_parallel_size": Refusal(1, "its copies run empty batches for each other"),
         "speculative_config": Refusal(None, "guessed tokens are computed and thrown away, and would be captured"),
-        "enable_lora": Refusal(False, "its layers are wrapped; merge the adapters into the weights with export_merged"),
     }
 )
 """Settings of ``vllm.LLM`` that are refused if they have another value."""

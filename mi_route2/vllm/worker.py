@@ -330,7 +330,6 @@ def _facts(runner: Any, config: Any) -> Facts:
             "pipeline_parallel_size": parallel.pipeline_parallel_size,
             "data_parallel_size": parallel.data_parallel_size,
             "speculative_config": config.speculative_config,
-            "enable_lora": config.lora_config is not None,
         }
     )
     if not hasattr(getattr(runner, "input_batch", None), "num_computed_tokens_cpu"):

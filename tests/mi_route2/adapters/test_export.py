@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.adapters.io import export_merged, export_peft, factors, from_pretrained, places, save_pretrained
+from mi_route2.adapters.io import PEFT_WARNING, export_merged, export_peft, factors, from_pretrained, places, save_pretrained
 from mi_route2.adapters.linear import LoRA, SVDKept
 from mi_route2.adapters.svd import decompose
 from mi_route2.hosts import HOSTS, open_host
@@ -96,6 +96,16 @@ def test_stock_peft_computes_the_deployed_model(name: str, kind: str, dtype: tor
     assert (logits(make_family(name, dtype)) - want).abs().max() > 1e-2, "so does the kept adapter"
     export_peft(adapters, tmp_path / "peft")
     near(logits(with_peft(name, tmp_path / "peft", dtype)), want)
+
+
+@pytest.mark.parametrize("kind", list(SPECS))
+@pytest.mark.parametrize("name", ["GPT2", "Qwen3"])
+def test_both_adapters_are_one_lora_that_says_so(name: str, kind: str, tmp_path: Path) -> None:
+    adapters = adapted(name, SPECS[kind])
+    export_peft(adapters, tmp_path / "full", which="full")
+    own = logits(with_peft(name, tmp_path / "full"))
+    near(own, logits(adapters.model))
+    assert (tmp_path / "full" / PEFT_WARNING).exists() == adapters.has_quarantine == (not torch.allclose(own, deployed(adapters)))
 
 
 def test_a_lora_is_written_as_it_is_with_scaling_one(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ keys and values that requests are preempted.
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config
 
-from mi_route2 import open_host
+from mi_route2 import AdapterSpec, export_peft, open_host
 from mi_route2.engine import Capture, Engine, Request, Result, Sampling
 from mi_route2.patching.patches import Patch
 from mi_route2.runs.record import Where
@@ -354,3 +355,48 @@ def test_an_intervention_that_is_too_strong_is_an_error_of_its_own_request(pair:
     assert "not finite: is an intervention too strong?" in (found[0].error or "")
     assert found[1].finish == "length"
     pair.run([plain])
+
+
+def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_is_read_again(tmp_path: Path) -> None:
+    """Full, deployed and base model, with interventions in each; a LoRA under an old number or name would be stale."""
+    config, room = MODELS["Qwen3"]
+    host = open_host("torch", AutoModelForCausalLM.from_config(config).float().eval())
+    host.model.save_pretrained(tmp_path / "base")
+    spec, generator = AdapterSpec("lora", rank=5, quarantine_rank=3), torch.Generator().manual_seed(3)
+    adapters = host.attach("blocks.*", spec=spec, generator=generator, expect=7 * LAYERS)
+    folders = {which: tmp_path / which for which in ("full", "deployed")}
+
+    def move() -> None:
+        with torch.no_grad():
+            for p in [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]:
+                p += 0.1 * torch.randn(p.shape, generator=generator)
+        for which, folder in folders.items():
+            export_peft(adapters, folder, which=which, overwrite=True)
+
+    move()
+    theirs = launch(tmp_path / "base", adapters=folders, dtype="float32", max_model_len=256, kv_cache_memory_bytes=room)
+    requests = [
+        Request(PROMPT, FULL, capture=(Capture(MID),)),
+        Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, at("q")),)),
+        Request(PROMPT, FULL, steering=Steering(base=(Steer(MID, row(WIDTH), 2.0),))),
+    ]
+
+    def ours(mode: Callable[[], AbstractContextManager[None]]) -> list[Result]:
+        with mode():
+            return Engine(host, prefix_bytes=0).generate(requests, progress=False)
+
+    before: list[Result] = []
+    for turn in range(2):
+        found = {name: theirs.generate(requests, adapters=name) for name in ("full", "deployed", None)}
+        for name, mode in {"full": nullcontext, "deployed": adapters.deployed, None: adapters.reference}.items():
+            expected = ours(mode)
+            for own, other in zip(found[name], expected, strict=True):
+                assert gap(own, other) <= CLOSE
+            assert (found[name][0].captured[MID].rows - expected[0].captured[MID].rows).abs().max() <= CLOSE
+        assert gap(found["full"][0], found["deployed"][0]) > 0.1 < gap(found["deployed"][0], found[None][0])
+        if turn:
+            assert gap(found["full"][0], before[0]) > 0.1
+        before = found["full"]
+        move()
+    with pytest.raises(KeyError, match="no LoRA is called 'kept'; there are: full, deployed"):
+        theirs.generate(requests, adapters="kept")

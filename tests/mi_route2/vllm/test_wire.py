@@ -189,7 +189,6 @@ def test_every_field_of_a_request_is_sent_or_refused() -> None:
         ("pipeline_parallel_size", 2),
         ("data_parallel_size", 2),
         ("speculative_config", {"method": "ngram"}),
-        ("enable_lora", True),
         ("exact", True),
         ("controllers", None),
         ("store", None),
