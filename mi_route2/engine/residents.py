@@ -178,7 +178,9 @@ class Residents:
 
     def _steered(self, one: EngineRequest) -> bool:
         """Acquire the request's steering rows; return ``False`` if none are free now or an earlier request waits for some."""
-        asked = one.request
+        asked, rows = one.request, self.steering.rows
+        # A preempted request has waited already, and keeps what those before it may wait for: they must not keep it from its rows.
+        closed, rows.closed = rows.closed, rows.closed and not one.admitted
         try:
             if asked.rules or asked.conversation is not None:
                 self.rules.admit(
@@ -193,8 +195,10 @@ class Residents:
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full:
-            self.steering.rows.closed = True
+            closed = True
             return False
+        finally:
+            rows.closed = closed
         return True
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:

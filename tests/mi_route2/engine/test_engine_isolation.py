@@ -361,12 +361,14 @@ def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_en
     right(host, engine.generate([steered(0)], progress=False)[0], steered(0))
 
 
-def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it() -> None:
+@pytest.mark.parametrize("steers", [False, True])
+def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it(steers: bool) -> None:
     """The more urgent request takes the only row, but the patch slot stays with the request that was preempted."""
     host = host_of()
     engine = Engine(host, rows=1, patch_slots=1)
-    patched = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[0]),))
-    urgent = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[1]),), priority=1)
+    patched, urgent = (
+        replace(steered(i) if steers else Request(PROMPT, ASK), patch=(Patch(SITE, 2, VECTORS[i]),), priority=i) for i in range(2)
+    )
     first = engine.submit(patched)
     engine.step()
     second = engine.submit(urgent)
