@@ -294,8 +294,8 @@ class Engine:
 
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
+        pieces = self._residents.fit(pieces)
         self._residents.note(pieces)
-        self._residents.fit(pieces)
         starts = {one: one.computed for one, _ in pieces}
         ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
         self._read(ran)

@@ -8,7 +8,7 @@ the request); its keys and values are saved outside of the slots and restored un
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from mi_route2.engine.cache import Prefixes, Slots
+from mi_route2.engine.cache import Prefixes, Saved, Slots
 from mi_route2.engine.request import EngineRequest
 from mi_route2.engine.rules import RuleBook
 from mi_route2.engine.scheduler import Answer, Scheduler, Turn
@@ -24,7 +24,7 @@ class Residents:
     """Resource allocation for requests; see the module.
 
     ``failed`` holds requests whose demands can never be met, with the reason; ``lost`` holds running requests whose capture run
-    cannot go on.
+    cannot go on, or that have outgrown their row while there is no memory for a longer one.
     """
 
     def __init__(
@@ -76,18 +76,21 @@ class Residents:
         try:
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
+            one.admitted = True
+            found = [] if one.computed else self._reused(one)
+            one.row = self._new_row(max(1, one.computed, len(found) * self.prefixes.block))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
             self.failed.append((one, str(error.args[0]) if error.args else str(error)))
             return "drop"
-        one.admitted = True
         self._reserved += cost
-        one.row = self.slots.take(max(1, one.computed))
         self._rows[one.row] = one
         if one.saved is not None:
             self.slots.load(one.row, one.saved)
             one.saved = None
-        elif not one.computed:
-            self._reuse(one)
+        for i, block in enumerate(found):
+            self.slots.load(one.row, block, i * self.prefixes.block)
+            one.computed = one.result.cached = (i + 1) * self.prefixes.block
+            one.published = i + 1
         return "run"
 
     def lacking(self, one: EngineRequest) -> str:
@@ -101,13 +104,21 @@ class Residents:
             "what it waits for is held, and no request that could give it back runs: drop a configuration, or raise steering_rows"
         )
 
-    def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> None:
-        """Give each request a row that is long enough for its piece."""
+    def fit(self, pieces: Iterable[tuple[EngineRequest, int]]) -> list[tuple[EngineRequest, int]]:
+        """Give each request a row that is long enough for its piece; return the pieces without those that get none."""
+        fitting = []
         for one, count in pieces:
             if one.computed + count > self.slots.capacity(one.row):
-                old, one.row = one.row, self.slots.move(one.row, one.computed + count, one.computed)
+                old = one.row
+                try:
+                    one.row = self.slots.move(old, one.computed + count, one.computed)
+                except RuntimeError as error:
+                    self.lost[one] = _without_memory(error)
+                    continue
                 self._rows[one.row] = one
                 self._free(old)
+            fitting.append((one, count))
+        return fitting
 
     def put_back(self, one: EngineRequest) -> None:
         """Save the keys and values of a preempted request and free its row; it keeps everything else."""
@@ -167,7 +178,9 @@ class Residents:
 
     def _steered(self, one: EngineRequest) -> bool:
         """Acquire the request's steering rows; return ``False`` if none are free now or an earlier request waits for some."""
-        asked = one.request
+        asked, rows = one.request, self.steering.rows
+        # A preempted request has waited already, and keeps what those before it may wait for: they must not keep it from its rows.
+        closed, rows.closed = rows.closed, rows.closed and not one.admitted
         try:
             if asked.rules or asked.conversation is not None:
                 self.rules.admit(
@@ -182,8 +195,10 @@ class Residents:
             else:
                 self.steering.admit(one.id, asked.steering, owner=asked.owner)
         except Full:
-            self.steering.rows.closed = True
+            closed = True
             return False
+        finally:
+            rows.closed = closed
         return True
 
     def _open(self, one: EngineRequest, store: RunStore) -> None:
@@ -199,27 +214,26 @@ class Residents:
             self._patches -= Counter(patch.site for patch in one.patches)
             raise
 
-    def _reuse(self, one: EngineRequest) -> None:
-        """Load the blocks of the prompt that were computed before under the same interventions.
+    def _reused(self, one: EngineRequest) -> list[Saved]:
+        """Return the blocks of the prompt that were computed before under the same interventions.
 
         The last token of the prompt is always computed, and so is every captured position.
         """
         size = self.prefixes.block
         blocks = min((one.prompt - 1) // size, one.lowest_capture() // size)
         if not self._caching or blocks < 1:
-            return
+            return []
         one.acts.steered(0, self.steering.content(one.id, decode=False))
         self._name(one, blocks)
         found = self.prefixes.find(one.keys)
-        if len(found) * size > self.slots.capacity(one.row):
-            self._free(one.row)
-            one.row = self.slots.take(len(found) * size)
-            self._rows[one.row] = one
-        for i, block in enumerate(found):
-            self.slots.load(one.row, block, i * size)
         del one.keys[len(found) :]  # later keys are computed once the interventions at their positions are known
-        one.computed = one.result.cached = len(found) * size
-        one.published = len(found)
+        return found
+
+    def _new_row(self, length: int) -> int:
+        try:
+            return self.slots.take(length)
+        except RuntimeError as error:
+            raise RuntimeError(_without_memory(error)) from error
 
     def _name(self, one: EngineRequest, blocks: int) -> None:
         salt = self.state.digest + repr((self.exact, one.request.salt)).encode()
@@ -236,3 +250,8 @@ class Residents:
         if (moved := self.slots.free(row)) is not None:
             other = self._rows.pop(moved)
             self._rows[row], other.row = other, row
+
+
+def _without_memory(error: RuntimeError) -> str:
+    why = " ".join(str(error).split())
+    return f"there is no memory for its keys and values ({why:.200}): let fewer requests run at once, or give the engine slot_bytes"

@@ -219,7 +219,17 @@ class Directions:
         )
 
     def overlap(self, other: "Directions") -> float:
-        """Return the mean over sites of the cosine with ``other``; below .2 the direction has rotated away."""
+        """Return the mean over sites of the cosine with ``other``; below .2 the direction has rotated away.
+
+        Raises:
+            ValueError: ``other`` has another kind of feature, other sites or other shapes.
+        """
+        spaces = [(d.provenance.kind, {site: v.shape for site, v in d.vectors.items()}) for d in (self, other)]
+        if spaces[0] != spaces[1]:
+            raise ValueError(
+                "directions of other features, sites or shapes have no overlap: set route.directions = None before "
+                "route.refresh(policy, step)"
+            )
         cosines = [
             torch.nn.functional.cosine_similarity(v.flatten(), other.vectors[site].flatten(), dim=0)
             for site, v in self.vectors.items()

@@ -1,12 +1,13 @@
 """What cannot be run is refused when it comes, and what fails on its way fails alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from mi_route2.engine.cache import Prefixes, Saved
+from mi_route2.engine.cache import Prefixes, Saved, Slots
 from mi_route2.engine.controllers import Action, Controllers, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
@@ -172,6 +173,36 @@ def test_a_request_that_is_withdrawn_leaves_no_half_run_behind() -> None:
     assert store.runs() == ["clean"]
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its admission, or when it has grown beyond its row; what it had reserved is free again."""
+    host = host_of()
+    engine = Engine(host, patch_slots=1, steering_rows=1, slot_bytes=1 << 30)
+    model = engine.decoder
+    slots = Slots(model.layers, 64, model.heads, model.width, most=64, dtype=torch.float64, start=16)  # two shelves: 16 and 64
+    engine._residents.slots = engine._runner.slots = slots
+    asked = replace(steered(0), sampling=Sampling(max_new=30 if grows else 4), patch=(Patch(SITE, 2, VECTORS[0]),))
+    short = Request(PROMPT[:3], ASK)
+    neighbour, other = engine.submit(short), engine.submit(asked)
+    resize, full = slots._resize, int(grows)
+
+    def without_memory(shelf: int, rows: int) -> None:
+        if rows > slots._shelves[shelf].shape[2] and (shelf == 1 if grows else rows > 1):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        resize(shelf, rows)
+
+    monkeypatch.setattr(slots, "_resize", without_memory)
+    results = run(engine)
+    assert results[other].finish == "error"
+    assert "no memory for its keys and values" in (results[other].error or "")
+    assert len(results[other].tokens) == 5 * full
+    right(host, results[neighbour], short)
+    assert (engine._residents._reserved, slots.used, engine.steering.requests) == (0, 0, ())
+    monkeypatch.undo()
+    again = replace(asked, sampling=ASK)
+    right(host, engine.generate([again], progress=False)[0], again)
+
+
 # What is refused when it comes
 
 
@@ -330,12 +361,14 @@ def test_what_can_never_be_granted_is_refused_and_what_never_will_be_any_more_en
     right(host, engine.generate([steered(0)], progress=False)[0], steered(0))
 
 
-def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it() -> None:
+@pytest.mark.parametrize("steers", [False, True])
+def test_a_request_that_lacks_what_a_preempted_one_keeps_waits_for_it(steers: bool) -> None:
     """The more urgent request takes the only row, but the patch slot stays with the request that was preempted."""
     host = host_of()
     engine = Engine(host, rows=1, patch_slots=1)
-    patched = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[0]),))
-    urgent = Request(PROMPT, ASK, patch=(Patch(SITE, 2, VECTORS[1]),), priority=1)
+    patched, urgent = (
+        replace(steered(i) if steers else Request(PROMPT, ASK), patch=(Patch(SITE, 2, VECTORS[i]),), priority=i) for i in range(2)
+    )
     first = engine.submit(patched)
     engine.step()
     second = engine.submit(urgent)

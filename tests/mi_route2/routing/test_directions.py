@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mask_oracle import FixedFitter, run
+from mask_oracle import FixedFitter, random_directions, run
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts
 from torch import Tensor
 from written_out import written_out
@@ -135,6 +135,24 @@ def test_refresh_changes_a_persona_direction_once_the_policy_has_moved(kind: str
     assert overlap < 0.999
     again = route.refresh(policy, 10)
     assert again == pytest.approx(1.0, abs=1e-12)
+
+
+def test_directions_of_another_space_have_no_overlap() -> None:
+    """Also if one has fewer sites, or another kind of feature of the same shape; a refresh that meets such directions says so."""
+    policy = make_policy(SPECS["lora"])
+    own = random_directions(policy, "grad")
+    first, *others = own.vectors
+    fewer = replace(own, vectors={first: own.vectors[first]})
+    longer = replace(own, vectors={**own.vectors, first: own.vectors[first].flatten()})
+    kind = replace(own, provenance=replace(own.provenance, kind="full"))
+    assert others
+    for one, other in ((own, fewer), (fewer, own), (own, longer), (own, kind)):
+        with pytest.raises(ValueError, match=r"no overlap.*set route.directions = None"):
+            one.overlap(other)
+    route = MaskRoute(MaskSpec("grad"), replace(FixedFitter(own), refreshes=True))
+    route.directions = fewer
+    with pytest.raises(ValueError, match="no overlap"):
+        route.refresh(policy, 5)
 
 
 def test_refresh_every_zero_is_never() -> None:
