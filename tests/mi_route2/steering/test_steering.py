@@ -660,6 +660,8 @@ def test_a_vector_may_be_by_head_flat_or_one_row(model: Model) -> None:
 def test_a_monitor_for_everybody_is_seen_before_there_is_anybody(model: Model) -> None:
     """Whoever comes is told at once where it would not fire."""
     state = model.state()
+    with pytest.raises(TypeError):
+        state.set_monitor("all")  # pyright: ignore[reportArgumentType]
     state.set_monitor(Monitor(EARLY, model.vector(EARLY, 1), name="all"))
     assert state.sites() == {EARLY}
     state.admit(0, None)
