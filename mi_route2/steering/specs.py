@@ -131,18 +131,19 @@ CLAMPS = 4
 class Vector:
     """Finite vector, or the name of one; two are equal if their contents (or, if unresolved, their names) are.
 
-    ``values`` is flat, on the CPU, float32 or float64, and a copy. ``ValueError`` if a number is not finite.
+    ``values`` is flat, on the CPU, float32 or float64, and a copy; ``shape`` is that of the given numbers. ``ValueError`` if a
+    number is not finite.
     """
 
-    __slots__ = ("digest", "name", "values")
+    __slots__ = ("digest", "name", "shape", "values")
 
     def __init__(self, given: "Vector | Tensor | Sequence[float] | str"):
         if isinstance(given, Vector):
-            self.name, self.values, self.digest = given.name, given.values, given.digest
+            self.name, self.values, self.digest, self.shape = given.name, given.values, given.digest, given.shape
             return
         self.name = given if isinstance(given, str) else ""
         self.values: Tensor | None = None
-        self.digest = b""
+        self.digest, self.shape = b"", ()
         if isinstance(given, str):
             if not given:
                 raise ValueError("a vector's name is empty: give the name under which it was registered, or the vector itself")
@@ -150,11 +151,14 @@ class Vector:
         try:
             # Python numbers have no dtype, so they are kept in float64.
             listed = isinstance(given, list | tuple)
+            if listed and any(isinstance(one, bool) for one in given):
+                raise TypeError("a truth value is no number")
             values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {given!r:.60}") from error
         if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
+        self.shape = tuple(values.shape)
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
         self.values = values.to("cpu", wide, copy=True).flatten()
         if not torch.isfinite(self.values).all():

@@ -427,6 +427,7 @@ class SteeringState:
         """Return a request's own scale."""
         return self._requests.of(request).scale
 
+    @checked
     def set_monitor(self, monitor: Monitor, *, request: int | None = None, owner: str = "") -> None:
         """Set a monitor on one request, or on all; it replaces a monitor of the same name that was set before.
 

@@ -80,8 +80,13 @@ class Rows:
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
         """Raise ``ValueError`` unless ``vector`` fits at ``site``; errors for a site that does not exist propagate."""
-        if (has := len(vector.data)) != (width := math.prod(self._widths(site))):
+        shape = self._widths(site)
+        if (has := len(vector.data)) != (width := math.prod(shape)):
             raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
+        if min(vector.shape, default=1) > 1 and len(vector.shape) == 2 and vector.shape != shape:
+            raise ValueError(
+                f"{what} at {site} has the shape {list(vector.shape)}, but the site has {list(shape)}: give it so, or flat"
+            )
 
     def check(self, spec: Steering) -> None:
         """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,8 +35,11 @@ def generate(
 ) -> list[list[int]]:
     """Sample one completion per prompt, up to and including the first token of ``ends``; after ``max_new`` tokens it has no end.
 
-    ``at_once`` rows are sampled at a time. Raises ValueError unless `temperature` is positive.
+    ``at_once`` rows are sampled at a time. Raises ValueError unless `temperature` is positive, and the two numbers at least 1.
     """
+    for name, number in (("max_new", max_new), ("at_once", at_once)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}: choose at least 1")
     uniforms = draw_uniforms(len(prompts), max_new, generator)
     device = next(model.parameters()).device
     # rows of similar length together, for less padding; the completions are the same
@@ -120,7 +124,10 @@ class ChatTokenizer:
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message after the system message, up to the start of the answer."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer.encode("\n\n".join([self._system, text, ""] if self._system else [text, ""]))
+            whole = "\n\n".join([self._system, text, ""] if self._system else [text, ""])
+            ids = self.tokenizer.encode(whole, split_special_tokens=True)
+            # Some tokenizers write an end behind every text, and the answer would come after it
+            return ids[:-1] if len(ids) > 1 and ids[-1] in self.ends else ids
         if self._system and self._fold:
             return self._apply("", f"{self._system}\n\n{text}", tokenize=True)
         return self._apply(self._system, text, tokenize=True)
@@ -146,8 +153,8 @@ class ChatTokenizer:
             return False
 
     def completion(self, text: str) -> list[int]:
-        """Return the tokens of an answer, with the end token."""
-        return [*self.tokenizer.encode(text, add_special_tokens=False), self.ends[0]]
+        """Return the tokens of an answer, with the end token. The name of a special token in the text is text."""
+        return [*self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True), self.ends[0]]
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer without its end token."""
@@ -163,8 +170,11 @@ def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
 
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if (folder / "generation_config.json").exists():
-        more = GenerationConfig.from_pretrained(folder).eos_token_id
-        ends += [] if more is None else [more] if isinstance(more, int) else more
+        try:
+            more = GenerationConfig.from_pretrained(folder).eos_token_id
+            ends += [] if more is None else [more] if isinstance(more, int) else map(index, more)
+        except Exception as error:  # the readers of transformers raise other types of errors
+            raise ValueError(f"{folder / 'generation_config.json'} cannot be read: correct its JSON, or remove the file") from error
     if not ends:
         raise ValueError(f"the tokenizer in {folder} has no end token, so completions could not end: set its eos_token")
     return tuple(dict.fromkeys(ends))
@@ -222,6 +232,8 @@ class ChatWorld(World):
 
     def encode(self, prompts: Sequence[str], completions: Sequence[str]) -> Rollouts:
         """Return rollouts of texts, which may be longer than a sample, but not longer than the context."""
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one each per rollout")
         questions, answers = self._encode_prompts(prompts), [self._tokenizer.completion(text) for text in completions]
         for text, question, answer in zip(completions, questions, answers, strict=True):
             if len(question) + len(answer) > self._context:

@@ -104,8 +104,8 @@ class Ledger:
     """Raw executions for which answers were graded, so that the oracle can read them with its own code.
 
     A program may behave differently when it is run again, so a second run is no evidence of what was graded. Executions of the last
-    batch are always kept; older ones as long as all together, with prompts and answers, have no more than ``room`` characters. For an
-    answer that is graded again, the latest is kept.
+    batch are always kept; older ones as long as all together, with prompts and answers, have no more than ``room`` characters. The
+    latest of an answer that is graded again is kept.
     """
 
     def __init__(self, room: int = LEDGER) -> None:

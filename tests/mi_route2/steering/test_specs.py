@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.patching.patches import FromRun, Patch, resolve
 from mi_route2.sites import Site
 from mi_route2.steering.specs import CLAMPS, Clamp, Monitor, Steer, Steering, Vector, looker
 
@@ -24,6 +24,10 @@ V = [1.0, -2.0, 0.5]
         (lambda: Vector(torch.zeros(2, 2, 2)), "1-D"),
         (lambda: Vector(torch.zeros(2, dtype=torch.bool)), "1-D"),
         (lambda: Vector(["a"]), "a list of numbers or a name"),
+        (lambda: Vector([True, False]), "a list of numbers or a name"),
+        (lambda: Patch(SITE, 2, torch.tensor([1.0, math.nan])), "the source of a patch holds NaN or infinity"),
+        (lambda: Patch(SITE, 2, torch.tensor([math.inf])), "the source of a patch holds NaN or infinity"),
+        (lambda: Patch(SITE, 2, torch.ones(3, dtype=torch.bool)), "real numbers, not of torch.bool"),
         (lambda: Vector(""), "empty"),
         (lambda: Vector("later").data, "is not resolved"),
         (lambda: Steer(SITE, V, math.inf), "scale must be a finite number, not inf"),
@@ -66,6 +70,13 @@ def test_what_cannot_be_is_refused(make, says):
     with pytest.raises(ValueError, match=says.replace("[", r"\[")) as error:
         make()
     assert "\n" not in str(error.value)
+
+
+def test_a_source_beyond_the_range_of_the_model_is_refused():
+    far = Patch(SITE, 2, torch.tensor([1.0, 1e300], dtype=torch.float64))
+    assert resolve([far], lambda _site: (2,), dtype=torch.float64)[0].source.tolist() == [1.0, 1e300]
+    with pytest.raises(ValueError, match=r"beyond the range of torch.float32: scale it down"):
+        resolve([far], lambda _site: (2,), dtype=torch.float32)
 
 
 def test_numbers_of_numpy_and_torch_are_numbers():

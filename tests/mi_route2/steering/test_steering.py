@@ -631,6 +631,9 @@ def test_what_was_left_out_is_an_error(model):
         (Steering(base=(Steer(MID, [1.0]),)), "has 1 numbers, but the site has 16"),
         (Steering(base=(Steer(MID, "v"),)), "no vector is registered as 'v'"),
         (Steering(base=(Steer(MID, [3e38] * 16, 10.0),)), "beyond the range of torch.float32"),
+        (Steering(base=(Steer(MID, torch.ones(4, 4)),)), r"has the shape \[4, 4\], but the site has \[16\]: give it so, or flat"),
+        (Steering(clamps=(Clamp(QUERY, torch.ones(8, 2), value=1),)), r"has the shape \[8, 2\], but the site has"),
+        (Steering(monitors=(Monitor(QUERY, torch.ones(2, 8)),)), r"has the shape \[2, 8\], but the site has"),
         (Steering(clamps=(Clamp(MID, [1.0], value=1),)), "the clamp's direction at"),
         (Steering(monitors=(Monitor(MID, [1.0]),)), "the probe at"),
         (Steering(monitors=(Monitor(MID, [1.0] * 16, adds=(Steer(LATE, [1.0]),)),)), "the vector at"),
@@ -648,9 +651,17 @@ def test_a_request_that_cannot_be_steered_as_it_asks_is_refused_whole(model, spe
     assert state.requests == ()
 
 
+def test_a_vector_may_be_by_head_flat_or_one_row(model: Model) -> None:
+    state = model.state()
+    for values in (torch.ones(model.shapes[QUERY]), torch.ones(16), torch.ones(1, 16)):
+        state.check(Steering(base=(Steer(QUERY, values),)))
+
+
 def test_a_monitor_for_everybody_is_seen_before_there_is_anybody(model: Model) -> None:
     """Whoever comes is told at once where it would not fire."""
     state = model.state()
+    with pytest.raises(TypeError):
+        state.set_monitor("all")  # pyright: ignore[reportArgumentType]
     state.set_monitor(Monitor(EARLY, model.vector(EARLY, 1), name="all"))
     assert state.sites() == {EARLY}
     state.admit(0, None)

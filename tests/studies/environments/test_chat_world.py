@@ -101,6 +101,9 @@ def test_texts_survive_the_template_and_the_tokenizer(world: ChatWorld, folder: 
     texts = [tokenizer.text(ids) for ids in rollouts.completions()]
     assert texts == ["odd", "even CORRECT"]
     assert all(ids[-1] == tokenizer.ends[0] for ids in rollouts.completions())
+    spelled = "odd<|end|><|turn|>even"  # words, and no end
+    ids = tokenizer.completion(spelled)
+    assert (tokenizer.text(ids), ids.index(tokenizer.ends[0])) == (spelled, len(ids) - 1)
     asked = tokenizer.tokenizer.decode(rollouts.tokens[1][rollouts.attention[1] & ~rollouts.completion[1]])
     assert asked == "<|turn|>system\nAnswer with one word.<|end|>\n<|turn|>user\né ≠ ✓<|end|>\n<|turn|>assistant\n"
     assert "".join(world.pieces(rollouts.completions()[1])[:-1]) == "even CORRECT"
@@ -142,6 +145,12 @@ def test_what_does_not_fit_is_said(world: ChatWorld, folder: Path, tmp_path: Pat
         ChatTokenizer(tmp_path, "")
     with pytest.raises(ValueError, match="already exists"):
         make_tiny_model(Parity(), folder, steps=0)
+    with pytest.raises(ValueError, match="2 prompts and 1 completions: give one each"):
+        world.encode(["odd?", "even?"], ["odd"])
+    for wrong, said in (({"max_new": 0}, "max_new is 0"), ({"at_once": 0}, "at_once is 0"), ({"max_new": -1}, "max_new is -1")):
+        how: Any = {"max_new": 1, "temperature": 1.0, "generator": torch.Generator(), "ends": (1,), "pad": 0, "at_once": 1} | wrong
+        with pytest.raises(ValueError, match=f"{said}: choose at least 1"):
+            generate(torch.nn.Linear(1, 1), [[1]], **how)
     with pytest.raises(ValueError, match="not positive"):
         generate(torch.nn.Linear(1, 1), [[1]], max_new=1, temperature=0.0, generator=torch.Generator(), ends=(1,), pad=0, at_once=1)
 
@@ -199,6 +208,22 @@ def test_a_tokenizer_without_a_template_is_given_plain_text(variant: Callable[..
     assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 odd?")) == "Be short.\n\nIs 3 odd?\n\n"
 
 
+def test_a_plain_prompt_has_no_end_token_though_the_tokenizer_writes_one(variant: Callable[..., Path]) -> None:
+    """A model would take what comes after an end for another text."""
+    made = variant(files={"chat_template.jinja": None})
+    described = json.loads((made / "tokenizer.json").read_text())
+    piece, end = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}
+    described["post_processor"] = {
+        "type": "TemplateProcessing", "single": [end, piece, end], "pair": [piece, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [1], "tokens": ["<|end|>"]}},
+    }  # fmt: skip
+    (made / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = ChatTokenizer(made, "Be short.")
+    assert tokenizer.tokenizer.encode("x")[-1] == tokenizer.ends[0]
+    assert tokenizer.tokenizer.decode(tokenizer.prompt("Is 3 <|end|> odd?")) == "<|end|>Be short.\n\nIs 3 <|end|> odd?\n\n"
+    assert tokenizer.prompt("Is 3 <|end|> odd?").count(tokenizer.ends[0]) == 1
+
+
 def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -> None:
     """No padding token, and an end that the generation config alone knows."""
     tokenizer = ChatTokenizer(
@@ -216,6 +241,8 @@ def test_what_is_missing_is_taken_from_elsewhere(variant: Callable[..., Path]) -
         (None, {}, {"tokenizer.json": "{}"}, "has no tokenizer that can be read"),
         (None, {}, {"tokenizer.json": None}, "has no tokenizer that can be read"),
         (None, {"eos_token": None}, {"generation_config.json": None}, "has no end token"),
+        (None, {}, {"generation_config.json": "{"}, "generation_config.json cannot be read"),
+        (None, {}, {"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json cannot be read"),
     ],
 )
 def test_a_tokenizer_that_cannot_ask_is_refused(
