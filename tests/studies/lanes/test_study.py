@@ -49,8 +49,8 @@ def arms_of(settings: Settings, folder: Path, texts: Path) -> list[Job]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rates_all": ()}, "rates_all must have at least one rate"),
-        ({"rates_controls": ()}, "rates_controls must have at least one rate"),
+        ({"rates_all": ()}, "rates_all must be a tuple of one or more rates"),
+        ({"rates_controls": ()}, "rates_controls must be a tuple of one or more rates"),
         ({"clips": (3.0, 13.1)}, r"the clips \(3.0, 13.1\) must contain 12.85, the clip before the record's"),
         ({"piece": 1}, "piece must be at least 2"),
         ({"tune_piece": 1}, "tune_piece must be at least 2"),
