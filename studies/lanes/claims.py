@@ -9,8 +9,8 @@ from scipy.optimize import brentq
 from scipy.stats import nct, norm, t
 
 from studies.lanes import estimates
-from studies.lanes.estimates import Measure
-from studies.lanes.found import Estimate, Found
+from studies.lanes.estimates import Estimate, Measure
+from studies.lanes.study import Found
 
 Verdict = Literal["exact", "supported", "claimed size excluded", "not testable here", "null", "contradicted"]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)

@@ -5,17 +5,60 @@ such that less is better, as for bits per byte.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from statistics import fmean
 
-from studies.common.stats import Value, mean, paired_difference
-from studies.lanes.found import Content, Estimate, Found
+from studies.common.stats import Value, mean, paired_difference, summary
 from studies.lanes.growth import CLAIMED, CLAIMED_RHO, amplification
 from studies.lanes.settings import BEFORE
+from studies.lanes.study import Content, Found
 from studies.lanes.symmetry import SUBLAYERS
 
 ZERO = 1e-12
 """Tolerance of identities in float64."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimate: the mean of n values with its Student-t interval (None for fewer than two values), or an identity.
+
+    Attributes:
+        value: The mean; of an identity the largest deviation, or the number that was measured.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        n: Number of values.
+        unit: Unit of the value.
+        holds: Whether an identity holds; None for a quantity.
+        each: The values.
+        note: What a reader should know beside the number.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    unit: str
+    holds: bool | None = None
+    each: tuple[float | None, ...] = ()
+    note: str = ""
+
+    @staticmethod
+    def of(values: Iterable[Value], unit: str, note: str = "") -> "Estimate":
+        """Return the estimate from the defined ones of `values`."""
+        s = summary(list(values))
+        return Estimate(s["mean"], s["lo"], s["hi"], s["n"], unit, None, tuple(s["seeds"]), note)
+
+    @staticmethod
+    def paired(arm: Mapping[int, Value], reference: Mapping[int, Value], unit: str, note: str = "") -> "Estimate":
+        """Return the estimate of `arm - reference`, paired by seed."""
+        return Estimate.of(paired_difference(arm, reference)[1]["seeds"], unit, note)
+
+    @staticmethod
+    def identity(worst: float, holds: bool, n: int, unit: str, note: str = "") -> "Estimate":
+        return Estimate(worst, None, None, n, unit, holds, (), note)
+
+
 Measure = Callable[[Found], Estimate]
 
 

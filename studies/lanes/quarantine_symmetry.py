@@ -65,7 +65,7 @@ class QuarantineSettings:
 
 
 @dataclass(frozen=True)
-class Arm:
+class AdapterPair:
     """A pair of adapters and their start: both at 0 (`equal`), or the quarantine at random values (`unequal`)."""
 
     name: str
@@ -77,12 +77,12 @@ class Arm:
         return AdapterSpec(self.kept, None if self.kept == "svd" else rank, self.quarantine, rank)
 
 
-ARMS: tuple[Arm, ...] = (
-    Arm("shared basis (SVD)", "svd", "shared"),
-    Arm("shared basis (SVD)", "svd", "shared", "unequal"),
-    Arm("shared basis (LoRA)", "lora", "shared"),
-    Arm("distinct basis (SVD)", "svd", "lora"),
-    Arm("distinct basis (LoRA)", "lora", "lora"),
+PAIRS: tuple[AdapterPair, ...] = (
+    AdapterPair("shared basis (SVD)", "svd", "shared"),
+    AdapterPair("shared basis (SVD)", "svd", "shared", "unequal"),
+    AdapterPair("shared basis (LoRA)", "lora", "shared"),
+    AdapterPair("distinct basis (SVD)", "svd", "lora"),
+    AdapterPair("distinct basis (LoRA)", "lora", "lora"),
 )
 
 
@@ -97,21 +97,23 @@ def written(branch: Branch, factors: Mapping[str, Tensor]) -> tuple[Float[Tensor
 def factors(branch: Branch) -> dict[str, nn.Parameter]:
     """Return the factor behind each adapter's bottleneck."""
     quarantine = branch.quarantine
-    assert quarantine is not None, "every arm has one"
+    assert quarantine is not None, "every pair has one"
     return {
         "kept": branch.kept.get_parameter(branch.kept.scored),
         "quarantine": quarantine.get_parameter("shared" if isinstance(quarantine, SharedQuarantine) else "B"),
     }
 
 
-def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor, "n s"], generator: torch.Generator) -> Trace:
+def train_quarantine(
+    pair: AdapterPair, settings: QuarantineSettings, tokens: Int[Tensor, "n s"], generator: torch.Generator
+) -> Trace:
     """Train kept adapter and quarantine by Adam in float64, without a mask, and record both every `every` steps and at the end.
 
     `generator` draws the base model, then the adapters. Steps take rows of `tokens` as in `train_symmetry`.
     """
     model = base(settings, tokens.shape[1], generator)
-    adapters = attach(model, PATTERN, spec=arm.spec(settings.rank), generator=generator)
-    if arm.start == "unequal":
+    adapters = attach(model, PATTERN, spec=pair.spec(settings.rank), generator=generator)
+    if pair.start == "unequal":
         _spread(adapters, settings.unequal, generator)
     optimizer = torch.optim.Adam(
         [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], lr=settings.rate
@@ -127,14 +129,14 @@ def train_quarantine(arm: Arm, settings: QuarantineSettings, tokens: Int[Tensor,
             readings.append(_reading(adapters, step, loss))
         if step < settings.steps:
             optimizer.step()
-    return Trace.of(arm.name, "quarantine", arm.start, readings)
+    return Trace.of(pair.name, "quarantine", pair.start, readings)
 
 
 def trace_quarantines(settings: QuarantineSettings, tokens: Int[Tensor, "n s"], seed: int) -> tuple[Trace, ...]:
-    """Return a trace of every arm, all on the same base model, drawn by `seed`."""
+    """Return a trace of every pair, all on the same base model, drawn by `seed`."""
     return tuple(
-        train_quarantine(arm, settings, tokens, torch.Generator().manual_seed(seed))
-        for arm in tqdm(ARMS, desc="quarantines", unit="training", leave=False, disable=None)
+        train_quarantine(pair, settings, tokens, torch.Generator().manual_seed(seed))
+        for pair in tqdm(PAIRS, desc="quarantines", unit="training", leave=False, disable=None)
     )
 
 

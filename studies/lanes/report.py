@@ -16,9 +16,10 @@ from studies.common.stats import Value, mean, paired_difference
 from studies.common.tables import markdown_table
 from studies.lanes.arms import ARMS
 from studies.lanes.claims import CLAIMS, VERDICTS, Row, judge
+from studies.lanes.estimates import Estimate
 from studies.lanes.figures import FIGURES
-from studies.lanes.found import Estimate, Found, load
 from studies.lanes.settings import FILE, Settings
+from studies.lanes.study import Found, load
 
 TABLE, ARMS_TABLE, JSON = "claims.md", "arms.md", "claims.json"
 

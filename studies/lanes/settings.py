@@ -6,9 +6,10 @@ import platform
 from dataclasses import asdict, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 
 from mi_route2.validation import AtLeastOne, Name, NonNegative, Positive, read_settings, validated, write_json
 from studies.lanes.arms import Size
@@ -26,6 +27,8 @@ BEFORE = 12.85
 """The clip of matrices before the record's, with which a claim compares."""
 FORMAT = 1
 """Increased if the computation changes in a way that no setting shows."""
+Piece = Annotated[int, Field(ge=2)]  # its first token only opens it
+Rates = Annotated[tuple[NonNegative, ...], Field(min_length=1, description="a tuple of one or more rates")]
 
 
 @validated
@@ -55,14 +58,14 @@ class Evaluation:
     window: AtLeastOne = 128
     stride: AtLeastOne = 64
     test: AtLeastOne = 12288
-    piece: AtLeastOne = 2048
+    piece: Piece = 2048
     tune: AtLeastOne = 3072
-    tune_piece: AtLeastOne = 512
+    tune_piece: Piece = 512
     adapted: AtLeastOne = 6144
-    adapted_piece: AtLeastOne = 1536
+    adapted_piece: Piece = 1536
     ttt: TTTSettings = field(default_factory=lambda: TTTSettings(chunk=512, epochs=1, train_batch=4))
-    rates_all: tuple[NonNegative, ...] = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-    rates_controls: tuple[NonNegative, ...] = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+    rates_all: Rates = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+    rates_controls: Rates = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
     gptq: GPTQSettings = field(default_factory=GPTQSettings)
     many: AtLeastOne = 64
     clip_lambda: NonNegative = 0.175
@@ -75,12 +78,6 @@ class Evaluation:
             raise ValueError(
                 "test-time training must score the same windows as the plain evaluation: give both the same window and stride"
             )
-        for name in ("rates_all", "rates_controls"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must have at least one rate")
-        for name in ("piece", "tune_piece", "adapted_piece"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name} must be at least 2, not {getattr(self, name)}: its first token only opens it")
         for name, piece in (("test", self.piece), ("tune", self.tune_piece), ("adapted", self.adapted_piece)):
             if getattr(self, name) % piece:
                 raise ValueError(f"{name} {getattr(self, name)} must be a multiple of the piece of {piece} tokens")

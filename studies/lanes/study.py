@@ -1,4 +1,4 @@
-"""The jobs of a study and their execution: every arm at every seed, and the instruments. Each part of a job is a file.
+"""The jobs of a study, their execution, and what they made: every arm at every seed, and the instruments. Each part is a file.
 
     <folder>/settings.json
              arms/<arm>/seed-<n>/train.json + .safetensors      weights and loss curve
@@ -11,12 +11,14 @@ same bytes as an uninterrupted one. Workers share nothing.
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from studies.common.artifacts import Part, read_part, write_part
 from studies.common.processes import exclusive, held, run_pool
@@ -29,6 +31,8 @@ from studies.lanes.text import Corpus
 from studies.lanes.train import build, train
 
 TRAIN = "train"
+Content = Mapping[str, Any]
+T = TypeVar("T")
 LOOPED_COST = 1.7  # relative to a plain arm, in time
 
 
@@ -178,3 +182,69 @@ def run_study(
         settings.write(folder)
         run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, quiet=quiet)
     return folder
+
+
+@dataclass(frozen=True)
+class Found:
+    """The settings of a study and the contents of its artifacts.
+
+    Attributes:
+        settings: The study's settings.
+        contents: (arm or instrument, seed or draw, part) -> content of the part.
+    """
+
+    settings: Settings
+    contents: Mapping[tuple[str, int, str], Content]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds at which arms were measured."""
+        return tuple(sorted({seed for name, seed, part in self.contents if name in ARMS and part == "bpb"}))
+
+    def by_seed(self, name: str, part: str, read: Callable[[Content], T] = lambda content: content) -> dict[int, T]:
+        """Return what `read` reads from a part of an arm or an instrument, by seed or draw.
+
+        Raises:
+            ValueError: If the study has no such part.
+        """
+        found = {seed: read(content) for (arm, seed, own), content in self.contents.items() if (arm, own) == (name, part)}
+        if not found:
+            raise ValueError(f"the study has no part {part!r} of {name!r}: run it again to create what is missing")
+        return dict(sorted(found.items()))
+
+    def drawn(self, instrument: str) -> list[Content]:
+        """Return all draws of an instrument, in order."""
+        return list(self.by_seed(instrument, instrument).values())
+
+    def measured(self, part: str) -> list[str]:
+        """Return the arms for which the study has a part, in the order of the table."""
+        return [arm for arm in ARMS if any((arm, part) == (name, own) for name, _, own in self.contents)]
+
+
+def load(folder: Path) -> Found:
+    """Read and check all parts of a study.
+
+    Raises:
+        ValueError: If a part is missing or damaged, or if the folder has no finished study.
+    """
+    settings = Settings.read(folder)
+    places = sorted((folder / "arms").glob("*/seed-*"))
+    seeds = sorted({int(place.name.partition("-")[2]) for place in places})
+    if folder.name != settings.folder or not seeds:
+        raise ValueError(f"{folder} contains no finished study: `run` creates one, or resumes an interrupted one")
+    arms = [name for name in ARMS if (folder / "arms" / name).is_dir()]
+    contents: dict[tuple[str, int, str], Content] = {}
+    for job in jobs_of(settings, folder, None, seeds, arms):
+        for part in job.parts:
+            found = job.read(part)
+            if found is None:
+                raise ValueError(f"{job.path(part)} is missing because the run was interrupted: the same command resumes it")
+            contents[job.name, job.seed, part] = found[0]
+    return Found(settings, contents)
+
+
+def tensors(folder: Path, found: Found, arm: str, seed: int, part: str) -> dict[str, Tensor]:
+    """Return the tensors of a part."""
+    read = Job(found.settings, folder, None, arm, seed).read(part)
+    assert read is not None
+    return read[1]

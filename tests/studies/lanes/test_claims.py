@@ -14,9 +14,9 @@ from tiny_lanes import tiny_settings, write_texts
 
 from studies.lanes.arms import ARMS
 from studies.lanes.claims import CLAIMS, VERDICTS, Claim, Rule, deviation, floor, judge, needed, power, verdict
-from studies.lanes.estimates import bpb, combined, controls, extraction, gains, gauge_share, worst
-from studies.lanes.found import Estimate, Found, load
+from studies.lanes.estimates import Estimate, bpb, combined, controls, extraction, gains, gauge_share, worst
 from studies.lanes.measures import measured
+from studies.lanes.study import Found, load
 
 pytestmark = pytest.mark.study
 

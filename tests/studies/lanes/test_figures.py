@@ -7,7 +7,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from mi_route2.plots import save_figure, style
 from studies.lanes.figures import FIGURES
-from studies.lanes.found import load
+from studies.lanes.study import load
 
 pytestmark = pytest.mark.study
 

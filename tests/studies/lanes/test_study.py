@@ -22,12 +22,11 @@ from tiny_lanes import FEW, with_steps, write_texts
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import ARMS
 from studies.lanes.bpb import bpb, score
-from studies.lanes.found import load
 from studies.lanes.gptq import QuantizedWeights, collect_hessians, dequantized, quantize
 from studies.lanes.measures import Noted, Subject, excerpt, routing, usual_weights
 from studies.lanes.settings import Settings, open_text, quick
 from studies.lanes.size import HEADER, pack
-from studies.lanes.study import Job, jobs_of, run_job, run_jobs, run_study, trained
+from studies.lanes.study import Job, jobs_of, load, run_job, run_jobs, run_study, trained
 from studies.lanes.tapin import Mixing
 from studies.lanes.text import BOS
 from studies.lanes.ttt import adapt
@@ -50,8 +49,8 @@ def arms_of(settings: Settings, folder: Path, texts: Path) -> list[Job]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"rates_all": ()}, "rates_all must have at least one rate"),
-        ({"rates_controls": ()}, "rates_controls must have at least one rate"),
+        ({"rates_all": ()}, "rates_all must be a tuple of one or more rates"),
+        ({"rates_controls": ()}, "rates_controls must be a tuple of one or more rates"),
         ({"clips": (3.0, 13.1)}, r"the clips \(3.0, 13.1\) must contain 12.85, the clip before the record's"),
         ({"piece": 1}, "piece must be at least 2"),
         ({"tune_piece": 1}, "tune_piece must be at least 2"),

@@ -12,8 +12,8 @@ from mi_route2.adapters import attach
 from studies.lanes.config import BOS, LanesConfig
 from studies.lanes.model import LanesModel, byte_loss
 from studies.lanes.quarantine_symmetry import (
-    ARMS,
-    Arm,
+    PAIRS,
+    AdapterPair,
     QuarantineSettings,
     base,
     factors,
@@ -226,30 +226,30 @@ QUARANTINES = QuarantineSettings(layers=1, d_model=8, heads=2, mlp=8, rank=2, ba
 
 
 @cache
-def quarantined(arm: Arm) -> Trace:
-    return train_quarantine(arm, QUARANTINES, draw(4, 7), torch.Generator().manual_seed(0))
+def quarantined(pair: AdapterPair) -> Trace:
+    return train_quarantine(pair, QUARANTINES, draw(4, 7), torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm.name}, {arm.start}")
-def test_in_one_basis_both_adapters_receive_one_gradient(arm: Arm) -> None:
-    trace = quarantined(arm)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.name}, {pair.start}")
+def test_in_one_basis_both_adapters_receive_one_gradient(pair: AdapterPair) -> None:
+    trace = quarantined(pair)
     assert (trace.kind, trace.steps) == ("quarantine", (0, 5, 10, 15, 20))
     assert trace.losses[-1] < trace.losses[0]
-    if arm.quarantine == "shared":
+    if pair.quarantine == "shared":
         assert set(trace.partials) == {0.0}
         assert trace.differences == pytest.approx([trace.differences[0]] * 5, abs=1e-12)
-        assert (trace.differences[0] == 0.0) == (arm.start == "equal")
+        assert (trace.differences[0] == 0.0) == (pair.start == "equal")
     else:
         assert min(trace.partials) > 0.1
         assert trace.differences[0] == 0.0
         assert min(trace.differences[1:]) > 1e-3
 
 
-@pytest.mark.parametrize("arm", ARMS, ids=lambda arm: f"{arm.name}, {arm.start}")
-def test_partials_of_adapters_are_gradients_written_into_the_weight(arm: Arm) -> None:
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair.name}, {pair.start}")
+def test_partials_of_adapters_are_gradients_written_into_the_weight(pair: AdapterPair) -> None:
     """Against the matrices that the adapters say they add: a factor's gradient step moves them by this."""
     model = base(QUARANTINES, 7, torch.Generator().manual_seed(0))
-    adapters = attach(model, "blocks.*", spec=arm.spec(2), generator=torch.Generator().manual_seed(1))
+    adapters = attach(model, "blocks.*", spec=pair.spec(2), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
             p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()), dtype=p.dtype)
@@ -269,7 +269,7 @@ def test_partials_of_adapters_are_gradients_written_into_the_weight(arm: Arm) ->
             adapter.delta() - delta for adapter, delta in zip((branch.kept, branch.quarantine), before, strict=True)
         )
         assert found == pytest.approx(relative(kept, quarantine), abs=1e-9)
-        assert (found == 0.0) == (arm.quarantine == "shared")
+        assert (found == 0.0) == (pair.quarantine == "shared")
 
 
 @pytest.mark.parametrize("wiring", TWO_LANES)
