@@ -52,6 +52,11 @@ class Residents:
         """Whether a request waits for bytes of keys and values in this turn."""
         self._patches: Counter[Site] = Counter()
 
+    @property
+    def patches(self) -> int:
+        """Number of patch slots in use, over all sites."""
+        return self._patches.total()
+
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
         try:

@@ -356,6 +356,7 @@ class Owner:
             "sweeps": len(self._jobs),
             "step_seconds": self._step_seconds,
             "sweep_seconds": self._sweep_seconds,
+            **engine.resources,
             "prefix_hits": engine.prefixes.hits,
             "prefix_misses": engine.prefixes.misses,
             "prefix_bytes": engine.prefixes.bytes,
