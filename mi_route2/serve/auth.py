@@ -78,9 +78,12 @@ class Events(StreamingResponse):
             await self._content.aclose()
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # made once: json.dumps makes one at each call
+
+
 def dumps(content: Any) -> str:
     """Return compact JSON in ASCII; ``ValueError`` for NaN and infinity."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return _encode(content)
 
 
 def answer(error: ApiError) -> Json:

@@ -20,6 +20,7 @@ _GAUGES = {
 _COUNTERS = {
     "steps": "steps of the engine",
     "tokens": "generated tokens",
+    "slow_readers": "streams that were cancelled because their readers were too slow",
     "prefix_hits": "blocks found in the prefix cache",
     "prefix_misses": "blocks not found in the prefix cache",
 }
