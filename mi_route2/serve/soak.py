@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,14 +44,16 @@ from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
+MODEL = "mi_route2.serve.soak:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
-LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000, "store": 4_000_000}
+LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
+LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
 PATIENCE = 300.0
 """Seconds after which a request counts as stuck."""
 KEPT = 300
 """Answers that are asked for once more."""
 ENOUGH = 50
-"""Failures that are kept."""
+"""Failures after which the soak stops."""
 GROWTH, SLACK = 0.05, 12 << 20
 """Growth of the resident memory that is allowed: a share of it, and bytes."""
 BEGINNINGS = (
@@ -123,6 +125,12 @@ class Process:
     process: subprocess.Popen[str]
     log: Path
 
+    @property
+    def seconds(self) -> float:
+        """Processor time so far, of user and system."""
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
     def seen(self) -> dict[str, int]:
         """Return the resident bytes, open files and threads."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -132,17 +140,13 @@ class Process:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, exact: bool, name: str) -> Iterator[Process]:
-    """Run a server until the block is left.
+def serving(model: str, log: Path, *options: str) -> Iterator[Process]:
+    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
 
     Raises:
         RuntimeError: It did not start, or did not end by SIGTERM.
     """
-    keys, log = folder / "keys", folder / f"{name}.log"
-    keys.write_text("".join(f"{'admin ' if who == 'admin' else ''}{key}\n" for who, key in KEYS.items()))
-    limits = [word for limit, value in LIMITS.items() for word in (f"--{limit}", str(value))]
-    command = [sys.executable, "-m", "mi_route2.serve", "--model", "mi_route2.serve.soak:model", "--port", "0", "--threads", "1"]
-    command += ["--keys", str(keys), *limits, *(["--exact"] if exact else [])]
+    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
     try:
@@ -298,6 +302,7 @@ class Tally:
         self.counts["failures"] += 1
         if len(self.failures) < ENOUGH:
             self.failures.append(why)
+            tqdm.write(why)
 
     def keep(self, rng: random.Random, one: tuple[str, str, dict[str, Any], Any]) -> None:
         """Keep a uniform sample of the answers."""
@@ -337,7 +342,7 @@ class Caller:
     async def live(self, until: float) -> None:
         """Act until the time comes."""
         async with self.http:
-            while time.monotonic() < until:
+            while time.monotonic() < until and len(self.tally.failures) < ENOUGH:
                 (action,) = self.rng.choices(list(self.actions), list(self.actions.values()))
                 began = time.monotonic()
                 try:
@@ -369,7 +374,7 @@ class Caller:
             raise FailedError("429 without Retry-After")
         return response
 
-    async def _streamed(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _streamed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.is_error:
                 await response.aread()
@@ -590,10 +595,10 @@ async def _watched(server: Process, tally: Tally, until: float, every: float) ->
     """Look at the process until the time comes, with a bar."""
     began = time.monotonic()
     with tqdm(total=round(until - began), unit="s", desc="soak") as bar:
-        while (now := time.monotonic()) < until:
+        while (now := time.monotonic()) < until and len(tally.failures) < ENOUGH:
             tally.samples.append({"second": round(now - began, 1), **server.seen()})
             counted = sum(count for name, count in tally.counts.items() if name.startswith("status"))
-            bar.set_postfix(answers=counted, failures=tally.counts["failures"], rss=f"{tally.samples[-1]['rss'] >> 20} MiB")
+            bar.set_postfix(answers=counted, failures=tally.counts["failures"], rss=f"{tally.samples[-1]['rss'] / 2**20:.0f} MiB")
             await asyncio.sleep(min(every, until - now))
             bar.update(round(time.monotonic() - began) - bar.n)
 
@@ -706,7 +711,7 @@ class Soak:
         answers = sum(count for name, count in counts.items() if name.startswith("status"))
         verdict = f"soak {'failed' if tally.failures else 'passed'}: {answers} answers in {self.minutes:g} minutes, "
         verdict += f"{tally.compared} of them compared with solo runs, {tally.counts['failures']} failures"
-        print("\n".join([verdict, *tally.failures]))
+        print(verdict)
         if self.out is not None:
             document = {"minutes": self.minutes, "clients": self.clients, "seed": self.seed, "batched": self.batched}
             document |= {"seconds": time.monotonic() - began, "load": os.getloadavg(), "counts": counts, "compared": tally.compared}
@@ -716,8 +721,11 @@ class Soak:
 
     def _run(self, tally: Tally) -> tuple[dict[str, float], dict[str, int]]:
         with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
-            folder = Path(scratch)
-            with serving(folder, not self.batched, "loaded") as server:
+            keys = Path(scratch) / "keys"
+            keys.write_text("".join(f"{'admin ' if who == 'admin' else ''}{key}\n" for who, key in KEYS.items()))
+            limits = [word for limit, value in LIMITS.items() for word in (f"--{limit}", str(value))]
+            options = ("--keys", str(keys), *limits, *(() if self.batched else ("--exact",)))
+            with serving(MODEL, Path(scratch) / "loaded.log", *options) as server:
                 prepare(server.url)
                 asyncio.run(_load(server, tally, self.clients, 60 * self.minutes, self.seed))
                 left, idle = drained(server, tally), server.seen()
@@ -725,7 +733,7 @@ class Soak:
             log = server.log.read_text()
             if "Traceback" in log:
                 tally.fail(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")
-            with serving(folder, not self.batched, "alone") as server:
+            with serving(MODEL, Path(scratch) / "alone.log", *options) as server:
                 prepare(server.url)
                 compare(server, tally, not self.batched)
         return left, idle

@@ -15,7 +15,7 @@ from mi_route2.serve.models import Served
 from mi_route2.serve.owner import Owner, Stream
 from mi_route2.serve.schema import Names
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, Positive, validated
+from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 
 T = TypeVar("T")
 
@@ -34,6 +34,7 @@ class Limits:
         max_body: Bytes of a body.
         backlog: Steps that a stream may wait for its reader.
         store: Bytes of captured runs.
+        prefix_bytes: Bytes of the prefix cache; 0 switches it off.
     """
 
     rows: AtLeastOne = 64
@@ -45,6 +46,7 @@ class Limits:
     max_body: AtLeastOne = 16 << 20
     backlog: AtLeastOne = 1024
     store: AtLeastOne = 256 << 20
+    prefix_bytes: Natural = 256 << 20
 
 
 @dataclass
