@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -121,9 +122,17 @@ def model() -> Served:
 class Process:
     """A server in a process of its own."""
 
-    url: str
     process: subprocess.Popen[str]
     log: Path
+
+    @cached_property
+    def url(self) -> str:
+        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().split()
+        if not said:
+            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+        return said[-1]
 
     @property
     def seconds(self) -> float:
@@ -144,17 +153,14 @@ def serving(model: str, log: Path, *options: str) -> Iterator[Process]:
     """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
 
     Raises:
-        RuntimeError: It did not start, or did not end by SIGTERM.
+        RuntimeError: It did not start, or did not end well by SIGTERM.
     """
     command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
     with log.open("w") as stream:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
     try:
-        assert process.stdout is not None
-        said = process.stdout.readline().split()
-        if not said:
-            raise RuntimeError(f"the server did not start: {log.read_text()[-2000:]}")
-        yield Process(said[-1], process, log)
+        yield (server := Process(process, log))
+        assert server.url  # a signal that comes before would find no handler
         process.send_signal(signal.SIGTERM)
         if (status := process.wait(60)) != 0:
             raise RuntimeError(f"the server ended with status {status}")
@@ -725,17 +731,19 @@ class Soak:
             keys.write_text("".join(f"{'admin ' if who == 'admin' else ''}{key}\n" for who, key in KEYS.items()))
             limits = [word for limit, value in LIMITS.items() for word in (f"--{limit}", str(value))]
             options = ("--keys", str(keys), *limits, *(() if self.batched else ("--exact",)))
-            with serving(MODEL, Path(scratch) / "loaded.log", *options) as server:
-                prepare(server.url)
+            with (
+                serving(MODEL, Path(scratch) / "loaded.log", *options) as server,
+                serving(MODEL, Path(scratch) / "alone.log", *options) as alone,
+            ):
+                for one in (server, alone):
+                    prepare(one.url)
                 asyncio.run(_load(server, tally, self.clients, 60 * self.minutes, self.seed))
                 left, idle = drained(server, tally), server.seen()
                 judge(tally, idle)
+                compare(alone, tally, not self.batched)
             log = server.log.read_text()
             if "Traceback" in log:
                 tally.fail(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")
-            with serving(MODEL, Path(scratch) / "alone.log", *options) as server:
-                prepare(server.url)
-                compare(server, tally, not self.batched)
         return left, idle
 
 

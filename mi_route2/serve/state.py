@@ -63,7 +63,8 @@ class Server:
     def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore):
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
         self.store = store
-        self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
+        self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
+        self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
         self.sites = served.host.sites()
         self.owner = Owner(engine, backlog=limits.backlog)
