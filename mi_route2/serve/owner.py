@@ -337,6 +337,9 @@ class Owner:
     def _step(self) -> None:
         if not self._engine.busy:
             return self._deliver_held()
+        scheduler = self._engine.scheduler
+        if self._held and (scheduler.waiting or any(one.known - one.computed > 1 for one in scheduler.running)):
+            self._deliver_held()  # a step that reads prompts may take long
         began = time.perf_counter()
         results = self._engine.step()
         now = time.perf_counter()
