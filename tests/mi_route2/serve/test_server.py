@@ -307,19 +307,22 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     ("given", "status", "param", "sentence"),
     [
         ({"answer": " + 3"}, 400, "answer", "is 2 tokens"),
-        ({"answer": "nonsense"}, 400, None, "no token matches"),
+        ({"answer": "nonsense"}, 400, "answer", "no token matches"),
         ({"sites": "nowhere"}, 400, "sites", "nowhere"),
         ({"corrupt": "nonsense"}, 400, "corrupt", "no token matches"),
         ({"positions": [99]}, 400, "positions", "position 99 is outside"),
-        ({"metric": "kl"}, 400, None, "takes no answer"),
+        ({"metric": "kl"}, 400, "answer", "takes no answer"),
+        ({"metric": "logprob"}, 400, "foil", "takes no foil"),
+        ({"foil": None}, 400, "foil", "needs foil"),
+        ({"foil": 10**6}, 400, "foil", "is not a token"),
         ({"metric": "other"}, 422, "metric", "metric"),
-        ({"foil": " +"}, 400, None, "same token"),
+        ({"foil": " +"}, 400, "foil", "same token"),
     ],
 )
 def test_a_sweep_is_refused_before_it_starts(alice: PatchStudy, given: Any, status: int, param: str | None, sentence: str) -> None:
     found = refusal(alice.sweep, **{"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", **given})
     assert (found.status, sentence in str(found)) == (status, True), str(found)
-    assert param is None or found.param == param
+    assert found.param == param
 
 
 def test_a_reader_that_goes_cancels_its_sweep(server: Running) -> None:
