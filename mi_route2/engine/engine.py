@@ -171,6 +171,12 @@ class Engine:
         return bool(self._done or (self._going if self.paused else self._sequences))
 
     @property
+    def resources(self) -> dict[str, int]:
+        """Resources that requests hold now: rows and bytes of keys and values, patch slots, and steering rows."""
+        slots, patches = self._residents.slots, self._residents.patches
+        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self.steering.rows.used}
+
+    @property
     def _going(self) -> bool:
         """True if requests still run that ``pause("finish")`` lets end."""
         return len(self._sequences) > len(self._late) and not self._kept

@@ -59,6 +59,11 @@ class Residents:
         """Whether prefixes are kept and reused: not beside functions whose numbers may change unseen."""
         return self.prefixes.budget > 0 and not self.state.opaque
 
+    @property
+    def patches(self) -> int:
+        """Number of patch slots in use, over all sites."""
+        return self._patches.total()
+
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
         try:

@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"the server needs {error.name}, which is not installed: pip install 'mi-route2[serve]'")
 
 from mi_route2.serve.app import create_app
-from mi_route2.serve.auth import LOOPBACK, Keys
+from mi_route2.serve.auth import LOOPBACK, Keys, log
 from mi_route2.serve.models import Mode, load
 from mi_route2.serve.state import Limits, Server
 
@@ -99,6 +99,7 @@ def main(options: Options) -> None:
         torch.set_num_threads(options.threads)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     served = load(options.model, adapters=options.adapters, mode=options.mode, dtype=options.dtype, device=options.device)
+    log.info("%s is loaded", served.name)
     app = create_app(served, keys=keys, limits=options.limits, study_runs=options.study_runs, exact=options.exact)
     config = uvicorn.Config(
         app,

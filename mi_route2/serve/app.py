@@ -68,6 +68,7 @@ def create_app(
         rows=limits.rows,
         queue=limits.queue,
         store=store,
+        prefix_bytes=limits.prefix_bytes,
         tokenizer=Readable(served.tokenizer),
         vectors=served.vectors,
         exact=exact,
@@ -202,7 +203,9 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
             raise
 
     await called(server, client, change)
-    names.vectors, names.held = vectors, held
+    # another request of the key may have changed them meanwhile
+    names.vectors = {**names.vectors, **given}
+    names.held = {**names.held, **({} if body.name is None else {body.name: body})}
     return Json(_own(names))
 
 
@@ -279,9 +282,10 @@ async def clear_steering(body: ClearSteering, server: TheServer, client: TheClie
         for name in dropped:
             engine.steering.unregister(names.inside(name))
 
-    await called(server, client, forget)
+    # before the engine forgets them, so that no request of the key is accepted and then finds them missing
     names.vectors = {name: one for name, one in names.vectors.items() if name not in dropped}
     names.held = {} if every else {name: one for name, one in names.held.items() if name != body.name}
+    await called(server, client, forget)
     return Json(_own(names))
 
 

@@ -78,9 +78,12 @@ class Events(StreamingResponse):
             await self._content.aclose()
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode  # made once: json.dumps makes one at each call
+
+
 def dumps(content: Any) -> str:
     """Return compact JSON in ASCII; ``ValueError`` for NaN and infinity."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return _encode(content)
 
 
 def answer(error: ApiError) -> Json:
@@ -94,12 +97,16 @@ def sentence(error: BaseException) -> str:
     return " ".join(str(text).split()) or type(error).__name__
 
 
+_OTHERS = re.compile(r"'?\b[0-9a-f]{16}/[\w.:-]+'?(?:, )?")
+"""Names of other keys in the engine, which its errors list among those that there are."""
+
+
 def refusal(error: Exception, prefix: str = "") -> ApiError:
-    """Return the answer to an error of the engine, with the engine's ``prefix`` of the client's names left out."""
+    """Return the answer to an error of the engine, without its ``prefix`` of the client's names, and without names of others."""
     if isinstance(error, ApiError):
         return error
-    message = sentence(error).replace(prefix, "") if prefix else sentence(error)
-    if isinstance(error, UnknownNameError):
+    message = _OTHERS.sub("", sentence(error).replace(prefix, "") if prefix else sentence(error))
+    if isinstance(error, UnknownNameError) or message.startswith(("no vector is registered as", "no vector '")):
         return ApiError(404, message, code="unknown_name")
     if isinstance(error, QueueFullError):
         return ApiError(429, message, code="queue_full", headers={"Retry-After": "1"})

@@ -11,11 +11,16 @@ _GAUGES = {
     "running": "requests that run",
     "waiting": "requests that wait",
     "sweeps": "patch sweeps that run",
+    "slots": "rows of keys and values in use",
+    "slot_bytes": "bytes of keys and values of running requests",
+    "patch_slots": "patch slots in use",
+    "steering_rows": "steering rows in use",
     "prefix_bytes": "bytes of the prefix cache",
 }
 _COUNTERS = {
     "steps": "steps of the engine",
     "tokens": "generated tokens",
+    "slow_readers": "streams that were cancelled because their readers were too slow",
     "prefix_hits": "blocks found in the prefix cache",
     "prefix_misses": "blocks not found in the prefix cache",
 }

@@ -6,7 +6,7 @@ A whole answer and a stream are made of the same events: the same tokens, texts,
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import isfinite
@@ -387,8 +387,8 @@ def _extra(choice: Choice, server: Server, tokens: Sequence[Token]) -> dict[str,
 
 async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, Any]:
     """Read a choice to its end and return it."""
-    async for event in choice.stream:
-        choice.tokens += event.token is not None
+    while events := await choice.stream.batch():
+        choice.tokens += sum(event.token is not None for event in events)
     result = choice.result
     extra = {
         **_first(choice, server),
@@ -406,56 +406,74 @@ async def _told(
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks of all choices as they come, each as one event of a stream."""
     empty: dict[str, Any] = {"usage": None} if counted else {}
-    # of one entry, so that the streams notice a client that does not read
-    chunks: asyncio.Queue[tuple[Choice, Event | None]] = asyncio.Queue(1)
-
-    async def read(choice: Choice) -> None:
-        async for event in choice.stream:
-            await chunks.put((choice, event))
-        await chunks.put((choice, None))
-
-    readers = [asyncio.create_task(read(one)) for one in choices]
+    head = words.head(chunk=True)
     started: set[int] = set()
-    try:
+    async with _batches(choices) as batches:
         left = len(choices)
         while left:
-            choice, event = await chunks.get()
+            choice, events = await batches()
             first = choice.index not in started
             if first:
                 started.add(choice.index)
-            if event is None:
+            if not events:
                 left -= 1
                 if (error := failure(choice.result, server)) is not None:
                     yield f"data: {dumps(error.body())}\n\n"
                     break
                 said, extra = _ending(choice, server, words, first)
             else:
-                if event.token is not None and choice.tokens == 0:
+                if choice.tokens == 0 and any(event.token is not None for event in events):
                     server.metrics.first.observe(time.monotonic() - began)
-                said, extra = _going(choice, event, server, words, first)
-            yield f"data: {dumps({**words.head(chunk=True), 'choices': [said], **empty, 'mi_route2': extra})}\n\n"
+                said, extra = _going(choice, events, server, words, first)
+            yield f"data: {dumps({**head, 'choices': [said], **empty, 'mi_route2': extra})}\n\n"
         else:
             if counted:
-                yield f"data: {dumps({**words.head(chunk=True), 'choices': [], 'usage': usage.to_json()})}\n\n"
+                yield f"data: {dumps({**head, 'choices': [], 'usage': usage.to_json()})}\n\n"
         yield "data: [DONE]\n\n"
+
+
+@asynccontextmanager
+async def _batches(choices: list[Choice]) -> AsyncIterator[Callable[[], Awaitable[tuple[Choice, list[Event]]]]]:
+    """Context: a function that waits for the next events of any choice; none at its end."""
+    if len(choices) == 1:
+        (only,) = choices
+
+        async def next_of_one() -> tuple[Choice, list[Event]]:
+            return only, await only.stream.batch()
+
+        yield next_of_one
+        return
+    # of one entry, so that the streams notice a client that does not read
+    chunks: asyncio.Queue[tuple[Choice, list[Event]]] = asyncio.Queue(1)
+
+    async def read(choice: Choice) -> None:
+        while events := await choice.stream.batch():
+            await chunks.put((choice, events))
+        await chunks.put((choice, []))
+
+    readers = [asyncio.create_task(read(one)) for one in choices]
+    try:
+        yield chunks.get
     finally:
         for reader in readers:
             reader.cancel()
 
 
-def _going(choice: Choice, event: Event, server: Server, words: Wording, first: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return choice and extras of a chunk for an event."""
-    tokens = () if event.token is None else (event.token,)
-    text = "".join(choice.growing.push(one.token) for one in tokens)
+def _going(
+    choice: Choice, events: Sequence[Event], server: Server, words: Wording, first: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return choice and extras of a chunk for some events."""
+    tokens = [event.token for event in events if event.token is not None]
+    text = "".join([choice.growing.push(one.token) for one in tokens])
     choice.tokens += len(tokens)
-    logprobs = words.logprobs(tokens, choice.offset) if tokens else None
-    choice.offset += sum(map(len, server.served.tokens([one.token for one in tokens])))
     extra = {
         **(_first(choice, server) if first else {}),
         **_extra(choice, server, tokens),
-        "readings": _readings(event.readings),
-        "norms": _norms(event.norms),
+        "readings": _readings({at: one for event in events for at, one in event.readings.items()}),
+        "norms": _norms({at: one for event in events for at, one in event.norms.items()}),
     }
+    logprobs = words.logprobs(tokens, choice.offset) if tokens else None
+    choice.offset += sum(map(len, extra["tokens"]))
     return words.piece(choice.index, text, logprobs, None, first), extra
 
 

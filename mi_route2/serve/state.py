@@ -15,7 +15,7 @@ from mi_route2.serve.models import Served
 from mi_route2.serve.owner import Owner, Stream
 from mi_route2.serve.schema import Names
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, Positive, validated
+from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 
 T = TypeVar("T")
 
@@ -34,6 +34,7 @@ class Limits:
         max_body: Bytes of a body.
         backlog: Steps that a stream may wait for its reader.
         store: Bytes of captured runs.
+        prefix_bytes: Bytes of the prefix cache; 0 switches it off.
     """
 
     rows: AtLeastOne = 64
@@ -45,6 +46,7 @@ class Limits:
     max_body: AtLeastOne = 16 << 20
     backlog: AtLeastOne = 1024
     store: AtLeastOne = 256 << 20
+    prefix_bytes: Natural = 256 << 20
 
 
 @dataclass
@@ -61,7 +63,8 @@ class Server:
     def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore):
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
         self.store = store
-        self.vocabulary, self.context, self.heads = engine.decoder.vocabulary, engine.decoder.context, engine.decoder.heads
+        self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
+        self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
         self.sites = served.host.sites()
         self.owner = Owner(engine, backlog=limits.backlog)

@@ -12,10 +12,10 @@ from mi_route2.engine import Capture, Sampling
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.patching.grid import Grid
 from mi_route2.patching.patches import Patch
-from mi_route2.patching.question import Alignment, Span, align
+from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import Where
-from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal
+from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal, sentence
 from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
 from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
@@ -140,6 +140,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         length = len(_ids(getattr(body, name), server, name))
         if length > server.context:
             raise ApiError(400, f"the {name} prompt has {length} tokens, but the context has {server.context}", param=name)
+    tokens = {name: _token(getattr(body, name), server, name) for name in ("answer", "foil")}
     positions = None
     if body.positions is not None:
         positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
@@ -149,8 +150,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             corrupt=body.corrupt,
             sites=body.sites,
             positions=positions,
-            answer=body.answer,
-            foil=body.foil,
+            **tokens,
             metric=body.metric,
             alpha=body.alpha,
             heads=body.heads,
@@ -164,7 +164,9 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         refused.param = next(
             (name for name in ("answer", "foil", "clean", "corrupt") if f"the {name}" in refused.message[:24]), None
         )
-        if isinstance(error, KeyError):
+        if refused.message.startswith(("the metric", "answer and foil")):
+            refused.param = "foil" if "foil" in refused.message else "answer"
+        elif isinstance(error, KeyError):
             refused.param = "sites"
         elif refused.message.startswith("position"):
             refused.param = "positions"
@@ -173,6 +175,14 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         job.cancel()
         raise ApiError(413, f"{job.sweep.total} cells are more than {server.limits.cells}: name fewer sites or positions")
     return job
+
+
+def _token(given: int | str | None, server: Server, name: str) -> int | None:
+    try:
+        return one_token(given, server.served.tokenizer, name)
+    except Exception as error:  # tokenizers raise errors of their own kinds
+        message = sentence(error)
+        raise ApiError(400, message if message.startswith(f"the {name}") else f"the {name}: {message}", param=name) from error
 
 
 def _finished(job: Job, server: Server) -> Grid:

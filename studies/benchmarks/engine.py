@@ -79,7 +79,8 @@ class Result:
     time: Ratio
 
 
-def _random_model(seed: int) -> Any:
+def random_model(seed: int) -> Any:
+    """Return the benchmark's model: a random Qwen3."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
@@ -108,7 +109,7 @@ class Sides:
             self.host, self.half = smollm2(), smollm2(dtype="bfloat16")
             self.model: Any = self.host.model
         else:
-            self.model = _random_model(seed)
+            self.model = random_model(seed)
             self.host = open_host("torch", self.model)
         config = self.model.config
         self.layers, self.width = config.num_hidden_layers, config.hidden_size

@@ -14,6 +14,7 @@ from mi_route2.engine import Engine, QueueFullError, Request, Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.patching.sweep import prepare
+from mi_route2.serve import owner as owner_module
 from mi_route2.serve.owner import Owner
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
@@ -190,6 +191,40 @@ def test_a_reader_that_is_too_slow_is_cancelled_and_holds_up_nobody() -> None:
         assert "let more than 4 events wait" in (lazy.result.error or "")
 
     use(slow, backlog=4)
+
+
+def test_a_request_may_be_cancelled_twice_before_its_end_is_noticed() -> None:
+    """By its reader's slowness and by the client that goes away, for example."""
+
+    async def cancel(owner: Owner) -> None:
+        stream = await owner.submit(Request(PROMPT[:1], Sampling(max_new=45)))
+        await owner.call(lambda engine: (stream.cancel(), stream.cancel()))  # both come before the next step
+        async for _ in stream:
+            pass
+        assert stream.result is not None
+        assert stream.result.finish == "cancelled"
+        assert owner.alive
+
+    use(cancel)
+
+
+def test_tokens_of_many_streams_come_together_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of a stream and its end wait for nobody, even if the pace of deliveries is slower than all of it."""
+    for name in ("PACE", "LONGEST_PACE"):
+        monkeypatch.setattr(owner_module, name, 60.0)
+
+    async def read(owner: Owner) -> None:
+        async def one(number: int) -> None:
+            stream, sizes = await owner.submit(Request(PROMPT[:1], Sampling(max_new=20 + number))), []
+            while events := await stream.batch():
+                sizes.append(len(events))
+            assert sum(sizes) == 20 + number
+            assert len(sizes) <= 3
+
+        await asyncio.wait_for(asyncio.gather(*map(one, range(16))), 30)
+        assert not owner._held
+
+    use(read)
 
 
 def test_cancelled_sweeps_end_with_the_reason_and_free_the_thread() -> None:

@@ -407,6 +407,47 @@ def test_nothing_is_wider_than_the_window_on_a_phone_and_a_laptop(seen: Seen) ->
             assert page.evaluate("() => document.documentElement.scrollWidth") <= width
 
 
+FAINT = """() => {
+  const canvas = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+  const ctx = canvas.getContext("2d", { willReadFrequently: true });
+  const paint = color => { ctx.fillStyle = color; ctx.fillRect(0, 0, 1, 1); };
+  const linear = v => (v /= 255) <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = () => {
+    const [r, g, b] = [...ctx.getImageData(0, 0, 1, 1).data].map(linear);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = walker.nextNode());) {
+    const of = node.parentElement, style = getComputedStyle(of);
+    const left = of.closest(":disabled, .visually-hidden, script, style, svg");
+    if (!node.data.trim() || left || !of.checkVisibility({ visibilityProperty: true })) continue;
+    const chain = [];
+    for (let up = of; up; up = up.parentElement) chain.unshift(getComputedStyle(up).backgroundColor);
+    chain.forEach(paint);
+    const under = light();
+    paint(style.color);
+    const over = light(), size = parseFloat(style.fontSize);
+    const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
+    const contrast = (Math.max(over, under) + .05) / (Math.min(over, under) + .05);
+    found.push({ text: node.data.trim().slice(0, 40), at: `${of.tagName}.${of.className}`, contrast, enough: contrast >= (large ? 3 : 4.5) });
+  }
+  return found;
+}"""
+"""The texts that are shown, with the contrast of their color to what is painted below them (WCAG 2.2, relative luminance)."""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_has_the_contrast_of_wcag_aa(seen: Seen, theme: Any) -> None:
+    seen.page.emulate_media(color_scheme=theme)
+    page = swept(seen)
+    for tab in ("patch", "study", "stream"):
+        page.click(f"#tab-{tab}")
+        expect(page.locator(f"#{tab}")).to_be_visible()
+        texts = page.evaluate(FAINT)
+        assert len(texts) > 20
+        assert [one for one in texts if not one["enough"]] == [], (theme, tab)
+
+
 def test_a_key_is_asked_for_and_stays_in_the_tab(browser: Browser, served: Served) -> None:
     with running(served, keys=Keys([(KEY, False)])) as found:
         context = browser.new_context()

@@ -147,6 +147,28 @@ def test_vectors_configurations_runs_and_conversations_belong_to_a_key(server: R
     assert max(abs(a - b) for a, b in zip(plain, steered, strict=True)) > 1e-3
 
 
+def test_names_that_go_or_come_at_the_same_time_are_neither_lost_nor_told_to_others(
+    server: Running, alice: PatchStudy, bob: PatchStudy
+) -> None:
+    bob.steer(vectors={"secret": torch.ones(16)})
+    alice.steer(vectors={"mine": torch.ones(16)})
+    owner = next(one for one in server.server._names.values() if "mine" in one.vectors)
+    # as if another request of the key had cleared it between its look-up and its submission
+    asyncio.run(server.server.owner.call(lambda engine: engine.steering.unregister(owner.inside("mine"))))
+    for given in ({"steering_vectors": {SITE: "mine"}}, {"patch": [{"site": SITE, "position": 1, "source": "mine"}]}):
+        found = refusal(alice.complete, PROMPT, **given)
+        assert (found.status, found.code) == (404, "unknown_name"), str(found)
+        assert "secret" not in str(found)
+        assert not re.search(r"[0-9a-f]{16}", str(found)), found
+
+    async def together() -> None:
+        async with AsyncPatchStudy(server.url, ALICE) as study:
+            await asyncio.gather(*(study.steer(vectors={f"v{i}": [float(i)] * 16}) for i in range(8)))
+
+    asyncio.run(together())
+    assert {f"v{i}" for i in range(8)} <= alice.steer()["vectors"].keys()
+
+
 def test_the_prefix_cache_is_shared_within_a_key_only(alice: PatchStudy, bob: PatchStudy) -> None:
     prompt = random_micro().encode(PROMPT) * 5
 
@@ -285,19 +307,22 @@ def test_a_sweep_over_http_is_the_sweep_of_the_process(alice: PatchStudy) -> Non
     ("given", "status", "param", "sentence"),
     [
         ({"answer": " + 3"}, 400, "answer", "is 2 tokens"),
-        ({"answer": "nonsense"}, 400, None, "no token matches"),
+        ({"answer": "nonsense"}, 400, "answer", "no token matches"),
         ({"sites": "nowhere"}, 400, "sites", "nowhere"),
         ({"corrupt": "nonsense"}, 400, "corrupt", "no token matches"),
         ({"positions": [99]}, 400, "positions", "position 99 is outside"),
-        ({"metric": "kl"}, 400, None, "takes no answer"),
+        ({"metric": "kl"}, 400, "answer", "takes no answer"),
+        ({"metric": "logprob"}, 400, "foil", "takes no foil"),
+        ({"foil": None}, 400, "foil", "needs foil"),
+        ({"foil": 10**6}, 400, "foil", "is not a token"),
         ({"metric": "other"}, 422, "metric", "metric"),
-        ({"foil": " +"}, 400, None, "same token"),
+        ({"foil": " +"}, 400, "foil", "same token"),
     ],
 )
 def test_a_sweep_is_refused_before_it_starts(alice: PatchStudy, given: Any, status: int, param: str | None, sentence: str) -> None:
     found = refusal(alice.sweep, **{"clean": PROMPT, "corrupt": OTHER, "answer": " +", "foil": " *", **given})
     assert (found.status, sentence in str(found)) == (status, True), str(found)
-    assert param is None or found.param == param
+    assert found.param == param
 
 
 def test_a_reader_that_goes_cancels_its_sweep(server: Running) -> None:

@@ -1,0 +1,751 @@
+"""Soak test of the server: many clients for minutes, with drawn interventions, and everything that clients do wrong.
+
+    python -m mi_route2.serve.soak [--minutes 60] [--clients 32] [--seed 0] [--out FILE.json]
+
+A server in a process of its own runs a small random model, with small limits, so that requests queue and are refused. Clients of
+two keys complete, stream and chat with drawn interventions, sweep, capture runs and patch from them, hold steering and move it in
+running streams; they also go away in the middle, read slowly, send what is no request, and reach for what is another key's.
+
+At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, and memory, open files and
+threads must be as they were after the first quarter. A sample of the answers is asked for once more, one by one, from a new server:
+every token, log-probability, reading and captured value must be the same, bit for bit (with ``--batched``: until the first other
+token, within 1e-3).
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import httpx
+import torch
+import tyro
+from tqdm import tqdm
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.hosts import open_host
+from mi_route2.serve.models import Served
+from mi_route2.validation import write_json
+
+WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
+"""Size of the model, and the id of the byte 0."""
+MODEL = "mi_route2.serve.soak:model"
+KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
+LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
+LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
+PATIENCE = 300.0
+"""Seconds after which a request counts as stuck."""
+KEPT = 300
+"""Answers that are asked for once more."""
+ENOUGH = 50
+"""Failures after which the soak stops."""
+GROWTH, SLACK = 0.05, 12 << 20
+"""Growth of the resident memory that is allowed: a share of it, and bytes."""
+BEGINNINGS = (
+    "The quick brown fox ",
+    "Once upon a time, in a land far away, ",
+    "def solve(x):\n    return ",
+    "\u00e9\u4e2d\U0001f600 ",
+)
+
+
+class Bytes:
+    """Tokenizer whose tokens are bytes, so that characters and their colors are split over tokens."""
+
+    is_fast, eos_token_id, chat_template = True, 0, "role: content, line by line"
+
+    def __call__(self, text: str, return_offsets_mapping: bool = False) -> dict[str, Any]:
+        """Return the ids of a text, and the characters of each token."""
+        spans = [(i, i + 1) for i, one in enumerate(text) for _ in one.encode()]
+        return {"input_ids": self.encode(text), **({"offset_mapping": spans} if return_offsets_mapping else {})}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text."""
+        return [FIRST + one for one in text.encode()]
+
+    def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
+        """Return the text of ids."""
+        return bytes(one - FIRST for one in ids if one >= FIRST).decode("utf-8", "replace")
+
+    def apply_chat_template(self, messages: Any, **_: object) -> str:
+        """Return the text of a conversation."""
+        return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
+
+
+def model() -> Served:
+    """Return the model of the soak: a random Qwen3 with grouped queries, and adapters of both lanes."""
+    config = Qwen3Config(
+        vocab_size=FIRST + 256,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    draw = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        host = open_host("torch", Qwen3ForCausalLM(config).eval())
+    adapters = host.attach("blocks.*.mlp.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
+    with torch.no_grad():
+        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
+            p.add_(0.1 * torch.randn(p.shape, generator=draw))
+    vectors = {name: torch.randn(WIDTH, generator=draw) for name in ("probe", "push")}
+    return Served("soak", host, Bytes(), adapters, vectors=vectors)
+
+
+# The server
+
+
+@dataclass
+class Process:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @cached_property
+    def url(self) -> str:
+        """The address that it prints once it listens; ``RuntimeError`` if it did not start."""
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().split()
+        if not said:
+            raise RuntimeError(f"the server did not start: {self.log.read_text()[-2000:]}")
+        return said[-1]
+
+    @property
+    def seconds(self) -> float:
+        """Processor time so far, of user and system."""
+        words = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def seen(self) -> dict[str, int]:
+        """Return the resident bytes, open files and threads."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        lines = dict(line.split(":", 1) for line in status.splitlines())
+        files = len(os.listdir(f"/proc/{self.process.pid}/fd"))
+        return {"rss": int(lines["VmRSS"].split()[0]) << 10, "files": files, "threads": int(lines["Threads"])}
+
+
+@contextlib.contextmanager
+def serving(model: str, log: Path, *options: str) -> Iterator[Process]:
+    """Run ``python -m mi_route2.serve`` with these options on a free port until the block is left; its log goes to a file.
+
+    Raises:
+        RuntimeError: It did not start, or did not end well by SIGTERM.
+    """
+    command = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *options]
+    with log.open("w") as stream:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True)
+    try:
+        yield (server := Process(process, log))
+        assert server.url  # a signal that comes before would find no handler
+        process.send_signal(signal.SIGTERM)
+        if (status := process.wait(60)) != 0:
+            raise RuntimeError(f"the server ended with status {status}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+# What clients ask
+
+
+def site(rng: random.Random, *points: str) -> str:
+    return f"blocks.{rng.randrange(LAYERS)}.{rng.choice(points or ('resid_pre', 'resid_mid', 'resid_post'))}"
+
+
+def vector(rng: random.Random) -> Any:
+    return rng.choice(["push", "probe", "mine", [round(rng.gauss(0, 1), 3) for _ in range(WIDTH)]])
+
+
+def prompt(rng: random.Random) -> str | list[int]:
+    text = rng.choice(BEGINNINGS) + "".join(rng.choices("abcdefg \u00e4", k=rng.randrange(40)))
+    return text if rng.random() < 0.7 else Bytes().encode(text)
+
+
+def asked(rng: random.Random, chat: bool = False) -> dict[str, Any]:
+    """Return a drawn request whose answer depends on nothing but itself and what every key has."""
+    given = prompt(rng)
+    length = len(given) if isinstance(given, list) else len(given.encode())
+    body: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "temperature": rng.choice([0, 0.7, 1.5])}
+    body |= {"messages": [{"role": "user", "content": str(given)}]} if chat else {"prompt": given}
+    body |= {"seed": rng.randrange(1000), "ignore_eos": rng.random() < 0.8}
+    some: list[tuple[float, Callable[[], dict[str, Any]]]] = [
+        (0.3, lambda: {"top_p": round(rng.uniform(0.3, 1), 2)}),
+        (0.2, lambda: {"top_k": rng.randint(1, 50)}),
+        (0.2, lambda: {"stop": rng.choice(["a", "\u00e9", ["xyz", " "]])}),
+        (0.2, lambda: {"n": rng.randint(2, 3)}),
+        (0.5, lambda: {"logprobs": True, "top_logprobs": rng.randint(0, 5)} if chat else {"logprobs": rng.randint(0, 5)}),
+        (0.2, lambda: {"logprob_token_ids": rng.sample(range(FIRST, 250), 3)}),
+        (0.3, lambda: {"patch": _patches(rng, min(length, 5))}),
+        (0.3, lambda: {"steering_vectors": {site(rng): {"vector": vector(rng), "scale": round(rng.uniform(-3, 3), 2)}}}),
+        (0.2, lambda: {"decode_steering_vectors": {site(rng): vector(rng)}}),
+        (0.2, lambda: {"steering_clamps": [{"site": site(rng), "vector": vector(rng), "low": -1.0, "high": 1.0}]}),
+        (0.3, lambda: {"monitors": [_monitor(rng)], "readings": rng.random() < 0.7}),
+        (0.2, lambda: {"adapters": rng.choice(["full", "deployed"])}),
+        (
+            0.2,
+            lambda: {
+                "capture": [{"site": site(rng, "resid_pre", "z", "mlp.down.kept_out"), "part": rng.choice(["prompt", "all"])}]
+            },
+        ),
+        (0.2, lambda: {"norms": [site(rng)]}),
+        (0.2, lambda: {"steering": [_rule(rng)]}),
+        (0.2, lambda: {"hold": "held"}),
+        (0.2, lambda: {"priority": -rng.randrange(3)}),
+    ]
+    for chance, make in some:
+        if rng.random() < chance:
+            body |= make()
+    if chat:
+        body.pop("patch", None)  # the template decides about positions
+    return body
+
+
+def _patches(rng: random.Random, length: int) -> list[dict[str, Any]]:
+    places = {(site(rng), rng.randrange(length)) for _ in range(rng.randint(1, 3))}
+    return [
+        {"site": where, "position": position, "source": rng.choice(["zeros", vector(rng)]), "alpha": rng.choice([0.5, 1.0])}
+        for where, position in sorted(places)
+    ]
+
+
+def _monitor(rng: random.Random) -> dict[str, Any]:
+    act: dict[str, Any] = rng.choice([{"gates": []}, {"gates": [], "quarantine": "close"}, {"gates": [], "quarantine": "open"}])
+    return {"site": "blocks.0.resid_pre", "probe": vector(rng), "threshold": rng.choice([-1.0, 0.0, 1.0]), "name": "probe", **act}
+
+
+def _rule(rng: random.Random) -> dict[str, Any]:
+    probe = {"probe": {"site": "blocks.0.resid_pre", "vector": "probe", "threshold": 0.0}}
+    add = {"add": [{"site": site(rng), "vector": "push", "scale": 1.0}]}
+    return {"when": probe, "scope": rng.choice(["this_token", "next_step", "rest_of_request"]), "apply": add} | (
+        {"scope": "this_token", "apply": {"add": [{"site": "blocks.1.resid_post", "vector": "push"}]}} if rng.random() < 0.5 else {}
+    )
+
+
+def substance(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what must not depend on other requests: the choices without numbers that count requests and cached tokens."""
+    found = []
+    for choice in sorted(answer["choices"], key=lambda one: one["index"]):
+        extra = {name: value for name, value in choice["mi_route2"].items() if name not in ("request", "cached")}
+        found.append({**choice, "mi_route2": extra})
+    return found
+
+
+def malformed(rng: random.Random) -> tuple[str, Any]:
+    """Return a path and a body that must be refused."""
+    good = {"prompt": "abc", "max_tokens": 4}
+    return rng.choice(
+        [
+            ("/v1/completions", b"{" * rng.randint(1, 100)),
+            ("/v1/completions", b"\xff\xfe\x00"),
+            ("/v1/completions", json.dumps([1, 2]).encode()),
+            ("/v1/completions", {**good, "max_tokens": rng.choice([0, -1, 10**9, "many", 1.5, None, CONTEXT + 1])}),
+            ("/v1/completions", {**good, "patch": [{"site": "nowhere", "position": 0, "source": "zeros"}]}),
+            ("/v1/completions", {**good, "patch": [{"site": "blocks.0.resid_pre", "position": 999, "source": "zeros"}]}),
+            ("/v1/completions", {**good, "steering_vectors": {"blocks.0.resid_pre": [1.0]}}),
+            ("/v1/completions", {**good, "steering_vectors": {"blocks.0.resid_pre": "missing"}}),
+            ("/v1/completions", {**good, "capture": ["blocks.77.z"], "run": "r"}),
+            ("/v1/completions", {**good, "unknown": 1}),
+            ("/v1/completions", {**good, "prompt": []}),
+            ("/v1/completions", {**good, "prompt": [10**6]}),
+            ("/v1/completions", {**good, "prompt": "x" * 250_000}),
+            ("/v1/completions", {**good, "hold": "missing"}),
+            ("/v1/completions", {**good, "adapters": "reference"}),
+            ("/v1/completions", {**good, "steering": [{"when": "never"}]}),
+            ("/v1/chat/completions", {"messages": []}),
+            ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+            ("/v1/patch_sweep", {"clean": "abc", "corrupt": "abd", "answer": "nonsense", "foil": "b"}),
+            ("/v1/patch_sweep", {"clean": "", "corrupt": "abd", "answer": "a", "foil": "b"}),
+            ("/v1/patch_cell", {"clean": "abc", "corrupt": "abd", "site": "blocks.0.z[99]", "position": 1}),
+            ("/v1/steering/set", {"vectors": {"bad": [1.0, 2.0]}, "name": "x", "steering_vectors": {"blocks.0.z": "bad"}}),
+            ("/v1/steering/set", {"scope": "global", "steering_vectors": {"blocks.0.resid_pre": "push"}}),
+            ("/v1/streams/999999999/scale", {"scale": 1.0}),
+            ("/v1/nothing", {}),
+        ]
+    )
+
+
+class FailedError(Exception):
+    """The server did what it must not do."""
+
+
+@dataclass
+class Tally:
+    """What happened: answers by action and status, failures, samples of the process, and kept requests with their answers."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    samples: list[dict[str, float]] = field(default_factory=list)
+    kept: list[tuple[str, str, dict[str, Any], Any]] = field(default_factory=list)
+    eligible: int = 0
+    compared: int = 0
+    longest: float = 0.0
+
+    def fail(self, why: str) -> None:
+        self.counts["failures"] += 1
+        if len(self.failures) < ENOUGH:
+            self.failures.append(why)
+            tqdm.write(why)
+
+    def keep(self, rng: random.Random, one: tuple[str, str, dict[str, Any], Any]) -> None:
+        """Keep a uniform sample of the answers."""
+        self.eligible += 1
+        if len(self.kept) < KEPT:
+            self.kept.append(one)
+        elif (place := rng.randrange(self.eligible)) < KEPT:
+            self.kept[place] = one
+
+
+class Caller:
+    """One client: what it does, drawn again and again."""
+
+    def __init__(self, url: str, who: str, rng: random.Random, tally: Tally):
+        self.url, self.who, self.rng, self.tally = url, who, rng, tally
+        self.headers = {"Authorization": f"Bearer {KEYS[who]}"}
+        self.http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=httpx.Timeout(PATIENCE))
+        self.actions: dict[Callable[[], Awaitable[None]], int] = {
+            self.complete: 30,
+            self.stream: 30,
+            self.chat: 8,
+            self.leave: 12,
+            self.abandon: 6,
+            self.slow: 3,
+            self.malformed: 20,
+            self.noise: 4,
+            self.sweep: 3,
+            self.cell: 4,
+            self.run: 6,
+            self.steer: 6,
+            self.move: 6,
+            self.late: 3,
+            self.intrude: 6,
+            self.look: 8,
+        }
+
+    async def live(self, until: float) -> None:
+        """Act until the time comes."""
+        async with self.http:
+            while time.monotonic() < until and len(self.tally.failures) < ENOUGH:
+                (action,) = self.rng.choices(list(self.actions), list(self.actions.values()))
+                began = time.monotonic()
+                try:
+                    await asyncio.wait_for(action(), PATIENCE)
+                except TimeoutError:
+                    self.tally.fail(f"{action.__name__} was stuck for {PATIENCE:g} s")
+                except FailedError as error:
+                    self.tally.fail(f"{action.__name__}: {error}")
+                except Exception as error:  # of the connection, for example
+                    self.tally.fail(f"{action.__name__} failed with {type(error).__name__}: {error}"[:500])
+                self.tally.longest = max(self.tally.longest, time.monotonic() - began)
+                self.tally.counts[action.__name__] += 1
+
+    async def _post(self, path: str, body: Any, *allowed: int, **given: Any) -> httpx.Response:
+        """Post a body; ``FailedError`` for a status that is not allowed, or a refusal without a sentence."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **given}
+        response = await self.http.post(path, content=content, headers=headers)
+        return self._judged(response, path, body, allowed)
+
+    def _judged(self, response: httpx.Response, path: str, body: Any, allowed: tuple[int, ...]) -> httpx.Response:
+        status = response.status_code
+        self.tally.counts[f"status {status}"] += 1
+        if status not in allowed:
+            raise FailedError(f"{status} for {path} {str(body)[:400]}: {response.text[:300]}")
+        if status >= 400 and not response.json()["error"]["message"]:
+            raise FailedError(f"{status} without a sentence for {path}")
+        if status == 429 and "Retry-After" not in response.headers:
+            raise FailedError("429 without Retry-After")
+        return response
+
+    async def _streamed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
+            if response.is_error:
+                await response.aread()
+            self._judged(response, path, body, (200, 429))
+            if response.is_error:
+                return
+            ended = False
+            async for line in response.aiter_lines():
+                if line == "data: [DONE]":
+                    ended = True
+                elif line.startswith("data: "):
+                    yield json.loads(line[6:])
+            if not ended:
+                raise FailedError(f"a stream broke off for {str(body)[:400]}")
+
+    # What is right
+
+    async def complete(self, path: str = "/v1/completions", chat: bool = False) -> None:
+        body = asked(self.rng, chat)
+        response = await self._post(path, body, 200, 429)
+        if response.status_code == 200:
+            self.tally.keep(self.rng, (self.who, path, body, substance(response.json())))
+        else:
+            await asyncio.sleep(self.rng.random())
+
+    async def chat(self) -> None:
+        await self.complete("/v1/chat/completions", True)
+
+    async def stream(self) -> None:
+        """Read a stream, and ask for the same whole: both answers must agree, here up to the tokens and the text."""
+        body = asked(self.rng)
+        texts, ids = Counter[int](), dict[int, list[int]]()
+        found: dict[int, str] = {}
+        async for chunk in self._streamed("/v1/completions", body):
+            if "error" in chunk:
+                raise FailedError(f"a stream failed: {chunk['error']['message']} for {str(body)[:400]}")
+            for choice in chunk["choices"]:
+                index = choice["index"]
+                found[index] = found.get(index, "") + choice["text"]
+                ids.setdefault(index, []).extend(chunk["mi_route2"]["token_ids"])
+                texts[index] += choice["finish_reason"] is not None
+        if found and any(texts[index] != 1 for index in range(body.get("n", 1))):
+            raise FailedError(f"a stream has not ended every choice once for {str(body)[:400]}")
+        if found:
+            told = [{"text": found[index], "token_ids": ids[index]} for index in sorted(found)]
+            self.tally.keep(self.rng, (self.who, "stream", body, told))
+
+    async def sweep(self) -> None:
+        word = "".join(self.rng.choices("abcd", k=self.rng.randint(4, 24)))
+        other = "".join(self.rng.choices("abcd", k=len(word)))
+        given: dict[str, Any] = {"clean": word, "corrupt": other, "metric": "logit_diff", "answer": "a", "foil": "b"}
+        leave = self.rng.random() < 0.5
+        events = 0
+        stream = self._streamed("/v1/patch_sweep", {**given, "sites": self.rng.choice(["resid_pre", "z", "mlp_out"])})
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                if "error" in event:
+                    raise FailedError(f"a sweep failed: {event['error']['message']}")
+                events += 1
+                if leave and events == 2:
+                    return
+
+    async def cell(self) -> None:
+        body = {
+            "clean": "abcabc",
+            "corrupt": "abdabd",
+            "site": site(self.rng),
+            "position": self.rng.choice([2, None]),
+            "max_tokens": 4,
+        }
+        await self._post("/v1/patch_cell", body, 200, 429)
+
+    async def run(self) -> None:
+        """Capture a run, patch from it, drop it."""
+        name, where = f"r{self.rng.randrange(6)}", site(self.rng, "resid_pre")
+        allowed = (200, 400, 404, 409, 422, 429)
+        await self._post(
+            "/v1/completions", {"prompt": prompt(self.rng), "capture": [where], "run": name, "max_tokens": 4}, *allowed
+        )
+        source = {"run": name, "position": 2}
+        patch = [{"site": where, "position": 1, "source": source}]
+        await self._post("/v1/completions", {"prompt": "abcdef", "patch": patch, "max_tokens": 4}, *allowed)
+        response = await self.http.get(f"/v1/runs/{name}", params={"site": where})
+        self._judged(response, "/v1/runs", name, (200, 404))
+        if self.rng.random() < 0.7:
+            response = await self.http.delete(f"/v1/runs/{name}")
+            self._judged(response, "DELETE /v1/runs", name, (200, 404, 409))
+
+    async def steer(self) -> None:
+        """Register a vector and a configuration, use them, and clear them."""
+        name = f"s{self.rng.randrange(4)}"
+        body = {
+            "vectors": {name: [self.rng.gauss(0, 1) for _ in range(WIDTH)]},
+            "name": name,
+            "steering_vectors": {site(self.rng): name},
+        }
+        await self._post("/v1/steering/set", body, 200)
+        await self._post("/v1/completions", {"prompt": "abc", "hold": name, "max_tokens": 6}, 200, 404, 429)
+        await self._post("/v1/steering/clear", {"name": name, "vectors": [name]}, 200, 404)
+
+    async def move(self) -> None:
+        """Move the steering and the threshold of a running stream."""
+        probe = {"site": "blocks.0.resid_pre", "probe": "probe", "gates": [], "name": "probe", "quarantine": "close"}
+        body = {
+            "prompt": "abc",
+            "max_tokens": 60,
+            "ignore_eos": True,
+            "decode_steering_vectors": {site(self.rng): "push"},
+            "monitors": [probe],
+        }
+        async for chunk in self._streamed("/v1/completions", body):
+            if "error" in chunk:
+                raise FailedError(f"a stream failed: {chunk['error']['message']}")
+            if self.rng.random() < 0.05 and chunk["choices"]:
+                number = chunk["mi_route2"]["request"]
+                await self._post(f"/v1/streams/{number}/scale", {"scale": self.rng.uniform(0, 3)}, 200, 404, 409)
+                threshold = {"monitor": "probe", "threshold": self.rng.uniform(-2, 2)}
+                await self._post(f"/v1/streams/{number}/threshold", threshold, 200, 404, 409)
+
+    async def look(self) -> None:
+        for path in ("/health", "/metrics", "/v1/models", "/v1/steering", "/v1/steering/dynamic", "/v1/runs", "/v1/study"):
+            self._judged(await self.http.get(path), path, None, (200,))
+
+    # What is wrong
+
+    async def leave(self) -> None:
+        """Read a few chunks of a long stream and go away."""
+        body = {**asked(self.rng), "max_tokens": 400, "ignore_eos": True}
+        left = self.rng.randint(0, 8)
+        stream = self._streamed("/v1/completions", body)
+        async with contextlib.aclosing(stream):
+            async for _ in stream:
+                left -= 1
+                if left <= 0:
+                    return
+
+    async def abandon(self) -> None:
+        """Go away while an answer is awaited."""
+        body = {**asked(self.rng), "max_tokens": 400, "ignore_eos": True}
+        with contextlib.suppress(httpx.TimeoutException):
+            await self.http.post("/v1/completions", json=body, timeout=self.rng.uniform(0.02, 0.5))
+
+    async def slow(self) -> None:
+        """Ask for much, and read nothing for a while; then go away, or read what there is."""
+        ids = [*range(FIRST, FIRST + 256)] * 4  # of 20,000 bytes for each token, so that the system's buffers are full soon
+        body = {"prompt": "abc", "n": 4, "max_tokens": 800, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
+        async with self._raw("/v1/completions", json.dumps(body).encode()) as (reader, _):
+            await asyncio.sleep(self.rng.uniform(1, 30))
+            while self.rng.random() < 0.98 and await reader.read(1 << 16):
+                pass
+
+    async def malformed(self) -> None:
+        path, body = malformed(self.rng)
+        await self._post(path, body, 400, 401, 404, 413, 422)
+
+    async def noise(self) -> None:
+        """Send what is not HTTP, half a request, or a body that does not come."""
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[self.who]}\r\n"
+        said = self.rng.choice([b"\x00\xff" * 50 + b"\r\n\r\n", head.encode(), f"{head}Content-Length: 100\r\n\r\n{{".encode()])
+        host, port = self._address
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(said)
+        await writer.drain()
+        await asyncio.sleep(self.rng.uniform(0, 0.3))
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def late(self) -> None:
+        """Ask for more than the deadline allows."""
+        await self._post("/v1/completions", {**asked(self.rng), "max_tokens": 400, "deadline": 0.05}, 200, 422, 429)
+
+    async def intrude(self) -> None:
+        """Reach for what is another key's, with no key, or with a wrong one."""
+        other = {"alice": "bob", "bob": "alice"}[self.who]
+        await self._post("/v1/completions", {"prompt": "abc", "hold": f"of {other}".replace(" ", "-")}, 404)
+        response = await self.http.get(f"/v1/runs/of-{other}")
+        self._judged(response, "/v1/runs", other, (404,))
+        wrong = self.rng.choice(["Bearer wrong", f"Bearer {KEYS[self.who]}x", "Basic " + KEYS[self.who]])
+        await self._post("/v1/completions", {"prompt": "abc"}, 401, Authorization=wrong)
+
+    @property
+    def _address(self) -> tuple[str, int]:
+        host, _, port = self.url.partition("://")[2].rpartition(":")
+        return host, int(port)
+
+    @asynccontextmanager
+    async def _raw(self, path: str, body: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """Send a request on a connection with small buffers."""
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, self._address)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=4096)
+        try:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {self.headers['Authorization']}\r\n"
+            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            await writer.drain()
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+
+# The soak
+
+
+def prepare(url: str) -> None:
+    """Give both keys what drawn requests name, and each a thing that the other must not reach."""
+    for number, who in enumerate(("alice", "bob")):
+        mine = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number)).tolist()
+        held = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
+            for name in ("held", f"of-{who}"):
+                http.post("/v1/steering/set", json={"vectors": {"mine": mine}, "name": name, **held}).raise_for_status()
+
+
+async def _watched(server: Process, tally: Tally, until: float, every: float) -> None:
+    """Look at the process until the time comes, with a bar."""
+    began = time.monotonic()
+    with tqdm(total=round(until - began), unit="s", desc="soak") as bar:
+        while (now := time.monotonic()) < until and len(tally.failures) < ENOUGH:
+            tally.samples.append({"second": round(now - began, 1), **server.seen()})
+            counted = sum(count for name, count in tally.counts.items() if name.startswith("status"))
+            bar.set_postfix(answers=counted, failures=tally.counts["failures"], rss=f"{tally.samples[-1]['rss'] / 2**20:.0f} MiB")
+            await asyncio.sleep(min(every, until - now))
+            bar.update(round(time.monotonic() - began) - bar.n)
+
+
+async def _load(server: Process, tally: Tally, clients: int, seconds: float, seed: int) -> None:
+    until = time.monotonic() + seconds
+    callers = [Caller(server.url, ("alice", "bob")[i % 2], random.Random(f"{seed} {i}"), tally) for i in range(clients)]
+    await asyncio.gather(_watched(server, tally, until, min(10.0, seconds / 8)), *(one.live(until) for one in callers))
+
+
+DRAINED = ("running", "waiting", "sweeps", "slots", "slot_bytes", "patch_slots", "steering_rows")
+
+
+def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, float]:
+    """Wait until nothing runs; return what is still held, which must be 0."""
+    until = time.monotonic() + patience
+    while True:
+        with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS['admin']}"}, timeout=PATIENCE) as http:
+            lines = http.get("/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        left = {name: float(values[f"mi_route2_{name}"]) for name in DRAINED}
+        tally.counts["slow readers cancelled"] = int(float(values["mi_route2_slow_readers_total"]))
+        if not any(left.values()):
+            return left
+        if time.monotonic() > until:
+            tally.fail(f"{patience:g} s after the last client something is held: {left}")
+            return left
+        time.sleep(0.2)
+
+
+def judge(tally: Tally, idle: Mapping[str, int]) -> None:
+    """Compare the process's memory, files and threads with those after the first quarter, and ``idle`` with them."""
+    quarter = max(1, len(tally.samples) // 4)
+    early, late = tally.samples[quarter : 2 * quarter] or tally.samples, tally.samples[-quarter:]
+    before, after = (median(one["rss"] for one in some) for some in (early, late))
+    if after - before > GROWTH * before + SLACK:
+        tally.fail(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB between the second quarter and the last")
+    threads = max(one["threads"] for one in tally.samples[:quarter])
+    if idle["threads"] > threads + (os.cpu_count() or 1) + 4:  # the pool of asyncio.to_thread may grow once
+        tally.fail(f"{idle['threads']} threads are left, {threads} at most ran in the first quarter")
+    first = tally.samples[0]["files"]
+    if idle["files"] > first + 4:
+        tally.fail(f"{idle['files']} files are open at the end, {first:g} at the beginning")
+
+
+def compare(server: Process, tally: Tally, exact: bool) -> None:
+    """Ask for the kept answers once more, one by one, and compare them."""
+    http = {
+        who: httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE)
+        for who, key in KEYS.items()
+    }
+    for who, path, body, answer in tqdm(tally.kept, desc="solo runs", unit="answer"):
+        response = http[who].post("/v1/completions" if path == "stream" else path, json=body)
+        alone = substance(response.json()) if response.status_code == 200 else response.text
+        if path == "stream" and isinstance(alone, list):
+            alone = [{"text": one["text"], "token_ids": one["mi_route2"]["token_ids"]} for one in alone]
+        tally.compared += 1
+        same = alone == answer if exact or path == "stream" or isinstance(alone, str) else _near(alone, answer)
+        if not same and (exact or path != "stream"):
+            tally.fail(f"an answer is another alone, for {who} {path} {json.dumps(body)[:600]}: {_first(answer, alone)}")
+
+
+def _near(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+    """Return whether log-probabilities agree within float noise, up to the first other token."""
+    for a, b in zip(one, other, strict=True):
+        ids, others = a["mi_route2"]["token_ids"], b["mi_route2"]["token_ids"]
+        same = next((i for i, (x, y) in enumerate(zip(ids, others, strict=False)) if x != y), min(len(ids), len(others)))
+        left, right = (one["logprobs"] or {} for one in (a, b))
+        pairs = zip(left.get("token_logprobs", [])[:same], right.get("token_logprobs", [])[:same], strict=True)
+        if any(abs(x - y) > 1e-3 for x, y in pairs):
+            return False
+    return True
+
+
+def _first(one: Any, other: Any, place: str = "") -> str:
+    """Return the first place at which two answers differ."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
+        return _first(one.get(keys[0]), other.get(keys[0]), f"{place}.{keys[0]}") if keys else place
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        index = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), 0)
+        return _first(one[index], other[index], f"{place}[{index}]") if one else place
+    return f"{place}: {str(one)[:100]} and {str(other)[:100]}"
+
+
+@dataclass(frozen=True)
+class Soak:
+    """Drive a server with many clients for minutes, with everything that they may do wrong, and check that nothing is left."""
+
+    minutes: float = 60.0
+    clients: int = 32
+    seed: Annotated[int, tyro.conf.arg(help="seed of what each client does; when is up to the clock")] = 0
+    batched: Annotated[bool, tyro.conf.arg(help="the engine's ordinary mode; answers are then compared within float noise")] = False
+    out: Annotated[Path | None, tyro.conf.arg(help="write counts, samples and failures to this JSON file")] = None
+
+    def __call__(self) -> int:
+        if self.minutes <= 0 or self.clients < 2:
+            print(f"error: minutes = {self.minutes} must be above 0 and clients = {self.clients} at least 2", file=sys.stderr)
+            return 2
+        if not Path("/proc/self/status").is_file():
+            print("error: memory, files and threads are read from /proc: run the soak on Linux", file=sys.stderr)
+            return 2
+        began, tally = time.monotonic(), Tally()
+        try:
+            left, idle = self._run(tally)
+        except KeyboardInterrupt:
+            print("\nsoak stopped before its end", file=sys.stderr)
+            return 130
+        counts = dict(sorted(tally.counts.items()))
+        answers = sum(count for name, count in counts.items() if name.startswith("status"))
+        verdict = f"soak {'failed' if tally.failures else 'passed'}: {answers} answers in {self.minutes:g} minutes, "
+        verdict += f"{tally.compared} of them compared with solo runs, {tally.counts['failures']} failures"
+        print(verdict)
+        if self.out is not None:
+            document = {"minutes": self.minutes, "clients": self.clients, "seed": self.seed, "batched": self.batched}
+            document |= {"seconds": time.monotonic() - began, "load": os.getloadavg(), "counts": counts, "compared": tally.compared}
+            document |= {"longest": tally.longest, "left": left, "idle": idle, "failures": tally.failures, "samples": tally.samples}
+            write_json(self.out, document)
+        return 1 if tally.failures else 0
+
+    def _run(self, tally: Tally) -> tuple[dict[str, float], dict[str, int]]:
+        with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
+            keys = Path(scratch) / "keys"
+            keys.write_text("".join(f"{'admin ' if who == 'admin' else ''}{key}\n" for who, key in KEYS.items()))
+            limits = [word for limit, value in LIMITS.items() for word in (f"--{limit}", str(value))]
+            options = ("--keys", str(keys), *limits, *(() if self.batched else ("--exact",)))
+            with (
+                serving(MODEL, Path(scratch) / "loaded.log", *options) as server,
+                serving(MODEL, Path(scratch) / "alone.log", *options) as alone,
+            ):
+                for one in (server, alone):
+                    prepare(one.url)
+                asyncio.run(_load(server, tally, self.clients, 60 * self.minutes, self.seed))
+                left, idle = drained(server, tally), server.seen()
+                judge(tally, idle)
+                compare(alone, tally, not self.batched)
+            log = server.log.read_text()
+            if "Traceback" in log:
+                tally.fail(f"the server's log has a traceback: {log[log.index('Traceback') :][:2000]}")
+        return left, idle
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(Soak)())

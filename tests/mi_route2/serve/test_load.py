@@ -1,0 +1,58 @@
+"""The server under load: readers that do not read, and everything that the soak does, for some seconds."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mi_route2.serve.client import PatchStudy
+from mi_route2.serve.soak import FIRST, Soak, model
+from mi_route2.serve.state import Limits
+from tests.support.served import running
+
+pytestmark = pytest.mark.process
+
+
+def test_a_reader_that_does_not_read_is_cancelled_and_stalls_nobody() -> None:
+    with running(model(), limits=Limits(backlog=8)) as server, PatchStudy(server.url) as study:
+        assert httpx.get(f"{server.url}/v1/study").json()["heads"] == 4  # of queries; there are two of keys and values
+        ids = [*range(FIRST, FIRST + 256)] * 16  # of 80,000 bytes for each token, so that the system's buffers are full soon
+        lazy: dict[str, Any] = {"prompt": "abc", "max_tokens": 1000, "ignore_eos": True, "logprob_token_ids": ids, "stream": True}
+        body = json.dumps(lazy).encode()
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            connection.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            until = time.monotonic() + 60
+            while not server.server.owner.slow:
+                # others go on all the while: ten tokens are much fewer than the reader's thousand
+                ids = [i for chunk in study.stream("abc", max_tokens=10, ignore_eos=True) for i in chunk["mi_route2"]["token_ids"]]
+                assert len(ids) == 10
+                assert time.monotonic() < until
+            while server.server.owner.snapshot["running"]:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert b"mi_route2_slow_readers_total 1.0" in httpx.get(f"{server.url}/metrics").content
+            connection.settimeout(20)
+            told = b""
+            while b"[DONE]" not in told:  # whoever reads at last is told the reason
+                piece = connection.recv(1 << 20)
+                assert piece
+                told = told[-4096:] + piece
+            assert b"so it was cancelled: read faster" in told
+
+
+def test_a_soak_of_seconds_passes_and_writes_what_it_saw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Soak(minutes=0.06, clients=6, seed=1, out=tmp_path / "soak.json")() == 0, capsys.readouterr().out
+    found = json.loads((tmp_path / "soak.json").read_text())
+    assert found["failures"] == []
+    assert found["compared"] > 0
+    assert not any(found["left"].values())
+    assert {"slots", "patch_slots", "steering_rows", "running"} <= found["left"].keys()
+    assert "soak passed" in capsys.readouterr().out
+    assert Soak(minutes=0.0)() == 2
