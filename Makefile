@@ -71,10 +71,13 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.steering
 	$(PY) -m studies.benchmarks.engine
 	$(PY) -m studies.benchmarks.tapin
+	$(PY) -m studies.benchmarks.serve
+	$(PY) -m studies.benchmarks.serve --memory
 
-soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail, with nothing left behind
+soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail; an hour of 32 clients of a server
 	$(PY) -m tests.soak --kills 100
 	$(PY) -m tests.attacks.soak --grades 10000
+	$(PY) -m mi_route2.serve.soak --minutes 60 --clients 32
 
 clean:  ## remove the virtual environment and built docs
 	rm -rf .venv .venv-vllm site

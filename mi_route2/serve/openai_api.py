@@ -33,6 +33,8 @@ from mi_route2.serve.schema import (
 from mi_route2.serve.state import Open, Server, TheClient, TheServer
 
 routes = APIRouter()
+GONE = 499
+"""Status in the log and the metrics for a client that went away, as nginx has it: nobody gets this answer."""
 DEFAULT_CHAT = 256
 """Tokens of a chat completion that names no number."""
 
@@ -246,6 +248,8 @@ async def cancelled_with(request: Request, sources: Sequence[Any]) -> AsyncItera
     watching = asyncio.create_task(watch())
     try:
         yield
+        if watching.done():
+            raise ApiError(GONE, "the client went away before its answer was ready", code="client_gone")
     finally:
         watching.cancel()
         for one in sources:

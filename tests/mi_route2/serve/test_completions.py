@@ -304,6 +304,10 @@ def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) 
     wait(server)
     assert server.server.owner.snapshot["tokens"] - tokens < 1500
     assert server.server.owner.alive
+    until = time.monotonic() + 10
+    while not stream and 'path="/v1/completions",status="499"' not in server.server.metrics.text().decode():
+        assert time.monotonic() < until, "that a client goes is no error of the server"
+        time.sleep(0.01)
 
 
 def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenAI) -> None:

@@ -429,7 +429,8 @@ FAINT = """() => {
     const over = light(), size = parseFloat(style.fontSize);
     const large = size >= 24 || (size >= 18.66 && style.fontWeight >= 700);
     const contrast = (Math.max(over, under) + .05) / (Math.min(over, under) + .05);
-    found.push({ text: node.data.trim().slice(0, 40), at: `${of.tagName}.${of.className}`, contrast, enough: contrast >= (large ? 3 : 4.5) });
+    const enough = contrast >= (large ? 3 : 4.5);
+    found.push({ text: node.data.trim().slice(0, 40), at: `${of.tagName}.${of.className}`, contrast, enough });
   }
   return found;
 }"""

@@ -1,0 +1,42 @@
+"""The benchmark of the server: both sides do the same work, and the page prints what was measured."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mi_route2.serve.soak import serving
+from studies.benchmarks import serve
+from studies.benchmarks.paired import Ratio
+
+pytestmark = pytest.mark.study
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def document(name: str) -> dict:
+    return json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
+
+
+def test_every_turn_measures_its_sides_and_memory_is_sampled(tmp_path: Path) -> None:
+    with serving("studies.benchmarks.serve:model", tmp_path / "log") as server:
+        sides = serve.Sides(serve.model(), server, serve.SIZES["quick"], 0)
+        found = {name: seconds for turn in sides.turns().values() for name, seconds in turn().items()}
+        assert found.keys() == {name for row in serve.ROWS for name in (row.over, row.under)}
+        assert all(seconds > 0 for name, seconds in found.items() if "processor" not in name)
+        samples = serve.memory(server, 60, 0)
+    assert [count for count, _ in samples] == [16, 32, 48, 60]
+    assert serve.slope([(1000 * i, (100 + 2 * i) << 20) for i in range(10)])[0] == pytest.approx(2.0)
+
+
+def test_the_page_prints_what_was_measured() -> None:
+    found, page = document("serve"), (DOCS / "serve.md").read_text(encoding="utf-8")
+    results = [serve.Result(**(row | {"time": Ratio(**row["time"])})) for row in found["rows"]]
+    expected = serve.table(results, found["seconds"]) + "\n"
+    printed = re.search(r"<!-- table: serve -->\n\n((?:\|.*\n)+)", page)
+    assert printed
+    assert printed[1] == expected, f"docs/serve.md must have, below <!-- table: serve -->:\n\n{expected}"
+    grown = [tuple(one) for one in document("serve_memory")["samples"]]
+    for line in (serve.start_line(found["starts"]), serve.memory_line(grown)):
+        assert line in page, f"docs/serve.md must have the line:\n\n{line}"
