@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,11 @@ def no_process_left() -> Iterator[None]:
 
 def children() -> list[int]:
     """Those of this process, ended but not collected ones too."""
-    return [
-        pid
-        for task in os.listdir("/proc/self/task")
-        for pid in map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
-    ]
+    found: list[int] = []
+    for task in os.listdir("/proc/self/task"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended since it was listed
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+    return found
 
 
 def folders(home: Path) -> list[Path]:
