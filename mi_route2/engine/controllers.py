@@ -185,7 +185,7 @@ class Ledger:
 def described(action: object) -> str:
     """Return a short one-line description of an action, without vector values."""
     match action:
-        case SetTier(entries):
+        case SetTier(list() | tuple() as entries):
             return f"SetTier({', '.join(str(getattr(entry, 'site', entry)) for entry in entries)})"
         case SetMonitor(monitor, request):
             return f"SetMonitor({getattr(monitor, 'name', monitor)}, request={request})"

@@ -162,6 +162,7 @@ class Engine:
         """Requests that came while the engine is paused."""
         self._deadlines: dict[EngineRequest, float] = {}
         self._sequences: dict[int, EngineRequest] = {}
+        self._owners: Counter[str] = Counter()
         self._arrivals = 0
         self._done: list[Result] = []
 
@@ -213,6 +214,7 @@ class Engine:
         if sampling.stop:
             sequence.text = Growing(self.tokenizer, sampling.stop)
         self._sequences[number] = sequence
+        self._owners[asked.owner] += 1
         if self.paused:
             self._late.append(sequence)
         else:
@@ -314,11 +316,13 @@ class Engine:
             self.last_error = next(reversed(failed.values()))
             ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
             self._residents.lost.clear()
-        if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
-            self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
-        for one, finish, error in ended:
-            if one.id in self._sequences:  # otherwise a controller has cancelled it
-                self._end(one, finish, error)
+        try:
+            if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
+                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
+        finally:  # a request that has its last token must not get another one, whatever came between
+            for one, finish, error in ended:
+                if one.id in self._sequences:  # otherwise a controller has cancelled it
+                    self._end(one, finish, error)
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
@@ -349,6 +353,7 @@ class Engine:
             if new is not None or read or norms:
                 self.events.append(Event(one.id, new, read, norms))
 
+    @checked
     def pause(self, mode: Literal["abort", "finish", "keep"] = "finish") -> None:
         """Stop admitting requests, so that the model's weights may be changed; new requests wait for ``resume``.
 
@@ -513,7 +518,7 @@ class Engine:
                 continue
             if stopped:
                 ended.append((one, "stop", None))
-            elif len(one.tokens) - one.prompt == sampling.max_new:
+            elif len(one.tokens) - one.prompt >= sampling.max_new:
                 ended.append((one, "length", None))
         return ended
 
@@ -567,6 +572,10 @@ class Engine:
 
     def _hand_out(self, one: EngineRequest, finish: Finish, error: str | None = None) -> None:
         del self._sequences[one.id]
+        self._owners[one.request.owner] -= 1
+        if not self._owners[one.request.owner]:
+            del self._owners[one.request.owner]
+            self.steering.leave(one.request.owner)
         self._shares.left(one.request.owner, one.turn)
         self._deadlines.pop(one, None)
         result = one.result

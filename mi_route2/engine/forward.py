@@ -196,6 +196,7 @@ class Runner:
                 if len(group) == 1:
                     why = " ".join(str(error).split()) or "it says no more"
                     ran.failed[group[0][0]] = f"a forward of this request failed with {type(error).__name__}: {why:.400}"
+                self._forward.close()  # a site that cannot fire must not be demanded of the others
                 waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
                 continue
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]

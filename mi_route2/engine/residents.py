@@ -138,7 +138,7 @@ class Residents:
             self.publish(one)
             self._vacate(one)
         if one.admitted:
-            self.steering.release(one.id)
+            self.steering.release(one.id, stays=True)
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.patches)
 
@@ -214,7 +214,7 @@ class Residents:
             )
             one.lost = self.lost.setdefault
         except (KeyError, ValueError, RuntimeError, OSError):
-            self.steering.release(one.id)
+            self.steering.release(one.id, stays=True)
             self.rules.release(one.id)
             self._patches -= Counter(patch.site for patch in one.patches)
             raise

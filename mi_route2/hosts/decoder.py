@@ -73,6 +73,7 @@ class Decoder:
         self._drops = bool(getattr(config, "attention_dropout", 0.0)) or any(
             isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()
         )
+        self._checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._stream = (int(_first(config, "hidden_size", "n_embd", "d")),)
         self._shapes: dict[Site, tuple[int, ...]] = {}
         self._bool_mask = self._own or getattr(config, "_attn_implementation", "") == "exact"
@@ -110,7 +111,7 @@ class Decoder:
                 hooks in the skipped blocks do not fire.
 
         Raises:
-            RuntimeError: The model is in training mode and has dropout.
+            RuntimeError: The model is in training mode and has dropout, or gradient checkpointing is on.
             ValueError: ``entry`` names a layer that cannot be entered.
         """
         self.refuse_dropout()
@@ -120,9 +121,13 @@ class Decoder:
             return self._run(tokens, positions, allowed, cache, keep)
 
     def refuse_dropout(self) -> None:
-        """Raise ``RuntimeError`` if the model is in training mode and has dropout."""
+        """Raise ``RuntimeError`` if the model is in training mode and has dropout, or gradient checkpointing is on."""
         if self._drops and any(module.training for module in self._model.modules()):
             raise RuntimeError("the model, or a part of it, is in training mode and drops activations at random: call eval() on it")
+        if any(module.gradient_checkpointing and module.training for module in self._checkpointed):
+            raise RuntimeError(
+                "the model is in training mode with gradient checkpointing, under which its layers take no cache: call eval() on it"
+            )
 
     def shape(self, site: Site) -> tuple[int, ...]:
         """Return the shape of a site's value at one token, from a forward of one token; the result is cached until ``forget``.

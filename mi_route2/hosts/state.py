@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from types import NoneType
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
@@ -83,7 +84,9 @@ class ModelState:
         # A forward that was put on the module itself, another class, another scale or epsilon.
         code = (*map(type, self._modules), *(own.get(name) for own, name in self._settings))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
-        return versions, places, hooks, everywhere, code, boards
+        kind = self._tensors[0].device.type if self._tensors else "cpu"
+        cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return versions, places, hooks, everywhere, code, boards, cast
 
 
 def _of_bridge(hook: object) -> bool:

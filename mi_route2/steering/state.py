@@ -140,11 +140,11 @@ class Requests:
         if (living := self.living.pop(request, None)) is None:
             return ""
         self._give_back(living)
-        if not living.owner or any(other.owner == living.owner for other in self.living.values()):
-            return ""
-        for name in [name for name, held in self.held.items() if held.owner == living.owner]:
+        return "" if any(other.owner == living.owner for other in self.living.values()) else living.owner
+
+    def leave(self, owner: str) -> None:
+        for name in [name for name, held in self.held.items() if held.owner == owner]:
             self.drop(name)
-        return living.owner
 
     def _give_back(self, living: Living) -> None:
         if living.resident:
@@ -337,14 +337,24 @@ class SteeringState:
         self._requests.preempted(request)
         self._changed(request)
 
-    def release(self, request: int) -> None:
+    def release(self, request: int, *, stays: bool = False) -> None:
         """Remove a request that has ended, with everything of its own; no effect if it was never admitted.
 
-        With an owner's last request, the owner's configurations and monitors are removed too.
+        With an owner's last request, the owner's configurations and monitors are removed too, unless the owner ``stays``, because
+        requests that were not admitted yet may need them; then call ``leave``.
         """
-        if owner := self._requests.release(request):
-            self._monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
-        self._changed(None if owner else request)
+        owner = self._requests.release(request)
+        self._changed(request)
+        if not stays:
+            self.leave(owner)
+
+    def leave(self, owner: str) -> None:
+        """Remove the configurations and monitors of an owner without requests."""
+        monitors = {name: kept for name, kept in self._monitors.items() if kept[1] != owner}
+        if owner and (len(monitors) < len(self._monitors) or any(held.owner == owner for held in self._requests.held.values())):
+            self._requests.leave(owner)
+            self._monitors = monitors
+            self._changed()
 
     @property
     def requests(self) -> tuple[int, ...]:

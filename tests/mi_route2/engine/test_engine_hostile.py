@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mi_route2.adapters import Adapters
-from mi_route2.engine.controllers import Action, Controllers, StepView
+from mi_route2.engine.controllers import Action, Controllers, SetTier, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Work
 from mi_route2.engine.request import Capture, Request, Result
@@ -568,3 +568,85 @@ def test_nothing_is_reused_under_a_function_that_may_hold_numbers_of_its_own(nam
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
     assert engine.prefixes.hits > hits  # and without them it is used again
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+def test_a_model_that_takes_no_cache_is_refused(name: str) -> None:
+    """Transformers takes the cache away from layers that checkpoint; a model without dropout says nothing of it."""
+    host = open_host("torch", make_family(name, torch.float64))
+    host.model.gradient_checkpointing_enable()  # pyright: ignore[reportCallIssue]
+    host.model.train()
+    with pytest.raises(RuntimeError, match=r"gradient checkpointing.*call eval"):
+        Engine(host).submit(Request((3, 4, 5), Sampling(max_new=2)))
+    host.model.eval()
+    assert Engine(host).generate([Request((3, 4, 5), Sampling(max_new=2))], progress=False)[0].finish == "length"
+
+
+def test_a_prefix_of_autocast_is_not_reused_without_it() -> None:
+    engine = Engine(open_host("torch", make_family("Qwen3", torch.float32)), block=4)
+    request = Request(tuple(range(3, 20)), Sampling(max_new=2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.generate([request], progress=False)
+        assert engine.generate([request], progress=False)[0].cached > 0
+    assert engine.generate([request], progress=False)[0].cached == 0
+
+
+class Forgetful:
+    """A controller whose tier is an entry where a list of entries belongs (the checks of this suite would not let it be made)."""
+
+    name = "forgetful"
+
+    def on_step(self, view: object) -> list[SetTier]:
+        action = object.__new__(SetTier)
+        object.__setattr__(action, "entries", Steer(Site(0, "resid_post"), torch.ones(16)))
+        return [action]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_new=3), Sampling(max_new=3, temperature=1.0, seed=1)])
+def test_an_action_that_cannot_be_read_is_rejected_and_no_request_outlives_its_length(sampling: Sampling) -> None:
+    engine = Engine(open_host("torch", make_family("Qwen3", torch.float64)), controllers=Controllers([Forgetful()]))
+    (result,) = engine.generate([Request((3, 4, 5), sampling)], progress=False)
+    assert (result.finish, len(result.tokens)) == ("length", 3)
+    assert engine.controllers.ledger.counts["forgetful"]["rejected"] == 3
+
+
+def test_an_owner_stays_as_long_as_requests_of_its_wait_and_no_longer() -> None:
+    host, prompt = open_host("torch", make_family("Qwen3", torch.float64)), tuple(range(3, 12))
+    site, last = Site(0, "resid_post"), Sampling(max_new=3, logprobs=5)
+    found = {}
+    for rows in (2, 1):
+        engine = Engine(host, rows=rows)
+        always = Monitor(site, torch.zeros(16), threshold=-1e6, gates=(), adds=(Steer(site, torch.ones(16), 4.0),), name="m")
+        engine.steering.set_monitor(always, owner="alice")
+        requests = [Request(prompt, Sampling(max_new=2), owner="alice"), Request(prompt[:5], last, owner="alice")]
+        found[rows] = [t.logprob for t in engine.generate(requests, progress=False)[1].tokens]
+        assert not engine.steering.snapshot()["monitors"]
+    assert found[1] == pytest.approx(found[2], abs=1e-9)
+    engine.submit(Request(prompt, Sampling(max_new=3), owner="bob"))
+    engine.step()
+    waiting = engine.submit(Request(prompt, last, owner="alice"))
+    engine.steering.hold("calm", Steering(decode=(Steer(site, torch.ones(16)),)), owner="alice")
+    engine.cancel(waiting)
+    assert not engine.steering.snapshot()["configs"]
+
+
+def test_a_site_that_is_off_ends_the_request_that_reads_it_alone() -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)))
+    engine, site = Engine(host), Site(1, "quarantine_out", "mlp.down")
+    reads = engine.submit(Request((3, 4, 5), Sampling(max_new=4), capture=(Capture(site),)))
+    engine.submit(Request((6, 7), Sampling(max_new=4)))
+    engine.step()
+    engine.pause("keep")
+    with adapters.deployed():
+        engine.resume()
+        ended = {}
+        while engine.busy:
+            ended |= {result.request: result.finish for result in engine.step()}
+    assert [ended[number] for number in sorted(ended)] == ["error", "length"]
+    assert sorted(ended)[0] == reads
+
+
+def test_a_mode_of_pause_that_does_not_exist_is_refused() -> None:
+    with pytest.raises((TypeError, ValueError), match="mode"):
+        Engine(open_host("torch", make_family("Qwen3", torch.float64))).pause("kept")  # pyright: ignore[reportArgumentType]
