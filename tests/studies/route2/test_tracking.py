@@ -262,7 +262,8 @@ def test_a_tracker_that_cannot_write_costs_a_warning_and_adds_what_it_lacks_late
     (run.root / "tensorboard").write_text("in the way")
     with Tracking("tensorboard", [run]):
         pass
-    notice, told = capfd.readouterr().err.splitlines()
+    # On a machine with much to do the command says that the tracker takes its time.
+    notice, told = (line for line in capfd.readouterr().err.splitlines() if "takes the last rows" not in line)
     assert notice.startswith("curves: ")
     assert told.startswith("warning: tensorboard stopped (")
     assert told.endswith(warning("").partition("(")[2])
