@@ -56,7 +56,7 @@ class Residents:
 
     @property
     def _caching(self) -> bool:
-        """Whether prefixes are kept and reused: not beside functions whose numbers may change unseen."""
+        """True if prefixes are kept and reused, which they are not beside functions whose numbers may change unseen."""
         return self.prefixes.budget > 0 and not self.state.opaque
 
     @property

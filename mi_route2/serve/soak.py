@@ -294,7 +294,7 @@ class FailedError(Exception):
 
 @dataclass
 class Tally:
-    """What happened: answers by action and status, failures, samples of the process, and kept requests with their answers."""
+    """Record of a soak: answers by action and status, failures, samples of the process, and kept requests with their answers."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)

@@ -40,21 +40,12 @@ from mi_route2.models import smollm2
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks import command
-from studies.benchmarks.paired import Ratio, machine, ratio
+from studies.benchmarks.paired import Result, Row, machine, ratio
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
 VOCABULARY, WIDTH, LAYERS = 1024, 128, 4
 FEW, SHORT = 8, 16
 """Requests to SmolLM2, and their new tokens."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
-
-    over: str
-    under: str
-    limit: float | None = None
 
 
 ROWS = (
@@ -67,16 +58,6 @@ ROWS = (
     Row("engine, exact", "generate, one by one"),
 )
 HALF = Row("engine, bfloat16", "engine")
-
-
-@dataclass(frozen=True)
-class Result:
-    """A measured row."""
-
-    over: str
-    under: str
-    limit: float | None
-    time: Ratio
 
 
 def random_model(seed: int) -> Any:

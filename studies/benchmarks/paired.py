@@ -51,6 +51,25 @@ class Ratio:
     hi: float
 
 
+@dataclass(frozen=True)
+class Row:
+    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
+
+    over: str
+    under: str
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A measured row."""
+
+    over: str
+    under: str
+    limit: float | None
+    time: Ratio
+
+
 def peak_bytes(step: Callable[[], object]) -> int:
     """Return the maximum memory that ``step`` held at one time, in bytes, above what was allocated before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

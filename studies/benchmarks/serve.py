@@ -53,7 +53,7 @@ from mi_route2.serve.models import Served, load
 from mi_route2.serve.soak import Process, serving
 from studies.benchmarks import command
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
-from studies.benchmarks.paired import Ratio, machine, ratio
+from studies.benchmarks.paired import Result, Row, machine, ratio
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
 """Streams at once, streams that are the load, streams beside a sweep, and tokens of a prompt."""
@@ -79,31 +79,12 @@ class Size:
 SIZES = {"quick": Size(8, 40, 2, 0.05, 8), "random": Size(256, 400, 12, 0.1, 256), "smollm2": Size(16, 48, 6, 0.5, 16)}
 
 
-@dataclass(frozen=True)
-class Row:
-    """Time of ``over`` relative to ``under``; ``limit`` is the maximum allowed ratio."""
-
-    over: str
-    under: str
-    limit: float | None = None
-
-
 ROWS = (
     Row("32 streams over HTTP", "in process", 1 / 0.9),
     Row("first token over HTTP", "first token in process", 1.5),
     Row("8 streams beside sweeps", "8 streams", 1.3),
     Row("processor time over HTTP", "processor time in process"),
 )
-
-
-@dataclass(frozen=True)
-class Result:
-    """A measured row."""
-
-    over: str
-    under: str
-    limit: float | None
-    time: Ratio
 
 
 class Numbers:

@@ -72,7 +72,7 @@ def difference(arm: str, reference: str, part: str, read: Callable[[Content], Va
 
 
 def of_arm(arm: str, part: str, read: Callable[[Content], Value], unit: str) -> Measure:
-    """What `read` reads from a part of an arm."""
+    """Return the measure that applies `read` to a part of an arm."""
     return lambda found: Estimate.of(found.by_seed(arm, part, read).values(), unit)
 
 

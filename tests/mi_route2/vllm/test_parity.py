@@ -374,7 +374,9 @@ def test_kept_adapter_and_quarantine_run_as_one_lora_and_a_folder_written_again_
             export_peft(adapters, folder, which=which, overwrite=True)
 
     move()
-    theirs = launch(tmp_path / "base", adapters=folders, dtype="float32", max_model_len=256, kv_cache_memory_bytes=room)
+    # Room for LoRAs that were read before, and prefixes of whole blocks: what could be stale is there.
+    settings = {"max_cpu_loras": 4, "block_size": 32, "max_model_len": 256, "kv_cache_memory_bytes": room}
+    theirs = launch(tmp_path / "base", adapters=folders, dtype="float32", **settings)
     requests = [
         Request(PROMPT, FULL, capture=(Capture(MID),)),
         Request(PROMPT, FULL, patch=(Patch(Site(1, "q"), 20, at("q")),)),
