@@ -1,6 +1,6 @@
 """Text of a token sequence that grows one token at a time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 SPLIT = "\ufffd"
@@ -49,6 +49,18 @@ class Growing:
         self._add(after[len(before) :])
         self._from, self._read = self._read, len(self._ids)
         return self._give(self._held())
+
+    def extend(self, tokens: Sequence[int]) -> str:
+        """Add tokens and return the text that is certain now, as ``push`` of each would; one decoding if the text ends with them."""
+        if len(tokens) > 1 and not (self._stop or self.stopped):
+            after = self._decode([*self._ids[self._from :], *tokens])
+            if not after.endswith(SPLIT):
+                before = self._decode(self._ids[self._from : self._read])
+                self._ids += tokens
+                self._add(after[len(before) :])
+                self._from, self._read = self._read, len(self._ids)
+                return self._give(0)
+        return "".join([self.push(token) for token in tokens])
 
     def end(self) -> str:
         """Return the text that was held back; no token follows."""

@@ -10,6 +10,7 @@ The address serves a page for people, /docs for the interface, and OpenAI's clie
 """
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -100,6 +101,8 @@ def main(options: Options) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
     served = load(options.model, adapters=options.adapters, mode=options.mode, dtype=options.dtype, device=options.device)
     log.info("%s is loaded", served.name)
+    gc.collect()
+    gc.freeze()  # what lives as long as the server is not looked through again at every full collection
     app = create_app(served, keys=keys, limits=options.limits, study_runs=options.study_runs, exact=options.exact)
     config = uvicorn.Config(
         app,

@@ -86,6 +86,7 @@ class Served:
     prompts: tuple[str, ...] = ()
     modes_of_study: Mapping[str, list[str]] = field(default_factory=dict)
     opened: ExitStack = field(default_factory=ExitStack, repr=False)
+    _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for what in ("encode", "decode"):
@@ -147,7 +148,10 @@ class Served:
 
     def tokens(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token; a replacement character if it has none of its own."""
-        return [str(self.tokenizer.decode([token])) for token in ids]
+        for token in ids:
+            if token not in self._texts:
+                self._texts[token] = str(self.tokenizer.decode([token]))
+        return [self._texts[token] for token in ids]
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the ids of a conversation by the tokenizer's chat template; ``ValueError`` if it has none, or refuses it."""

@@ -184,10 +184,13 @@ def _requests(
 
 def refuse_runs(body: Generation, count: int, server: Server, client: Client) -> None:
     """Raise ``ApiError`` for a run that the key does not have, or one that is written already."""
+    wanted = {one.source.run for one in body.patch if isinstance(one.source, RunSource)}
+    if body.run is None and not wanted:
+        return
     known = server.runs(client)
-    for one in body.patch:
-        if isinstance(one.source, RunSource) and one.source.run not in known:
-            raise ApiError(404, f"you have no run {one.source.run!r}; there are: {', '.join(known) or 'none'}", code="unknown_run")
+    for run in sorted(wanted):
+        if run not in known:
+            raise ApiError(404, f"you have no run {run!r}; there are: {', '.join(known) or 'none'}", code="unknown_run")
     if body.run is None:
         return
     if count > 1:
@@ -468,7 +471,7 @@ def _going(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return choice and extras of a chunk for some events."""
     tokens = [event.token for event in events if event.token is not None]
-    text = "".join([choice.growing.push(one.token) for one in tokens])
+    text = choice.growing.extend([one.token for one in tokens])
     choice.tokens += len(tokens)
     extra = {
         **(_first(choice, server) if first else {}),

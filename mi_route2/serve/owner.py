@@ -38,6 +38,8 @@ IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
 PACE, LONGEST_PACE = 0.002, 0.05
 """Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
+LONG = 256
+"""Tokens from which on a step takes so long that what was held back is delivered before it."""
 
 
 class Source(Generic[T]):
@@ -185,7 +187,7 @@ class Owner:
         >>> stream = await owner.submit(Request((3, 4, 5)))
     """
 
-    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.25):
+    def __init__(self, engine: Engine, *, backlog: int = 1024, tokens: int = 512, share: float = 0.2):
         if backlog < 1 or tokens < 1 or not share > 0:
             raise ValueError(f"backlog = {backlog} and tokens = {tokens} must be at least 1, and share = {share} above 0")
         self._share, self._credit = share, 0.0
@@ -338,8 +340,8 @@ class Owner:
         if not self._engine.busy:
             return self._deliver_held()
         scheduler = self._engine.scheduler
-        if self._held and (scheduler.waiting or any(one.known - one.computed > 1 for one in scheduler.running)):
-            self._deliver_held()  # a step that reads prompts may take long
+        if self._held and sum(one.known - one.computed for one in (*scheduler.waiting, *scheduler.running)) > LONG:
+            self._deliver_held()
         began = time.perf_counter()
         results = self._engine.step()
         now = time.perf_counter()

@@ -95,14 +95,14 @@ class Server:
         return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
 
 
-def server_of(request: Request) -> Server:
+async def server_of(request: Request) -> Server:  # a dependency that is no coroutine runs in another thread
     """Return the server of a request."""
     return request.app.state.server
 
 
-def client_of(request: Request) -> Client:
+async def client_of(request: Request) -> Client:
     """Return who asks; ``ApiError`` 401 for nobody."""
-    client = server_of(request).keys.client(request.headers.get("authorization"))
+    client = request.app.state.server.keys.client(request.headers.get("authorization"))
     note(request, owner=client.owner)
     return client
 

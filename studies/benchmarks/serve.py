@@ -6,7 +6,8 @@
 The server runs in a process of its own, as users run it; this process has the same engine on the same model, and is the client. The
 model is that of ``studies.benchmarks.engine``, 4 layers with d = 128, or SmolLM2-135M with ``--smollm2``. One thread of torch each.
 
-    streams      32 streams at once, greedy; in process: the engine's steps, with its events read
+    streams      32 streams at once, greedy, of prompts and completions of different lengths: when one ends, the next begins; in
+                 process: the engine's steps, with its events read
     first token  requests that arrive one by one while 24 streams run, until their first token; in process: they are submitted
                  between two steps
     beside       8 streams beside patch sweeps over HTTP, and without them
@@ -33,6 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -128,7 +130,7 @@ class Connection:
         if not self.first and (b'"token_ids":[' in data or b"event: cell" in data):
             self.first = perf_counter()
         if not data.startswith(b"HTTP/1.1 200") and not self.first:
-            raise RuntimeError(f"the server answered {data[-300:]!r}")
+            raise RuntimeError(f"the server answered {data[:1000]!r}")
         self._last = data[-64:] if self.first else data
         return data.endswith(END)
 
@@ -158,39 +160,52 @@ class Sides:
         """Return prompts that no side has seen, so that no prefix is cached."""
         return torch.randint(3, VOCABULARY, (count, PROMPT), generator=self._draw).tolist()
 
+    def jobs(self) -> list[tuple[list[int], int]]:
+        """Return prompts and how many tokens each is to be continued by: the same lengths at each call, for both sides."""
+        draw = torch.Generator().manual_seed(0)
+        least, most = self.size.new // 4, self.size.new
+        prompts = torch.randint(PROMPT // 2, PROMPT + 1, (2 * STREAMS,), generator=draw).tolist()
+        lengths = torch.randint(least, most + 1, (2 * STREAMS,), generator=draw).tolist()
+        return [(one[:some], new) for one, some, new in zip(self.prompts(2 * STREAMS), prompts, lengths, strict=True)]
+
     def streams_in_process(self) -> tuple[float, float]:
         """Return the seconds of all streams on the clock and of the processor."""
-        prompts, began, work = self.prompts(STREAMS), perf_counter(), process_time()
-        for prompt in prompts:
-            self.engine.submit(Request(tuple(prompt), Sampling(max_new=self.size.new)))
-        seen = 0
-        while self.engine.busy:
-            self.engine.step()
-            seen += sum(event.token is not None for event in self.engine.events)
-        assert seen == STREAMS * self.size.new
+        jobs, engine = self.jobs(), self.engine
+        left, expected, seen = iter(jobs), sum(new for _, new in jobs), 0
+        began, work = perf_counter(), process_time()
+
+        def submit(count: int) -> None:
+            for prompt, new in islice(left, count):
+                engine.submit(Request(tuple(prompt), Sampling(max_new=new)))
+
+        submit(STREAMS)
+        while engine.busy:
+            ended = engine.step()
+            seen += sum(event.token is not None for event in engine.events)
+            submit(len(ended))
+        assert seen == expected
         return perf_counter() - began, process_time() - work
 
-    def streams(self, count: int, new: int) -> tuple[float, float]:
-        """Return the seconds of streams over HTTP on the clock, and of the server's processor."""
-        prompts, work, own, began = self.prompts(count), self.server.seconds, process_time(), perf_counter()
+    def streams(self, jobs: Sequence[tuple[list[int], int]], count: int) -> tuple[float, float]:
+        """Return the seconds of jobs over HTTP on the clock, ``count`` at a time, and of the server's processor."""
+        left, work, own, began = iter(jobs), self.server.seconds, process_time(), perf_counter()
         with selectors.DefaultSelector() as waiting:
-            for prompt in prompts:
+            for prompt, new in islice(left, count):
                 connection = Connection(self.address)
                 waiting.register(connection.socket, selectors.EVENT_READ, connection)
                 connection.send("/v1/completions", asked(prompt, new))
-            self._read(waiting, count)
+            while waiting.get_map():
+                for key, _ in waiting.select():
+                    if not key.data.read():
+                        continue
+                    if (job := next(left, None)) is not None:
+                        key.data.send("/v1/completions", asked(*job))
+                    else:
+                        waiting.unregister(key.fileobj)
+                        key.data.close()
         seconds = perf_counter() - began
         self.client += process_time() - own
         return seconds, self.server.seconds - work
-
-    def _read(self, waiting: selectors.BaseSelector, left: int) -> None:
-        """Read until this many answers have ended."""
-        while left:
-            for key, _ in waiting.select():
-                if key.data.read():
-                    waiting.unregister(key.fileobj)
-                    key.data.close()
-                    left -= 1
 
     def first_in_process(self) -> list[float]:
         """Return the seconds from each arrival until its first token, while the load runs."""
@@ -242,7 +257,7 @@ class Sides:
     def beside_sweeps(self) -> float:
         """Return the seconds of a few streams while one patch sweep after another runs."""
         clean, corrupt = self.prompts(2)
-        given = {"clean": clean, "corrupt": corrupt, "answer": clean[0], "foil": corrupt[0], "sites": ["resid_pre", "z", "mlp_out"]}
+        given = {"clean": clean, "corrupt": corrupt, "answer": 3, "foil": 4, "sites": ["resid_pre", "z", "mlp_out"]}
         sweep = Connection(self.address)
         sweep.send("/v1/patch_sweep", given)
         left = FEW
@@ -283,7 +298,7 @@ class Sides:
             return dict(zip(("in process", "processor time in process"), self.streams_in_process(), strict=True))
 
         def over_http() -> dict[str, float]:
-            seconds = self.streams(STREAMS, self.size.new)
+            seconds = self.streams(self.jobs(), STREAMS)
             return dict(zip(("32 streams over HTTP", "processor time over HTTP"), seconds, strict=True))
 
         return {
@@ -291,7 +306,7 @@ class Sides:
             "over HTTP": over_http,
             "first in process": lambda: {"first token in process": median(self.first_in_process())},
             "first over HTTP": lambda: {"first token over HTTP": median(self.first_over_http())},
-            "few": lambda: {"8 streams": self.streams(FEW, self.size.few)[0]},
+            "few": lambda: {"8 streams": self.streams([(one, self.size.few) for one in self.prompts(FEW)], FEW)[0]},
             "few beside sweeps": lambda: {"8 streams beside sweeps": self.beside_sweeps()},
         }
 

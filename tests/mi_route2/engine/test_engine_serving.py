@@ -351,7 +351,11 @@ def test_the_pieces_of_a_text_that_grows_are_the_text(text: str, data: st.DataOb
         cuts.append(min(len(raw), cuts[-1] + data.draw(st.integers(1, 3))))
     tokenizer = Bytes([raw[a:b] for a, b in pairwise(cuts)])
     growing = Growing(tokenizer)
-    pieces = [growing.push(i) for i in range(len(tokenizer.pieces))]
+    left, pieces = list(range(len(tokenizer.pieces))), []
+    while left:
+        count = data.draw(st.integers(1, 12))
+        pieces.append(growing.push(left[0]) if count == 1 else growing.extend(left[:count]))
+        del left[:count]
     assert "".join(pieces) == growing.text
     assert text.startswith(growing.text)
     assert "".join(pieces) + growing.end() == text == growing.text
@@ -364,6 +368,8 @@ def test_the_pieces_of_a_text_that_grows_are_the_text(text: str, data: st.DataOb
 def test_nothing_of_a_stop_text_is_ever_shown(words: list[str], stop: tuple[str, ...]) -> None:
     tokenizer = Bytes([word.encode() for word in words])
     growing, shown, ended = Growing(tokenizer, stop), "", None
+    together = Growing(tokenizer, stop)
+    at_once = together.extend(range(len(words))) + together.end()
     for i in range(len(words)):
         shown += growing.push(i)
         whole = "".join(words[: i + 1])
@@ -371,12 +377,12 @@ def test_nothing_of_a_stop_text_is_ever_shown(words: list[str], stop: tuple[str,
         if places:
             ended = min(places) if ended is None else ended
             assert growing.stopped
-            assert shown == whole[:ended]
+            assert shown == whole[:ended] == at_once
             break
         assert whole.startswith(shown)
         assert not any(one in shown for one in stop)
     if ended is None:
-        assert shown + growing.end() == "".join(words)
+        assert shown + growing.end() == "".join(words) == at_once
 
 
 def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_out() -> None:
@@ -384,6 +390,10 @@ def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_ou
     growing = Growing(tokenizer, ("never",))
     for i in range(400):
         growing.push(i)
+    assert tokenizer.decoded <= 4 * 400
+    tokenizer.decoded, growing = 0, Growing(tokenizer)
+    for i in range(0, 400, 8):
+        growing.extend(range(i, i + 8))
     assert tokenizer.decoded <= 4 * 400
     broken = Bytes([b"\xff"] * 100)
     growing = Growing(broken)
