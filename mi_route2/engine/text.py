@@ -51,7 +51,7 @@ class Growing:
         return self._give(self._held())
 
     def extend(self, tokens: Sequence[int]) -> str:
-        """Add tokens and return the text that is certain now, as ``push`` of each would; one decoding if the text ends with them."""
+        """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
         if len(tokens) > 1 and not (self._stop or self.stopped):
             after = self._decode([*self._ids[self._from :], *tokens])
             if not after.endswith(SPLIT):

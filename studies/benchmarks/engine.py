@@ -8,7 +8,8 @@ A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thre
     generate, one padded batch transformers, on all requests at once, 64 new tokens
     generate, one by one       transformers, request after request (measured on a few of them and scaled)
     ragged                     8 to 128 new tokens, drawn: the engine stops each at its length; the padded batch runs 128 for all
-    steered, monitored         every request has its own vector in the residual stream; a monitor that gates nothing
+    steered, monitored         every request has its own vector in the residual stream; a monitor that gates nothing; these and an
+                               engine without take turns step by step
     exact                      every request by itself in fixed pieces: the price of bits that do not depend on other requests
 
 With ``--smollm2`` the model is SmolLM2-135M, with 8 requests of 16 new tokens, and one more side is the engine in bfloat16.
@@ -52,8 +53,8 @@ ROWS = (
     Row("engine", "generate, one by one", 0.1),
     Row("engine", "generate, one padded batch", 1 / 0.9),
     Row("engine, ragged", "generate, padded to the longest", 1 / 1.3),
-    Row("engine, steered", "engine", 1.05),
-    Row("engine, monitored", "engine", 1.02),
+    Row("engine, steered", "engine, in turn", 1.05),
+    Row("engine, monitored", "engine, in turn", 1.02),
     Row("engine, no prefix cache", "engine"),
     Row("engine, exact", "generate, one by one"),
 )
@@ -101,15 +102,9 @@ class Sides:
         self.longest = longest
         self.vectors = [torch.randn(self.width, generator=generator) for _ in range(self.requests)]
 
-    def engine(
-        self,
-        lengths: list[int] | None = None,
-        steering: Callable[[int], Steering] | None = None,
-        host: Host | None = None,
-        **options: object,
-    ) -> Callable[[], None]:
-        """Return a call that runs all requests, which are built beforehand, through a new engine."""
-        requests = [
+    def asked(self, lengths: list[int] | None = None, steering: Callable[[int], Steering] | None = None) -> list[Request]:
+        """Return all requests, of as many new tokens as given."""
+        return [
             Request(
                 tuple(prompt),
                 Sampling(max_new=self.new if lengths is None else lengths[i]),
@@ -117,6 +112,10 @@ class Sides:
             )
             for i, prompt in enumerate(self.prompts.tolist())
         ]
+
+    def engine(self, lengths: list[int] | None = None, host: Host | None = None, **options: object) -> Callable[[], None]:
+        """Return a call that runs all requests, which are built beforehand, through a new engine."""
+        requests = self.asked(lengths)
 
         def run() -> None:
             engine = Engine(self.host if host is None else host, **options)  # pyright: ignore[reportArgumentType]
@@ -126,6 +125,33 @@ class Sides:
 
         return run
 
+    def in_turn(self) -> dict[str, float]:
+        """Return the processor seconds of engines that take turns step by step, so that a noisy machine is so to all of them."""
+        site, seconds, engines = Site(self.layers // 2, "resid_pre"), {}, {}
+
+        def steered(i: int) -> Steering:
+            return Steering(base=(Steer(site, self.vectors[i], 0.1),))
+
+        def watched(i: int) -> Steering:
+            return Steering(monitors=(Monitor(site, self.vectors[i], gates=()),))
+
+        for name, steering in (("engine, in turn", None), ("engine, steered", steered), ("engine, monitored", watched)):
+            requests = self.asked(steering=steering)
+            began = process_time()
+            engines[name] = Engine(self.host)
+            for request in requests:
+                engines[name].submit(request)
+            seconds[name] = process_time() - began
+        results = []
+        while any(engine.busy for engine in engines.values()):
+            for name, engine in engines.items():
+                began = process_time()
+                results += engine.step()
+                seconds[name] += process_time() - began
+            engines = dict([*list(engines.items())[1:], *list(engines.items())[:1]])  # each goes first as often as the others
+        assert [result.finish for result in results] == ["length"] * (len(engines) * self.requests)
+        return seconds
+
     @torch.no_grad()
     def generate(self, prompts: Tensor, new: int) -> None:
         """Run transformers' own generation loop."""
@@ -134,48 +160,50 @@ class Sides:
         found = self.model.generate(prompts, attention_mask=mask, **options)
         assert found.shape[1] == prompts.shape[1] + new
 
-    def all(self) -> dict[str, tuple[Callable[[], None], float]]:
-        """Name -> a call, and what its time is multiplied by (one by one is measured on a few requests)."""
-        site, each = Site(self.layers // 2, "resid_pre"), self.requests / SINGLES
+    def all(self) -> dict[str, Callable[[], dict[str, float]]]:
+        """Name -> a call that runs everything once and returns the processor seconds of one or more sides."""
+        calls: dict[str, Callable[[], object]] = {
+            "engine": self.engine(),
+            "generate, one padded batch": lambda: self.generate(self.prompts, self.new),
+            "engine, ragged": self.engine(self.lengths),
+            "generate, padded to the longest": lambda: self.generate(self.prompts, self.longest),
+            "engine, no prefix cache": self.engine(prefix_bytes=0),
+            "engine, exact": self.engine(exact=True),
+            **({} if self.half is None else {HALF.over: self.engine(host=self.half)}),
+            **self._vllm(),
+        }
 
-        def steered(i: int) -> Steering:
-            return Steering(base=(Steer(site, self.vectors[i], 0.1),))
+        def one_by_one() -> dict[str, float]:
+            took = timed(lambda: [self.generate(prompt[None], self.new) for prompt in self.prompts[:SINGLES]])
+            return {"generate, one by one": self.requests / SINGLES * took}
 
-        def watched(i: int) -> Steering:
-            return Steering(monitors=(Monitor(site, self.vectors[i], gates=()),))
+        timers = {name: lambda name=name, call=call: {name: timed(call)} for name, call in calls.items()}
+        return {**timers, "one by one": one_by_one, "in turn": self.in_turn}
 
-        return {
-            "engine": (self.engine(), 1.0),
-            "generate, one padded batch": (lambda: self.generate(self.prompts, self.new), 1.0),
-            "generate, one by one": (lambda: [self.generate(p[None], self.new) for p in self.prompts[:SINGLES]] and None, each),
-            "engine, ragged": (self.engine(self.lengths), 1.0),
-            "generate, padded to the longest": (lambda: self.generate(self.prompts, self.longest), 1.0),
-            "engine, steered": (self.engine(steering=steered), 1.0),
-            "engine, monitored": (self.engine(steering=watched), 1.0),
-            "engine, no prefix cache": (self.engine(prefix_bytes=0), 1.0),
-            "engine, exact": (self.engine(exact=True), 1.0),
-            **({} if self.half is None else {HALF.over: (self.engine(host=self.half), 1.0)}),
-        } | self._vllm()
-
-    def _vllm(self) -> dict[str, tuple[Callable[[], None], float]]:
+    def _vllm(self) -> dict[str, Callable[[], object]]:
         if importlib.util.find_spec("vllm") is None or self.half is not None:
             return {}
         from studies.benchmarks.vllm_engine import vllm_side
 
-        return {"vLLM": (vllm_side(self.model, self.prompts, self.new), 1.0)}
+        return {"vLLM": vllm_side(self.model, self.prompts, self.new)}
 
 
-def measure(sides: dict[str, tuple[Callable[[], None], float]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
+def timed(call: Callable[[], object]) -> float:
+    """Return the processor seconds of a call."""
+    began = process_time()
+    call()
+    return process_time() - began
+
+
+def measure(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
     """Return the processor seconds of every side in every round, after a warm-up turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {}
     with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
         for turn in range(rounds + 1):
             for name in rng.permutation(list(sides)):
-                call, times = sides[name]
-                start = process_time()
-                call()
-                if turn:
-                    seconds[name].append(times * (process_time() - start))
+                for side, took in sides[name]().items():
+                    if turn:
+                        seconds.setdefault(side, []).append(took)
                 bar.update()
     return seconds
 

@@ -54,7 +54,7 @@ from mi_route2.hosts import open_host
 from mi_route2.serve.models import Served, load
 from mi_route2.serve.soak import Process, serving
 from studies.benchmarks import command
-from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, random_model
+from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, measure, random_model
 from studies.benchmarks.paired import Result, Row, machine, ratio
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
@@ -311,20 +311,6 @@ class Sides:
         }
 
 
-def measure(sides: Sides, rounds: int, rng: np.random.Generator) -> dict[str, list[float]]:
-    """Return the seconds of every side in every round, after a warm-up turn."""
-    seconds: dict[str, list[float]] = {}
-    turns = sides.turns()
-    with tqdm(total=(rounds + 1) * len(turns), desc="taking turns", unit="turn", leave=False) as bar:
-        for turn in range(rounds + 1):
-            for name in rng.permutation(list(turns)):
-                for side, took in turns[name]().items():
-                    if turn:
-                        seconds.setdefault(side, []).append(took)
-                bar.update()
-    return seconds
-
-
 def starts(count: int, folder: Path) -> list[dict[str, float]]:
     """Return the seconds from the start of a process until its model is loaded, and until ``/health`` answers.
 
@@ -465,7 +451,7 @@ class Options(command.Benchmark):
                 size = SIZES["quick" if self.quick else "smollm2" if self.smollm2 else "random"]
                 sides = Sides(served, server, size, self.seed)
                 began = perf_counter()
-                seconds = measure(sides, self.turns, np.random.default_rng(self.seed))
+                seconds = measure(sides.turns(), self.turns, np.random.default_rng(self.seed))
                 busy = sides.client / (perf_counter() - began)
             started = starts(1 if self.quick else STARTS, folder)
         rng = np.random.default_rng(self.seed)
