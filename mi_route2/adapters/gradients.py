@@ -14,12 +14,12 @@ In floating point, a sum that is exactly 0 comes out as about ``eps`` times the 
 ``sum_t |dy_t| |h_t|``, so that such rounding errors can be told from a gradient.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 
@@ -165,7 +165,74 @@ def _magnitude(h: Tensor, dy: Tensor) -> Tensor:
     return (sizes[0] * sizes[1]).sum(dim=1)
 
 
-FactorGradient = Pairs | Diagonal
+class Packing:
+    """Places of rollouts of different lengths that stand one after the other in one row, without padding.
+
+    Rollouts of similar lengths share a bucket: what is computed per rollout is computed in few products, with little padding.
+
+    Args:
+        real: the real tokens of the rollouts in their padded layout.
+    """
+
+    def __init__(self, real: Bool[Tensor, "b s"]):
+        lengths = real.sum(dim=1)
+        self.real, self.rollouts, self.tokens = real, len(real), int(lengths.sum())
+        self._of = torch.repeat_interleave(torch.arange(len(real), device=real.device), lengths)
+        """Rollout of each token."""
+        self._buckets: list[Tensor] = []
+        starts, groups, kinds = lengths.cumsum(0) - lengths, [], lengths.clamp_min(1).double().log2().floor()
+        for kind in kinds.unique().tolist():
+            group = (kinds == kind).nonzero()[:, 0]
+            groups.append(group)
+            steps = torch.arange(int(lengths[group].max()), device=real.device)
+            # the row has a token of zeros behind its end
+            index = torch.where(steps < lengths[group, None], starts[group, None] + steps, self.tokens)
+            self._buckets.append(index)
+        self._back = torch.cat(groups).argsort()
+
+    def padded(self, t: Float[Tensor, "n d"]) -> Float[Tensor, "b s d"]:
+        """Return ``t`` in the padded layout, 0 on padding."""
+        out = t.new_zeros(*self.real.shape, t.shape[1])
+        out[self.real] = t
+        return out
+
+    def of_tokens(self, weights: Shaped[Tensor, " b"] | Shaped[Tensor, "b s"]) -> Shaped[Tensor, " n"]:
+        """Return the weight of each token, from weights of rollouts or of tokens in the padded layout."""
+        return weights[self.real] if weights.ndim == 2 else weights[self._of]
+
+    def map(self, function: Callable[[Tensor, Tensor], Tensor], h: Tensor, dy: Tensor) -> Float[Tensor, "b ..."]:
+        """Return ``function`` of both sides of the rollouts, ``[b s d]`` with zeros behind the ends, one result per rollout."""
+        h, dy = (torch.nn.functional.pad(t, (0, 0, 0, 1)) for t in (h, dy))
+        return torch.cat([function(h[index], dy[index]) for index in self._buckets])[self._back]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Gradient of a factor whose rollouts stand in one row, ``h [n d_in]`` and ``dy [n d_out]``."""
+
+    h: Float[Tensor, "n d_in"]
+    dy: Float[Tensor, "n d_out"]
+    packing: Packing
+    kind: type[Pairs] | type[Diagonal]
+
+    def values(self) -> Float[Tensor, "b ..."]:
+        return self.packing.map(lambda h, dy: self.kind(h, dy).values(), self.h, self.dy)
+
+    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
+        return self.packing.map(lambda h, dy: self.kind(h, dy).inner(v), self.h, self.dy)
+
+    def norms(self) -> Float[Tensor, " b"]:
+        return self.packing.map(lambda h, dy: self.kind(h, dy).norms(), self.h, self.dy)
+
+    def magnitude(self) -> Float[Tensor, " b"]:
+        return self.packing.map(_magnitude, self.h, self.dy)
+
+    def weighted(self, weights: Float[Tensor, " b"] | Float[Tensor, "b s"]) -> Tensor:
+        """Return ``sum_b weights[b] G_b`` in one matmul; token weights ``[b s]`` of the padded layout are allowed too."""
+        return self.kind(self.h[None], self.dy[None]).weighted(self.packing.of_tokens(weights)[None])
+
+
+FactorGradient = Pairs | Diagonal | Packed
 
 
 def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient | Written:
@@ -173,9 +240,9 @@ def compact(gradient: FactorGradient, *, scored: bool = False) -> FactorGradient
 
     It is held until all modules have reported. If ``scored``, ``G_b`` keeps its magnitude.
     """
-    if isinstance(gradient, Pairs):
-        (s, d_in), d_out = gradient.h.shape[1:], gradient.dy.shape[2]
-        if d_in * d_out >= s * (d_in + d_out):
+    if isinstance(gradient, Pairs) or (isinstance(gradient, Packed) and gradient.kind is Pairs):
+        b = gradient.packing.rollouts if isinstance(gradient, Packed) else len(gradient.h)
+        if b * gradient.h.shape[-1] * gradient.dy.shape[-1] >= gradient.h.numel() + gradient.dy.numel():
             return gradient
     return Written(gradient.values(), gradient.magnitude() if scored else None)
 

@@ -274,11 +274,11 @@ class Branch(nn.Module):
         return tape.kept if adapter == "kept" else tape.quarantine
 
     def _read(self, x: Tensor, tape: Tape) -> None:
-        rows = tape.rows(x.detach())  # also without a reader, so that a wrong layout is always an error
+        tape.packing(x)  # also without a reader, so that a wrong layout is always an error
         if not tape.saw_forward(self.site):
             return  # a replay repeats values that were already read
         if tape.inputs is not None:
-            tape.inputs.read(self.site, rows)
+            tape.inputs.read(self.site, tape.rows(x.detach()))
         if tape.kept is not None:
             tape.kept.called(self.site, self.hook_mask)
 
@@ -293,8 +293,9 @@ class Branch(nn.Module):
         assert self.quarantine is not None
         y = self.quarantine(x, tape, self._gate("quarantine"), self.site)
         if tape is not None and tape.l1 > 0 and torch.is_grad_enabled():
-            real = None if tape.real is None else tape.real.reshape(y.shape[:-1])
-            y = L1.apply(y, tape.l1 / (y.numel() * self._board.sites), real)
+            packed, size = tape.packing(y) is not None, tape.rollouts * tape.tokens * y.shape[-1]
+            real = None if tape.real is None or packed else tape.real.reshape(y.shape[:-1])
+            y = L1.apply(y, tape.l1 / (size * self._board.sites), real)
         return y  # pyright: ignore[reportReturnType]
 
     def merged(self, weight: Float[Tensor, "d_out d_in"]) -> Float[Tensor, "d_out d_in"]:

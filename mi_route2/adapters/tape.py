@@ -23,7 +23,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from mi_route2.adapters.gradients import Diagonal, FactorGradient, Pairs
+from mi_route2.adapters.gradients import Diagonal, FactorGradient, Packed, Packing, Pairs
 from mi_route2.checks import checked
 
 Hooks = Callable[[Tensor], Tensor]
@@ -108,7 +108,7 @@ class InputReader(Protocol):
 class OutputReader(Protocol):
     """Reader that receives the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout."""
 
-    def read(self, site: str, pair: Pairs) -> None: ...
+    def read(self, site: str, pair: FactorGradient) -> None: ...
 
 
 @checked
@@ -123,7 +123,8 @@ class Tape:
         inputs: Reader of inputs.
         outputs: Reader of inputs and output gradients.
         l1: Adds ``l1 * mean |quarantine output|``, averaged over sites, to the loss, by its exact gradient.
-        real: Mask of real tokens; padding counts as 0 in the mean of ``l1``.
+        real: Mask of real tokens; padding counts as 0 in the mean of ``l1``. With it, the model may also run all real tokens, in
+            this order, as one row of a packed batch.
 
     Raises:
         ValueError: A size below 1, or an ``l1`` that is negative, NaN or infinite.
@@ -151,22 +152,43 @@ class Tape:
         self.rollouts, self.tokens = rollouts, tokens
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
+        self._packing: Packing | None = None
         self.without_quarantine = False
         """True if a forward with gradients ran while the quarantine was attached but switched off."""
         self._backward: set[str] = set()
         self._calls: Counter[str] = Counter()
         self._reports: Counter[tuple[str, str]] = Counter()
 
-    def rows(self, t: Tensor) -> Tensor:
-        """Return ``t`` as ``[b, s, d]``, from ``[b, s, d]`` or ``[b * s, d]``; ``ValueError`` for any other shape."""
-        if t.shape[:-1] == (self.rollouts, self.tokens):
-            return t
-        if t.shape[:-1] == (self.rollouts * self.tokens,):
-            return t.view(self.rollouts, self.tokens, t.shape[-1])
+    def packing(self, t: Tensor) -> Packing | None:
+        """Return the places of rollouts in ``t`` if it is one row of all real tokens, ``[1, n, d]`` or ``[n, d]``; else ``None``.
+
+        Raises:
+            ValueError: ``t`` has another layout than ``[b, s, d]``, ``[b * s, d]`` or such a row.
+        """
+        if t.shape[:-1] in ((self.rollouts, self.tokens), (self.rollouts * self.tokens,)):
+            return None
+        if self._packing is None and self.real is not None:
+            self._packing = Packing(self.real.to(t.device))
+        packing = self._packing
+        if packing is not None and t.shape[:-1] in ((1, packing.tokens), (packing.tokens,)):
+            return packing
+        packed = "" if packing is None else f" (or {packing.tokens} real tokens in one row)"
         raise ValueError(
-            f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens, but a Linear saw {tuple(t.shape)}; "
+            f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw {tuple(t.shape)}; "
             "give the tape the layout of the batch that the model runs"
         )
+
+    def rows(self, t: Tensor) -> Tensor:
+        """Return ``t`` as ``[b, s, d]``, 0 on the padding of a packed batch; ``ValueError`` for any other layout."""
+        packing = self.packing(t)
+        return t.view(self.rollouts, self.tokens, t.shape[-1]) if packing is None else packing.padded(t.reshape(-1, t.shape[-1]))
+
+    def pair(self, h: Tensor, dy: Tensor, kind: type[Pairs] | type[Diagonal] = Pairs) -> FactorGradient:
+        """Return the gradient of a factor from its input and the gradient at its output."""
+        packing = self.packing(h)
+        if packing is None:
+            return kind(self.rows(h), self.rows(dy))
+        return Packed(h.reshape(-1, h.shape[-1]), dy.reshape(-1, dy.shape[-1]), packing, kind)
 
     def saw_forward(self, site: str) -> bool:
         """Note that ``site`` runs; return True for a call, and False for a replay under gradient checkpointing.
@@ -268,15 +290,17 @@ class RoutedFactor(torch.autograd.Function):
         h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
         tape, gate, site, name = ctx.routing
         report(ctx, tape, site, f"{'kept' if gate is tape.kept else 'quarantine'}.{name}")
-        pair_type = Diagonal if factor.ndim == 1 else Pairs
-        answer = gate.gradient(site, name, pair_type(tape.rows(h), tape.rows(dy)))
+        answer = gate.gradient(site, name, tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs))
         dh = None
         if ctx.needs_input_grad[0]:
             cast = factor.to(dy.dtype)
             dh = dy * cast if factor.ndim == 1 else dy @ cast
             if gate.detach:
-                keep = (gate.mask(site) != 0).to(dh.dtype)
-                keep = keep if keep.ndim == 2 else keep[:, None].expand(-1, tape.tokens)
+                keep, packing = (gate.mask(site) != 0).to(dh.dtype), tape.packing(dh)
+                if packing is not None:
+                    keep = packing.of_tokens(keep)
+                elif keep.ndim == 1:
+                    keep = keep[:, None].expand(-1, tape.tokens)
                 dh = dh * keep.reshape(*dh.shape[:-1], 1)
         return dh, None if answer is None else answer.to(factor.dtype), None, None, None, None
 
@@ -296,7 +320,7 @@ class ReadOutput(torch.autograd.Function):
         (dy,) = grads
         x = ctx.saved_tensors[0].detach().to(dy.dtype)
         report(ctx, ctx.tape, ctx.site, "output")
-        ctx.tape.outputs.read(ctx.site, Pairs(ctx.tape.rows(x), ctx.tape.rows(dy)))
+        ctx.tape.outputs.read(ctx.site, ctx.tape.pair(x, dy.detach()))
         return dy, None, None, None
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.adapters.gradients import FactorGradient, Feature, Pairs, Written, added, compact, rounding, wide
+from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added, compact, rounding, wide
 from mi_route2.adapters.linear import Branch, SVDKept
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
@@ -97,8 +97,8 @@ class FullGradientReader:
     def __init__(self) -> None:
         self.features: dict[str, FactorGradient | Written] = {}
 
-    def read(self, site: str, pair: Pairs) -> None:
-        self.features[site] = added(self.features.get(site), Pairs(pair.h.detach(), pair.dy.detach()))
+    def read(self, site: str, pair: FactorGradient) -> None:
+        self.features[site] = added(self.features.get(site), pair)
 
 
 def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
@@ -113,15 +113,15 @@ def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
 
 def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor]) -> Features:
     """Compute the features of ``rollouts`` at every site with the quarantine off; no parameter's ``.grad`` is touched."""
-    b, s = rollouts.tokens.shape
+    (b, s), real = rollouts.tokens.shape, rollouts.attention
     with policy.adapters.deployed():
         if kind == "act":
             acts = ActivationReader(rollouts.predictors, basis)
-            with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts)):
+            with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts, real=real)):
                 policy.forward(policy.model, rollouts.tokens, rollouts.attention)
             return acts.features
         grad, full = GradientReader(), FullGradientReader()
-        tape = Tape(b, s, kept=LearnNothing(), outputs=full) if kind == "full" else Tape(b, s, kept=grad)
+        tape = Tape(b, s, kept=LearnNothing(), outputs=full, real=real) if kind == "full" else Tape(b, s, kept=grad, real=real)
         with _untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()
         tape.assert_fired(policy.adapters.sites, backward=True)

@@ -454,7 +454,11 @@ class EraseRoute(OneCall):
             self._fits = self.directions, policy.adapters
         # The quarantine of the additive form learns only the removed part, so its own gradient is discarded.
         parts = [
-            Part(piece, Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing()), piece.advantages)
+            Part(
+                piece,
+                Tape(*piece.rollouts.tokens.shape, quarantine=LearnNothing(), real=piece.rollouts.attention),
+                piece.advantages,
+            )
             for piece in pieces(batch, context.micro)
         ]
         return _EraseStep(self, policy, parts)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
-from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, unit
+from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, feature_shapes, unit
 from studies.benchmarks.flops import Size
 from studies.benchmarks.paired import Contender
 
@@ -100,9 +100,9 @@ class Bench:
 
     def routed(self, name: str, policy: Policy, spec: MaskSpec, work: int) -> Contender:
         """Return a forward and backward under the mask route ``spec`` with random directions, as in training."""
-        route = MaskRoute(spec, _NoFitter())
+        route = MaskRoute(spec, NoFitter())
         assert spec.score in ("act", "grad", "full")
-        route.directions = self.directions(policy.adapters, spec.score)
+        route.directions = random_directions(policy.adapters, spec.score, self._seed)
         context = StepContext(torch.Generator().manual_seed(self._seed))
 
         def step() -> None:
@@ -114,18 +114,6 @@ class Bench:
             routing.finish()
 
         return Contender(name, work, step, policy.model.zero_grad)
-
-    def directions(self, adapters: Adapters, kind: FeatureKind) -> Directions:
-        """Return a random unit vector per site, in the space of ``kind``."""
-        generator = torch.Generator().manual_seed(self._seed)
-        if kind == "act":
-            shapes = {site: Vh.shape[:1] for site, Vh in coordinates(adapters).items()}
-        elif kind == "grad":
-            shapes = {site: adapters.scored(site).shape for site in adapters.sites}
-        else:
-            shapes = {site: module.weight.shape for site, module in adapters.sites.items()}
-        vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
-        return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, self._seed))
 
     def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
         """Return ``torch.func``'s ``vmap(grad)`` over rollouts.
@@ -157,13 +145,21 @@ class Bench:
         return self.plain(name, wrapped, work)
 
 
-class _NoFitter:
+class NoFitter:
     """A fitter that never fits, because the benchmark sets its directions itself."""
 
     refreshes = False
 
     def fit(self, policy: Policy, step: int) -> Directions:
         raise RuntimeError("the benchmark never refits")
+
+
+def random_directions(adapters: Adapters, kind: FeatureKind, seed: int) -> Directions:
+    """Return a random unit vector per site, in the space of ``kind``."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = feature_shapes(adapters, kind, coordinates(adapters) if kind == "act" else {})
+    vectors = {site: unit(torch.randn(shape, generator=generator)) for site, shape in shapes.items()}
+    return Directions(vectors, Provenance("haar", kind, "none", adapters.base_hash, 0, seed))
 
 
 def make_batch(size: Size, generator: torch.Generator) -> TrainBatch:
