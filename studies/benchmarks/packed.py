@@ -102,13 +102,19 @@ class Options(command.Benchmark):
             sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
         measured, rng = measure(sides, self.turns, np.random.default_rng(self.seed)), np.random.default_rng(self.seed)
         results = [result(name, measured, rng) for name in SPECS]
-        b, s = batch.rollouts.tokens.shape
-        print(f"{b} rollouts of {PROMPT + min(lengths)} to {s} tokens, {int(batch.rollouts.attention.sum())} real of {b * s}")
+        print(describe(lengths))
         print("so small a load shows that every side runs, and no more\n" if self.quick else "")
         print(table(results, measured))
         document = {"machine": machine(), "rounds": self.turns, "lengths": lengths, "smollm2": self.smollm2}
         document |= {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}}
         self.write(document)
+
+
+def describe(lengths: list[int]) -> str:
+    """Return a sentence about the batch."""
+    b, s = len(lengths), PROMPT + max(lengths)
+    real = b * PROMPT + sum(lengths)
+    return f"{b} rollouts of {PROMPT + min(lengths)} to {s} tokens: {real:,} of the {b * s:,} tokens in the padded layout are real."
 
 
 def demand_equal(policy: Policy, *steps: Callable[[], object]) -> None:

@@ -1,0 +1,49 @@
+"""The benchmark of packed batches: both layouts do the same work, and the page prints what was measured."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from studies.benchmarks.packed import SPECS, Options, Result, describe, table, tail
+from studies.benchmarks.paired import Measured, Ratio
+
+pytestmark = pytest.mark.study
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def printed(document: dict) -> tuple[str, str]:
+    rows = [Result(row["route"], Ratio(**row["time"]), row["memory"]) for row in document["rows"]]
+    sides = {name: Measured(tuple(side["seconds"]), side["peak_bytes"]) for name, side in document["sides"].items()}
+    return describe(document["lengths"]), table(rows, sides)
+
+
+def test_quick_compares_every_route_in_both_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Options(quick=True, out=tmp_path / "out.json").run()
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [row["route"] for row in document["rows"]] == list(SPECS)
+    assert {len(side["seconds"]) for side in document["sides"].values()} == {3}
+    out = capsys.readouterr().out
+    assert all(part in out for part in printed(document))
+
+
+def test_lengths_have_a_long_tail() -> None:
+    lengths = tail(16, 448, np.random.default_rng(0))
+    assert max(lengths) == 448
+    assert min(lengths) >= 1
+    assert np.mean(lengths) < 448 / 2
+
+
+def test_the_page_prints_what_was_measured() -> None:
+    document = json.loads((DOCS / "results/benchmarks/packed.json").read_text(encoding="utf-8"))
+    found = re.search(
+        r"<!-- packed -->\n\n(.*)\n\n<!-- table: packed -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8")
+    )
+    described, expected = printed(document)
+    assert found
+    assert found[1].startswith(described), f"docs/scale.md must have, below <!-- packed -->:\n\n{described}"
+    assert found[2] == expected + "\n", f"docs/scale.md must have, below <!-- table: packed -->:\n\n{expected}"
+    assert document["rounds"] >= 9
