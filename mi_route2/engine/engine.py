@@ -126,7 +126,7 @@ class Engine:
         self.scheduler: Scheduler[EngineRequest] = Scheduler(
             rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
         )
-        self.steering = SteeringState(
+        self._steering = SteeringState(
             model.shape,
             rows=steering_rows,
             dtype=kind,
@@ -135,7 +135,7 @@ class Engine:
             guard=self._refuse_second_hand,
         )
         for name, vector in (vectors or {}).items():
-            self.steering.register(name, vector)
+            self._steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
         self._seeds = generator or torch.Generator()
@@ -144,11 +144,11 @@ class Engine:
         self.last_error: str | None = None
         self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=kind, device=device)
-        self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
+        self._runner = Runner(model, slots, self._steering, exact=exact, grain=grain)
         self._residents = Residents(
             model,
             slots,
-            self.steering,
+            self._steering,
             self.prefixes,
             self._state,
             store=store,
@@ -166,6 +166,7 @@ class Engine:
                 raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
             if isinstance(one, ProbePolicy):
                 one.demand_fit(model.shape)
+                one.follows.clear()  # requests of another engine that had it before have the same numbers
         self.controllers.sync.insert(0, book)
         self.queue, self.paused = queue, False
         self.events: list[Event] = []
@@ -182,6 +183,13 @@ class Engine:
         self._done: list[Result] = []
 
     @property
+    def steering(self) -> SteeringState:
+        """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
+        if not self._sequences and not self.paused and self._state.changed and self._state.look():
+            self._changed()  # so that what is set next is compared with the adapters that are attached
+        return self._steering
+
+    @property
     def busy(self) -> bool:
         """True if a step would do something: a request runs or waits and is not paused, or a result was not returned yet."""
         return bool(self._done or (self._going if self.paused else self._sequences))
@@ -190,7 +198,7 @@ class Engine:
     def resources(self) -> dict[str, int]:
         """Resources that requests hold now: rows and bytes of keys and values, patch slots, and steering rows."""
         slots, patches = self._residents.slots, self._residents.patches
-        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self.steering.rows.used}
+        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self._steering.rows.used}
 
     @property
     def _going(self) -> bool:
@@ -221,7 +229,7 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
-        named = {name: self.steering.vectors[name] for rule in asked.rules for name in rule.names}
+        named = {name: self._steering.vectors[name] for rule in asked.rules for name in rule.names}
         sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
         sequence.turn = self._shares.turn(asked.owner, sequence.reach)
         if asked.deadline is not None:
@@ -301,7 +309,7 @@ class Engine:
                     f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests ran: let them "
                     "end before, cancel them, or pause the engine around a change of weights"
                 )
-            self.controllers.before_step(self.steering)
+            self.controllers.before_step(self._steering)
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
                 self._shares.served(one.request.owner, one.turn)
@@ -320,9 +328,15 @@ class Engine:
         pieces = self._residents.fit(pieces)
         self._residents.note(pieces)
         starts = {one: one.computed for one, _ in pieces}
-        ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
-        self._read(ran)
-        ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        try:
+            ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
+            self._read(ran)
+            ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        except BaseException:
+            for one, _ in pieces:
+                if one.computed == one.known or one.generated == one.sampling.max_new:
+                    self._end(one, "error", "the step that made its next token was interrupted")
+            raise
         self._tell(starts, ran)
         for one, count in pieces:
             if count > 1:
@@ -331,13 +345,17 @@ class Engine:
             self.last_error = next(reversed(failed.values()))
             ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
             self._residents.lost.clear()
+        if ran.interrupt is not None:
+            pieces = [(one, count) for one, count in pieces if one.computed > starts[one]]
         try:
             if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
-                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
+                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self._steering)
         finally:  # a request that has its last token must not get another one, whatever came between
             for one, finish, error in ended:
                 if one.id in self._sequences:  # otherwise a controller has cancelled it
                     self._end(one, finish, error)
+        if ran.interrupt is not None:
+            raise ran.interrupt
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
@@ -397,8 +415,8 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is not paused, or ``pause("finish")`` still has requests to end.
-            ValueError: what acts on all requests, or is held, does not fit adapters that were attached anew: clear or drop it, and
-                call this again.
+            ValueError, KeyError: what acts on all requests, or is held, does not fit adapters that were attached anew: clear or
+                drop it, and call this again.
         """
         if not self.paused:
             raise RuntimeError("the engine is not paused")
@@ -407,7 +425,7 @@ class Engine:
         if self._state.look():
             self._changed()
         if self._refit:
-            self.steering.refit()
+            self._steering.refit()
             self._refit = False
             for one in list(self._sequences.values()):
                 if one.writer is not None or any(isinstance(patch.source, FromRun) for patch in one.request.patch):
@@ -436,7 +454,7 @@ class Engine:
         """Drop everything that depends on the model, which has changed."""
         self.prefixes.clear()
         self.decoder.forget()
-        self.steering.found(self.decoder.quarantines())
+        self._steering.found(self.decoder.quarantines())
         self._refit = True
 
     def _withdraw(self, requests: Iterable[int]) -> None:
@@ -474,13 +492,13 @@ class Engine:
         for site, count in crowded.items():
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
-        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self.steering.sites()}:
+        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self._steering.sites()}:
             model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
         if self._refit:
-            self.steering.refit()
+            self._steering.refit()
             self._refit = False
         self._refuse_runs(request, store)
-        named = self.steering.vectors
+        named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
         if len(policies := self._policies(steering or Steering())) > 1:
@@ -489,9 +507,9 @@ class Engine:
                 "a monitor of its own"
             )
         if asked.rules or asked.conversation is not None:
-            residents.rules.check(self.steering, asked.rules, steering, asked.conversation)
+            residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
         else:
-            self.steering.check(steering)
+            self._steering.check(steering)
         shaped = {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()}
         vectors = shaped if request.patch else {}
         return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
@@ -503,9 +521,9 @@ class Engine:
                 if (shape := self.decoder.shape(patch.site)) != tuple(patch.source.shape):
                     return f"the patch at {patch.site} has shape {list(patch.source.shape)}, but the site has {list(shape)} now"
             if one.admitted:
-                self.steering.refit(one.id)
-        except ValueError as error:
-            return str(error)
+                self._steering.refit(one.id)
+        except (ValueError, KeyError) as error:
+            return str(error.args[0])
         return None
 
     def _refuse_second_hand(self, name: str, request: int | None) -> None:
@@ -515,10 +533,10 @@ class Engine:
         rules, found = self._residents.rules, self._sequences
         for one in found.values() if request is None else [found[request]] if request in found else []:
             asked = one.request
-            own = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self.steering.watching(one.id)}
-            policies = self.controllers.policies({name, *own, *self.steering.monitors})
+            own = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
+            policies = self.controllers.policies({name, *own, *self._steering.monitors})
             told = asked.rules, asked.steering, asked.conversation, one.named
-            if len(policies) > 1 or rules.switches(self.steering, one.id, *told):
+            if len(policies) > 1 or rules.switches(self._steering, one.id, *told):
                 raise ValueError(
                     f"the policy {policies[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
                     "another policy sets: set it on other requests, or when this one has ended"
@@ -526,7 +544,7 @@ class Engine:
 
     def _policies(self, steering: Steering) -> list[str]:
         """Return the names of the policies that set the scale and the row of a request with this steering."""
-        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self.steering.monitors})
+        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""
@@ -629,7 +647,7 @@ class Engine:
         self._owners[one.request.owner] -= 1
         if not self._owners[one.request.owner]:
             del self._owners[one.request.owner]
-            self.steering.leave(one.request.owner)
+            self._steering.leave(one.request.owner)
         self._shares.left(one.request.owner, one.turn)
         self._deadlines.pop(one, None)
         result = one.result

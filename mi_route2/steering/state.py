@@ -320,15 +320,17 @@ class SteeringState:
     def refit(self, request: int | None = None) -> None:
         """Raise ``ValueError`` if what acts on a request, or (``None``) on all or is held, does not fit its sites any more.
 
-        Sites of adapters that were attached anew may have another width.
+        Sites of adapters that were attached anew may have another width, or be gone; errors for these propagate.
         """
         if request is None:
             specs = [held.spec for held in self._requests.held.values()]
             watches = [watch for watch, _ in self._monitors.values()]
-            sums = [*self.rows.globals.values(), self.tier]
+            sums, sites = [*self.rows.globals.values(), self.tier], {*self.rows.sites(), *self.tier}
         else:
             living = self._requests.of(request)
-            specs, watches, sums = living.specs, [*living.watches.values(), *living.dynamic.values()], []
+            specs, watches, sums, sites = living.specs, [*living.watches.values(), *living.dynamic.values()], [], set()
+        for site in sites.union(*(watch.sites for watch in watches)):
+            self.rows.widths(site)  # raises an error for a site that is not there
         for spec in specs:
             self.rows.check(spec)
         for site, values in (pair for each in (*sums, *(watch.adds for watch in watches)) for pair in each.items()):

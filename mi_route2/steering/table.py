@@ -74,7 +74,7 @@ class Rows:
         if capacity < 0:
             raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
         self.capacity, self.kind, self.device = capacity, wide(dtype), device
-        self._widths = widths
+        self.widths = widths
         self.tables: dict[Site, Table] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
         self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
@@ -90,7 +90,7 @@ class Rows:
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
         """Raise ``ValueError`` unless ``vector`` fits at ``site``; errors for a site that does not exist propagate."""
-        demand_fit(self._widths(site), site, vector, what)
+        demand_fit(self.widths(site), site, vector, what)
 
     def check(self, spec: Steering) -> None:
         """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""

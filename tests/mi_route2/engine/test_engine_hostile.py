@@ -856,3 +856,118 @@ def test_a_named_vector_of_another_shape_than_the_site_is_refused_in_a_patch_as_
         assert far(generated(engine, Request(PROMPT, ASK, patch=(Patch(site, 2, name),)))[0], truth) < CLOSE
     with pytest.raises(ValueError, match=r"has shape \[4, 2\], but the site has \[2, 4\]"):
         engine.submit(Request(PROMPT, ASK, patch=(Patch(site, 2, "turned"),)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("forward", [1, 2, 3, 4])
+def test_an_interrupt_in_a_forward_loses_nothing_of_what_a_step_has_computed(forward: int, exact: bool, monkeypatch: Any) -> None:
+    """Of two forwards of a step the second is interrupted, as by Ctrl-C: both requests go on to the same tokens."""
+    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    monitor = Steering(monitors=(Monitor(SITE, VECTOR, name="m"),))
+    requests = [Request(PROMPT, ASK), Request(PROMPT[:9], ASK, capture=(Capture(SITE),), readings=True, steering=monitor)]
+    truth = [Engine(host, exact=True).generate([one], progress=False)[0] for one in requests]
+    engine, count, interrupts = Engine(host, exact=exact), 0, 0
+    numbers, results = [engine.submit(requests[0])], {}
+    engine.step()
+    numbers.append(engine.submit(requests[1]))
+    kind: Any = type(Decoder(host).blocks[1])
+    usual = kind.forward
+
+    def interrupted(self: Any, *args: Any, **given: Any) -> Any:
+        nonlocal count
+        count += self is Decoder(host).blocks[1]
+        if count == forward and self is Decoder(host).blocks[1]:
+            raise KeyboardInterrupt
+        return usual(self, *args, **given)
+
+    monkeypatch.setattr(kind, "forward", interrupted)
+    for _ in range(20):
+        try:
+            results |= {one.request: one for one in engine.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert (engine.busy, interrupts) == (False, 1)
+    for number, wanted in zip(numbers, truth, strict=True):
+        assert far(table(results[number]), table(wanted)) < CLOSE
+        assert {at: set(read) for at, read in results[number].readings.items()} == {
+            at: set(read) for at, read in wanted.readings.items()
+        }
+    assert results[numbers[1]].captured[SITE].positions == truth[1].captured[SITE].positions
+
+
+class Interrupting:
+    """A tokenizer that is interrupted at its third text: at the second of three tokens."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.texts += 1
+        if self.texts == 3:
+            raise KeyboardInterrupt
+        return "a" * len(ids)
+
+
+def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_ever() -> None:
+    engine = Engine(open_host("torch", make_family("MicroGPT", torch.float64)), tokenizer=Interrupting())
+    for prompt in (PROMPT, PROMPT[:4], PROMPT[:5]):
+        engine.submit(Request(prompt, replace(ASK, stop=("never",))))
+    results, interrupts = [], 0
+    for _ in range(20):
+        try:
+            results += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert (engine.busy, interrupts) == (False, 1)
+    assert sorted(one.finish or "" for one in results) == ["error", "length", "length"]
+    assert all(len(one.ids) <= ASK.max_new for one in results)
+    assert [one.error for one in results if one.finish == "error"] == ["the step that made its next token was interrupted"]
+    assert set(engine.resources.values()) - {engine.resources["slot_bytes"]} <= {0}
+
+
+def test_what_is_set_after_adapters_were_attached_is_compared_with_them_before_any_request_comes() -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    engine, site = Engine(host), Site(1, "kept_a", "mlp.down")
+    engine.steering.register("v", VECTOR)
+    closes = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, quarantine="close", name="off")
+    with pytest.raises(ValueError, match="close a quarantine that does not exist"):
+        engine.steering.set_monitor(closes)
+    for rank in (2, 4):
+        spec = replace(SPECS["lora"], rank=rank)
+        adapters = move(host.attach("blocks.*", spec=spec, generator=torch.Generator().manual_seed(7)), 0.2)
+        engine.steering.set_monitor(closes)
+        engine.steering.set_global("base", [Steer(site, torch.ones(rank))])
+        assert len(generated(engine, Request(PROMPT, ASK))) == 1
+        engine.steering.clear_global("base")
+        adapters.detach()
+    assert set(engine.steering.vectors) == {"v"}
+    with pytest.raises((ValueError, KeyError), match="no adapter at"):
+        engine.submit(Request(PROMPT, ASK))
+    engine.steering.clear_monitor("off")
+    assert len(generated(engine, Request(PROMPT, ASK))) == 1
+
+
+@pytest.mark.parametrize("acts_on", ["all", "one"])
+def test_kept_requests_go_on_without_a_quarantine_that_is_gone_only_where_nothing_gates_it(acts_on: str) -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)), 0.2)
+    closes = Monitor(Site(0, "resid_pre"), VECTOR, quarantine="close", name="off")
+    engine = Engine(host)
+    if acts_on == "all":
+        engine.steering.set_monitor(closes)
+    gated = engine.submit(Request(PROMPT, ASK, steering=Steering(monitors=(closes,)) if acts_on == "one" else None))
+    plain = engine.submit(Request(PROMPT[:5], ASK))
+    engine.step()
+    engine.pause("keep")
+    adapters.detach()
+    if acts_on == "all":
+        with pytest.raises((ValueError, KeyError), match="no adapter at"):
+            engine.resume()
+        assert engine.paused
+        engine.steering.clear_monitor("off")
+    engine.resume()
+    results = {one.request: one for _ in range(8) for one in engine.step()}
+    assert results[gated].finish == ("error" if acts_on == "one" else "length")
+    assert "no adapter at" in (results[gated].error or "no adapter at")
+    after = (*PROMPT[:5], results[plain].ids[0])
+    assert far(table(results[plain])[1:], generated(Engine(host), Request(after, replace(ASK, max_new=2)))[0]) < CLOSE
