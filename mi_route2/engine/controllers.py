@@ -478,6 +478,8 @@ class ProbePolicy:
         self._probe = None if probe is None else Vector(probe)
         if self._probe is not None and self._probe.values is None:
             raise ValueError(f"the policy's probe is the name {self._probe.name!r}: give its numbers")
+        self._shape: tuple[int, ...] | None = None
+        """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[Decision] = deque(maxlen=keep)
         """The most recent engagements, disengagements and gain changes, oldest first."""
@@ -518,7 +520,9 @@ class ProbePolicy:
             row = None if self._site is None else request.captured.get(self._site)
             if row is None or self._probe is None or self._site is None:
                 return None
-            demand_fit(tuple(row.shape), self._site, self._probe, f"the probe of {self.name!r}")
+            if row.shape != self._shape:  # of adapters that were attached anew
+                demand_fit(tuple(row.shape), self._site, self._probe, f"the probe of {self.name!r}")
+                self._shape = row.shape
             value = float(score(row.flatten(), self._probe.data.to(row.device)))
         return value if value is not None and math.isfinite(value) else None
 

@@ -156,6 +156,7 @@ class Vector:
             if listed and not {type(one) for one in given} <= {float, int} and _has_truth(given):
                 raise TypeError("a truth value is no number")
             values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
+            values = values if values.layout == torch.strided else values.to_dense()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             shown = " ".join(repr(given).split())
             raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {shown:.60}") from error

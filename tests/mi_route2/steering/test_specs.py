@@ -107,6 +107,11 @@ def test_vectors_are_copies_and_equal_by_content():
     assert Vector(torch.tensor(V, dtype=torch.float64)).data.dtype == torch.float64
 
 
+def test_a_sparse_vector_is_its_numbers():
+    numbers = torch.tensor([0.0, 2.0, 0.0])
+    assert Vector(numbers.to_sparse()) == Vector(numbers) == Vector(numbers.to_sparse().to_dense().tolist())
+
+
 def test_a_clamps_direction_is_of_length_one_whatever_its_scale():
     for factor in (1.0, 1e-30, 1e30):
         unit = Clamp(SITE, torch.tensor(V, dtype=torch.float64) * factor, value=1.0).unit()
