@@ -185,7 +185,8 @@ class Engine:
     @property
     def steering(self) -> SteeringState:
         """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
-        if not self._sequences and not self.paused and self._state.changed and self._state.look():
+        still = not (self._going if self.paused else self._sequences)
+        if still and self._state.changed and self._state.look():
             self._changed()  # so that what is set next is compared with the adapters that are attached
         return self._steering
 
@@ -496,7 +497,7 @@ class Engine:
             model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
         if self._refit:
             self._steering.refit()
-            self._refit = False
+            self._refit = self.paused  # resume has requests to compute anew
         self._refuse_runs(request, store)
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))

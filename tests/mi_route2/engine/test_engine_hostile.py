@@ -971,3 +971,23 @@ def test_kept_requests_go_on_without_a_quarantine_that_is_gone_only_where_nothin
     assert "no adapter at" in (results[gated].error or "no adapter at")
     after = (*PROMPT[:5], results[plain].ids[0])
     assert far(table(results[plain])[1:], generated(Engine(host), Request(after, replace(ASK, max_new=2)))[0]) < CLOSE
+
+
+def test_what_is_set_in_a_pause_is_compared_with_the_adapters_that_were_attached_in_it() -> None:
+    """And the requests that were kept are computed anew, although the engine has seen the change before ``resume``."""
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    engine, site = Engine(host, block=4), Site(1, "kept_a", "mlp.down")
+    kept = engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    engine.pause("keep")
+    move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)), 0.2)
+    engine.steering.set_global("base", [Steer(site, torch.ones(4))])
+    late = engine.submit(Request(PROMPT[:7], ASK))
+    engine.resume()
+    results = {one.request: one for _ in range(8) for one in engine.step()}
+    anew = Engine(host)
+    anew.steering.set_global("base", [Steer(site, torch.ones(4))])
+    after = Request((*PROMPT, results[kept].ids[0]), replace(ASK, max_new=2))
+    truth = generated(anew, after, Request(PROMPT[:7], ASK))
+    assert far(table(results[kept])[1:], truth[0]) < CLOSE
+    assert far(table(results[late]), truth[1]) < CLOSE
