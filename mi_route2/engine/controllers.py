@@ -318,11 +318,10 @@ class Controllers:
         """
         found: set[Site] = set()
         for controller in self.sync:
-            wanted: Any = getattr(controller, "wants", ())
             try:
-                sites = tuple(wanted)
-            except TypeError:
-                self.ledger.note(controller.name, "failed", f"it wants {wanted!s:.60}, which is no set of sites", self.step)
+                sites = tuple(getattr(controller, "wants", ()))
+            except Exception as error:  # as in after_step
+                self.ledger.note(controller.name, "failed", f"what it wants is no set of sites: {error}", self.step)
                 continue
             for site in sites:
                 try:
@@ -392,7 +391,7 @@ def _refuse_sync(controller: object) -> None:
     if not isinstance(name := getattr(controller, "name", None), str) or not name:
         raise TypeError(f"the name of {type(controller).__name__} is {name!r:.40}: give it one that is text, by which to tell it")
     wanted: Any = getattr(controller, "wants", ())
-    if isinstance(wanted, str) or not isinstance(wanted, Iterable) or not all(isinstance(site, Site) for site in wanted):
+    if isinstance(wanted, str) or not isinstance(wanted, Collection) or not all(isinstance(site, Site) for site in wanted):
         raise TypeError(f"{name!r} wants {wanted!s:.60}: give a set of sites, as {{Site(3, 'resid_mid')}}, or leave wants out")
 
 

@@ -241,4 +241,4 @@ def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(h
     object.__setattr__(script, "wants", None)
     found.run(1)
     assert found.controllers.ledger.counts["script"]["failed"] >= 1
-    assert "which is no set of sites" in str(found.controllers.snapshot()["recent"])
+    assert "what it wants is no set of sites" in str(found.controllers.snapshot()["recent"])

@@ -549,6 +549,7 @@ refused = [
     (lambda: Controllers([Later()]), "is async, and no loop runs it"),
     (lambda: Controllers([plain(wants=None)]), "'plain' wants None: give a set of sites"),
     (lambda: Controllers([plain(wants=S)]), "give a set of sites"),
+    (lambda: Controllers([plain(wants=iter([S]))]), "give a set of sites"),
     (lambda: Controllers([plain(wants="blocks.0.resid_pre")]), "give a set of sites"),
     (lambda: Engine(host, controllers=Controllers([plain(name="rules")])), "'rules', which is the name of the engine's own"),
     (lambda: Engine(host, controllers=Controllers(queues=[AsyncController("rules")])), "which is the name of the engine's own"),
