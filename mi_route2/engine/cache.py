@@ -57,7 +57,8 @@ class Slots:
         self.sizes = [min(start, most)]
         while self.sizes[-1] < most:
             self.sizes.append(min(4 * self.sizes[-1], most))
-        self._shelves = [torch.zeros(layers, 2, 0, heads, size, width, dtype=dtype, device=device) for size in self.sizes]
+        with torch.inference_mode(False):  # as in _resize
+            self._shelves = [torch.zeros(layers, 2, 0, heads, size, width, dtype=dtype, device=device) for size in self.sizes]
         self._used = [0] * len(self.sizes)
         self._position = layers * 2 * heads * width * dtype.itemsize
 
@@ -141,7 +142,8 @@ class Slots:
     def _resize(self, shelf: int, rows: int) -> None:
         old, size = self._shelves[shelf], list(self._shelves[shelf].shape)
         size[2] = rows
-        new = old.new_zeros(size)  # unused positions stay zero
+        with torch.inference_mode(False):  # a shelf made in inference mode could not be written outside of it
+            new = old.new_zeros(size)  # unused positions stay zero
         new[:, :, : self._used[shelf]] = old[:, :, : self._used[shelf]]
         self._shelves[shelf] = new
 

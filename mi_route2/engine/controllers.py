@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
 from statistics import median
 from threading import Lock
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -16,6 +17,7 @@ from mi_route2.checks import checked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Number, Steer, Vector, VectorLike, score
 from mi_route2.steering.state import GLOBAL, Held, Reading, SteeringState
+from mi_route2.steering.table import demand_fit
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
     closed: set[int] = set()
     outcomes: list[Outcome] = []
     for action in actions:
-        request = getattr(action, "request", None)
-        if not isinstance(request, int) or request not in state:
+        request: Any = getattr(action, "request", None) if isinstance(action, ACTIONS) else None
+        if request not in state:
             outcomes.append(apply(state, action, source))
             continue
         if isinstance(action, Override | SetScale) and request in closed:
@@ -188,9 +190,12 @@ def described(action: object) -> str:
         case SetTier(list() | tuple() as entries):
             return f"SetTier({', '.join(str(getattr(entry, 'site', entry)) for entry in entries)})"
         case SetMonitor(monitor, request):
-            return f"SetMonitor({getattr(monitor, 'name', monitor)}, request={request})"
+            return f"SetMonitor({getattr(monitor, 'name', type(monitor).__name__)!s:.60}, request={request!s:.20})"
         case _:
-            return f"{action!r:.120}"
+            try:
+                return f"{' '.join(repr(action).split()):.120}"
+            except Exception:  # as in apply: nothing in an action can raise
+                return type(action).__name__
 
 
 QUEUE = 1024
@@ -217,10 +222,14 @@ class RequestView:
 
 @dataclass(frozen=True, eq=False)
 class StepView:
-    """All requests that ran in one step."""
+    """All requests that ran in one step.
+
+    ``living`` are the numbers of all requests in the engine now, those that wait or are preempted included; ``None`` if unknown.
+    """
 
     step: int
     requests: tuple[RequestView, ...] = ()
+    living: Collection[int] | None = None
 
 
 @runtime_checkable
@@ -241,10 +250,13 @@ class SyncController(Protocol):
         ...
 
 
+@checked
 class AsyncController:
     """A queue of actions from any thread. ``submit`` never raises; if the queue is full, new actions are dropped."""
 
     def __init__(self, name: str = "async", capacity: int = QUEUE):
+        if isinstance(capacity, bool) or capacity < 1:
+            raise ValueError(f"capacity = {capacity} is not valid: give the number of actions that may wait, at least 1")
         self.name, self.capacity = name, capacity
         self._lock = Lock()
         self._queue: deque[tuple[Action, ...]] = deque()
@@ -284,7 +296,15 @@ class Controllers:
     """All controllers of an engine, and the ledger of their actions."""
 
     def __init__(self, sync: Iterable[SyncController] = (), queues: Iterable[AsyncController] = ()):
+        for what, given in (("sync", sync), ("queues", queues)):
+            if not isinstance(given, Iterable) or isinstance(given, str | Mapping):
+                raise TypeError(f"{what} is a list of controllers, not {_told(given)}: write Controllers({what}=[controller])")
         self.sync, self.queues, self.ledger = list(sync), list(queues), Ledger()
+        for controller in self.sync:
+            _refuse_sync(controller)
+        for queue in self.queues:
+            if not isinstance(queue, AsyncController):
+                raise TypeError(f"queues take an AsyncController, not {_told(queue)}: give what has on_step in sync")
         names = [controller.name for controller in (*self.sync, *self.queues)]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two controllers are called {twice[0]!r}: their actions could not be told apart")
@@ -298,7 +318,12 @@ class Controllers:
         """
         found: set[Site] = set()
         for controller in self.sync:
-            for site in getattr(controller, "wants", ()):
+            try:
+                sites = tuple(getattr(controller, "wants", ()))
+            except Exception as error:  # as in after_step
+                self.ledger.note(controller.name, "failed", f"what it wants is no set of sites: {error}", self.step)
+                continue
+            for site in sites:
                 try:
                     shape(site)
                     found.add(site)
@@ -348,8 +373,30 @@ class Controllers:
         return {**self.ledger.snapshot(), "queues": queues, "step": self.step, "milliseconds": took}
 
 
-STEP, UNSEEN = 0.05, 16
-"""Smallest change of the gain that is sent, as a share of ``gain``; number of steps after which an unseen request is forgotten."""
+def _told(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"one {type(given).__name__}"
+
+
+def _refuse_sync(controller: object) -> None:
+    """Raise ``TypeError`` if this is no object that could be called after each step."""
+    if isinstance(controller, type):
+        raise TypeError(f"a controller is an object, not the class {controller.__name__}: write {controller.__name__}(...)")
+    on_step = getattr(controller, "on_step", None)
+    if not callable(on_step):
+        queue = isinstance(controller, AsyncController)
+        remedy = "give it in queues" if queue else "give it on_step(view), which returns actions"
+        raise TypeError(f"{_told(controller)} in sync cannot be called after a step: {remedy}")
+    if iscoroutinefunction(on_step):
+        raise TypeError(f"on_step of {type(controller).__name__} is async, and no loop runs it: write it as a plain function")
+    if not isinstance(name := getattr(controller, "name", None), str) or not name:
+        raise TypeError(f"the name of {type(controller).__name__} is {name!r:.40}: give it one that is text, by which to tell it")
+    wanted: Any = getattr(controller, "wants", ())
+    if isinstance(wanted, str) or not isinstance(wanted, Collection) or not all(isinstance(site, Site) for site in wanted):
+        raise TypeError(f"{name!r} wants {wanted!s:.60}: give a set of sites, as {{Site(3, 'resid_mid')}}, or leave wants out")
+
+
+STEP, UNREAD = 0.05, 16
+"""Smallest change of the gain that is sent, as a share of ``gain``; tokens without a score after which a request is put back."""
 
 
 class Decision(NamedTuple):
@@ -367,9 +414,10 @@ class Follow:
     """The policy's state of one request."""
 
     score: float
-    seen: int
     engaged: bool = False
     gain: float = 0.0
+    unread: int = 0
+    """Tokens since the last score, because the monitor was removed, or its score is no number."""
 
 
 @checked
@@ -426,23 +474,36 @@ class ProbePolicy:
         self.wants = frozenset[Site]() if site is None else frozenset({site})
         self._readings = () if monitor is None else (monitor.name, GLOBAL + monitor.name)
         self._site, self._generated = site, generated
-        self._probe = None if probe is None else Vector(probe).data
+        self._probe = None if probe is None else Vector(probe)
+        if self._probe is not None and self._probe.values is None:
+            raise ValueError(f"the policy's probe is the name {self._probe.name!r}: give its numbers")
+        self._shape: tuple[int, ...] | None = None
+        """The shape of the site's value with which the probe was compared."""
         self.follows: dict[int, Follow] = {}
         self.decisions: deque[Decision] = deque(maxlen=keep)
         """The most recent engagements, disengagements and gain changes, oldest first."""
 
     def on_step(self, view: StepView) -> list[Action]:
-        """Return the actions for the requests of this step, and for those that were not seen for too long."""
+        """Return the actions for the requests of this step, and forget those that have ended or are not read any more."""
         actions: list[Action] = []
         for request in view.requests:
             if request.finished:
                 self.follows.pop(request.request, None)
             elif (value := self._score(request)) is not None:
                 actions += self._decide(view.step, request.request, value)
-        for request in [number for number, follow in self.follows.items() if view.step - follow.seen > UNSEEN]:
-            if self.follows.pop(request).engaged and self.gain:
-                actions += (ClearOverride(request), SetScale(1.0, request))
+            elif request.token is not None and (follow := self.follows.get(request.request)) is not None:
+                follow.unread += 1
+                if follow.unread > UNREAD and self.follows.pop(request.request).engaged and self.gain:
+                    actions += (ClearOverride(request.request), SetScale(1.0, request.request))
+        if view.living is not None:
+            for number in [number for number in self.follows if number not in view.living]:
+                del self.follows[number]
         return actions
+
+    def demand_fit(self, shape: Callable[[Site], tuple[int, ...]]) -> None:
+        """Raise ``ValueError`` if the probe does not fit its site; errors of ``shape`` propagate."""
+        if self._site is not None and self._probe is not None:
+            demand_fit(shape(self._site), self._site, self._probe, f"the probe of {self.name!r}")
 
     def steers(self, monitors: Collection[str]) -> bool:
         """Return whether the policy acts on a request with ``monitors`` (names as in readings); one with a site acts on all."""
@@ -456,15 +517,20 @@ class ProbePolicy:
             value = None if reading is None else reading.score
         else:
             row = None if self._site is None else request.captured.get(self._site)
-            value = None if row is None or self._probe is None else float(score(row.flatten(), self._probe.to(row.device)))
+            if row is None or self._probe is None or self._site is None:
+                return None
+            if row.shape != self._shape:  # of adapters that were attached anew
+                demand_fit(tuple(row.shape), self._site, self._probe, f"the probe of {self.name!r}")
+                self._shape = row.shape
+            value = float(score(row.flatten(), self._probe.data.to(row.device)))
         return value if value is not None and math.isfinite(value) else None
 
     def _decide(self, step: int, request: int, value: float) -> list[Action]:
         follow = self.follows.get(request)
         if follow is None:
-            follow = self.follows[request] = Follow(value, step)
+            follow = self.follows[request] = Follow(value)
         else:
-            follow.score, follow.seen = (1 - self.smoothing) * follow.score + self.smoothing * value, step
+            follow.score, follow.unread = (1 - self.smoothing) * follow.score + self.smoothing * value, 0
         low = self.threshold - self.hysteresis
         was, follow.engaged = follow.engaged, follow.score >= (low if follow.engaged else self.threshold)
         gain = self._gain(follow.score - low) if follow.engaged else 0.0

@@ -21,6 +21,7 @@ from math import isfinite
 from time import monotonic
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -28,7 +29,7 @@ from tqdm import tqdm
 
 from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
-from mi_route2.engine.controllers import Controllers, RequestView, StepView
+from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, StepView
 from mi_route2.engine.forward import Ran, Runner
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
@@ -111,24 +112,30 @@ class Engine:
         patience: int | None = 512,
         generator: torch.Generator | None = None,
     ):
-        if queue is not None and queue < 1:
-            raise ValueError(f"queue = {queue} is not valid: give the number of requests that may wait, or None")
-        if block < 1 or prefix_bytes < 0 or patch_slots < 1:
-            raise ValueError(
-                f"block = {block}, prefix_bytes = {prefix_bytes}, patch_slots = {patch_slots} are not valid: give block and "
-                "patch_slots of at least 1, and prefix_bytes of at least 0"
-            )
+        sizes = {"rows": rows, "budget": budget, "chunk": chunk, "room": room, "queue": queue, "patience": patience}
+        sizes |= {"block": block, "prefix_bytes": prefix_bytes, "slot_bytes": slot_bytes, "patch_slots": patch_slots}
+        for name, size in (sizes | {"steering_rows": steering_rows}).items():
+            least = 0 if name in ("prefix_bytes", "steering_rows") else 1
+            if size is not None and (isinstance(size, bool) or size < least):
+                raise ValueError(f"{name} = {size} is not valid: give a whole number of at least {least}")
+        if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+            raise TypeError(f"the tokenizer must have decode(ids), but {type(tokenizer).__name__} has none: give the model's own")
         self.host, self.decoder, self.tokenizer = host, Decoder(host), tokenizer
         model, kind, device = self.decoder, self.decoder.dtype, self.decoder.device
         grain = block if exact else 1
         self.scheduler: Scheduler[EngineRequest] = Scheduler(
             rows=rows, budget=budget, chunk=chunk, room=room, grain=grain, patience=patience
         )
-        self.steering = SteeringState(
-            model.shape, rows=steering_rows, dtype=kind, device=device, quarantine_sites=model.quarantines()
+        self._steering = SteeringState(
+            model.shape,
+            rows=steering_rows,
+            dtype=kind,
+            device=device,
+            quarantine_sites=model.quarantines(),
+            guard=self._refuse_second_hand,
         )
         for name, vector in (vectors or {}).items():
-            self.steering.register(name, vector)
+            self._steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
         self._seeds = generator or torch.Generator()
@@ -137,11 +144,11 @@ class Engine:
         self.last_error: str | None = None
         self._state = ModelState(host)
         slots = Slots(model.layers, rows, model.heads, model.width, most=model.context, dtype=kind, device=device)
-        self._runner = Runner(model, slots, self.steering, exact=exact, grain=grain)
+        self._runner = Runner(model, slots, self._steering, exact=exact, grain=grain)
         self._residents = Residents(
             model,
             slots,
-            self.steering,
+            self._steering,
             self.prefixes,
             self._state,
             store=store,
@@ -153,10 +160,19 @@ class Engine:
         self.controllers = Controllers() if controllers is None else controllers
         if any(isinstance(one, RuleBook) for one in self.controllers.sync):
             raise ValueError("these controllers belong to another engine: give each engine its own")
-        self.controllers.sync.insert(0, self._residents.rules)
+        book = self._residents.rules
+        for one in (*self.controllers.sync, *self.controllers.queues):
+            if one.name == book.name:
+                raise ValueError(f"a controller is called {book.name!r}, which is the name of the engine's own: call it otherwise")
+            if isinstance(one, ProbePolicy):
+                one.demand_fit(model.shape)
+                one.follows.clear()  # requests of another engine that had it before have the same numbers
+        self.controllers.sync.insert(0, book)
         self.queue, self.paused = queue, False
         self.events: list[Event] = []
         self._shares = Shares()
+        self._refit = False
+        """Whether the model changed, and what acts on all requests or is held was not compared with it."""
         self._kept = False
         self._late: list[EngineRequest] = []
         """Requests that came while the engine is paused."""
@@ -167,6 +183,14 @@ class Engine:
         self._done: list[Result] = []
 
     @property
+    def steering(self) -> SteeringState:
+        """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
+        still = not (self._going if self.paused else self._sequences)
+        if still and self._state.changed and self._state.look():
+            self._changed()  # so that what is set next is compared with the adapters that are attached
+        return self._steering
+
+    @property
     def busy(self) -> bool:
         """True if a step would do something: a request runs or waits and is not paused, or a result was not returned yet."""
         return bool(self._done or (self._going if self.paused else self._sequences))
@@ -175,7 +199,7 @@ class Engine:
     def resources(self) -> dict[str, int]:
         """Resources that requests hold now: rows and bytes of keys and values, patch slots, and steering rows."""
         slots, patches = self._residents.slots, self._residents.patches
-        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self.steering.rows.used}
+        return {"slots": slots.used, "slot_bytes": slots.bytes, "patch_slots": patches, "steering_rows": self._steering.rows.used}
 
     @property
     def _going(self) -> bool:
@@ -206,7 +230,7 @@ class Engine:
         number = self._arrivals
         self._arrivals += 1
         sampling = self._seeded(asked.sampling)
-        named = {name: self.steering.vectors[name] for rule in asked.rules for name in rule.names}
+        named = {name: self._steering.vectors[name] for rule in asked.rules for name in rule.names}
         sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
         sequence.turn = self._shares.turn(asked.owner, sequence.reach)
         if asked.deadline is not None:
@@ -286,7 +310,7 @@ class Engine:
                     f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests ran: let them "
                     "end before, cancel them, or pause the engine around a change of weights"
                 )
-            self.controllers.before_step(self.steering)
+            self.controllers.before_step(self._steering)
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
                 self._shares.served(one.request.owner, one.turn)
@@ -305,9 +329,15 @@ class Engine:
         pieces = self._residents.fit(pieces)
         self._residents.note(pieces)
         starts = {one: one.computed for one, _ in pieces}
-        ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
-        self._read(ran)
-        ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        try:
+            ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
+            self._read(ran)
+            ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+        except BaseException:
+            for one, _ in pieces:
+                if one.computed == one.known or one.generated == one.sampling.max_new:
+                    self._end(one, "error", "the step that made its next token was interrupted")
+            raise
         self._tell(starts, ran)
         for one, count in pieces:
             if count > 1:
@@ -316,13 +346,17 @@ class Engine:
             self.last_error = next(reversed(failed.values()))
             ended = [one for one in ended if one[0] not in failed] + [(one, "error", why) for one, why in failed.items()]
             self._residents.lost.clear()
+        if ran.interrupt is not None:
+            pieces = [(one, count) for one, count in pieces if one.computed > starts[one]]
         try:
             if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
-                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self.steering)
+                self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self._steering)
         finally:  # a request that has its last token must not get another one, whatever came between
             for one, finish, error in ended:
                 if one.id in self._sequences:  # otherwise a controller has cancelled it
                     self._end(one, finish, error)
+        if ran.interrupt is not None:
+            raise ran.interrupt
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
@@ -382,6 +416,8 @@ class Engine:
 
         Raises:
             RuntimeError: the engine is not paused, or ``pause("finish")`` still has requests to end.
+            ValueError, KeyError: what acts on all requests, or is held, does not fit adapters that were attached anew: clear or
+                drop it, and call this again.
         """
         if not self.paused:
             raise RuntimeError("the engine is not paused")
@@ -389,9 +425,14 @@ class Engine:
             raise RuntimeError("requests that may finish are still running: call step() while the engine is busy, then resume()")
         if self._state.look():
             self._changed()
+        if self._refit:
+            self._steering.refit()
+            self._refit = False
             for one in list(self._sequences.values()):
                 if one.writer is not None or any(isinstance(patch.source, FromRun) for patch in one.request.patch):
                     self._end(one, "error", "the weights were changed while it ran, and its run belongs to those before")
+                elif (why := self._unfit(one)) is not None:
+                    self._end(one, "error", why)
                 else:
                     one.restart()
         self.paused = self._kept = False
@@ -414,19 +455,21 @@ class Engine:
         """Drop everything that depends on the model, which has changed."""
         self.prefixes.clear()
         self.decoder.forget()
-        self.steering.found(self.decoder.quarantines())
+        self._steering.found(self.decoder.quarantines())
+        self._refit = True
 
     def _withdraw(self, requests: Iterable[int]) -> None:
         """Remove requests as if they had never been submitted."""
         gone = set(requests)
         for number in gone & self._sequences.keys():
             self._end(self._sequences[number], "error", "withdrawn")  # its unfinished run is not kept
+        self._residents.rules.withdraw(gone)
         self._done = [one for one in self._done if one.request not in gone]
 
     def _find(self, request: int) -> EngineRequest:
-        if request not in self._sequences:
+        if isinstance(request, bool) or not isinstance(request, int | np.integer) or request not in self._sequences:
             raise KeyError(f"request {request} is not in the engine: it has ended, or was never submitted")
-        return self._sequences[request]
+        return self._sequences[int(request)]
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
         """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
@@ -450,10 +493,13 @@ class Engine:
         for site, count in crowded.items():
             if count > residents.patch_slots:
                 raise ValueError(f"{count} patches at {site} exceed the engine's limit of {residents.patch_slots} per site")
-        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self.steering.sites()}:
+        for site in {*crowded, *(capture.site for capture in request.capture), *request.norms, *self._steering.sites()}:
             model.shape(site)  # raises an error for an unknown site, or one whose adapters are off
+        if self._refit:
+            self._steering.refit()
+            self._refit = self.paused  # resume has requests to compute anew
         self._refuse_runs(request, store)
-        named = self.steering.vectors
+        named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
         if len(policies := self._policies(steering or Steering())) > 1:
@@ -462,15 +508,44 @@ class Engine:
                 "a monitor of its own"
             )
         if asked.rules or asked.conversation is not None:
-            residents.rules.check(self.steering, asked.rules, steering, asked.conversation)
+            residents.rules.check(self._steering, asked.rules, steering, asked.conversation)
         else:
-            self.steering.check(steering)
-        vectors = {name: vector.data for name, vector in named.items()} if request.patch else {}
+            self._steering.check(steering)
+        shaped = {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()}
+        vectors = shaped if request.patch else {}
         return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+
+    def _unfit(self, one: EngineRequest) -> str | None:
+        """Return why the interventions of a request do not fit a model whose adapters were attached anew; ``None`` if they do."""
+        try:
+            for patch in one.patches:
+                if (shape := self.decoder.shape(patch.site)) != tuple(patch.source.shape):
+                    return f"the patch at {patch.site} has shape {list(patch.source.shape)}, but the site has {list(shape)} now"
+            if one.admitted:
+                self._steering.refit(one.id)
+        except (ValueError, KeyError) as error:
+            return str(error.args[0])
+        return None
+
+    def _refuse_second_hand(self, name: str, request: int | None) -> None:
+        """Raise ``ValueError`` if a monitor of this name would set a policy on a request beside its rules or another policy."""
+        if len(self.controllers.policies({name})) == len(self.controllers.policies(())):
+            return  # no policy reads it
+        rules, found = self._residents.rules, self._sequences
+        for one in found.values() if request is None else [found[request]] if request in found else []:
+            asked = one.request
+            own = {*(monitor.name for monitor in (asked.steering or Steering()).monitors), *self._steering.watching(one.id)}
+            policies = self.controllers.policies({name, *own, *self._steering.monitors})
+            told = asked.rules, asked.steering, asked.conversation, one.named
+            if len(policies) > 1 or rules.switches(self._steering, one.id, *told):
+                raise ValueError(
+                    f"the policy {policies[0]!r} would read this monitor on request {one.id}, whose scale and row a rule or "
+                    "another policy sets: set it on other requests, or when this one has ended"
+                )
 
     def _policies(self, steering: Steering) -> list[str]:
         """Return the names of the policies that set the scale and the row of a request with this steering."""
-        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self.steering.monitors})
+        return self.controllers.policies({*(monitor.name for monitor in steering.monitors), *self._steering.monitors})
 
     def _refuse_runs(self, request: Request, store: RunStore | None) -> None:
         """Raise if a run cannot be read by this model or cannot be written."""
@@ -512,7 +587,7 @@ class Engine:
             one.tokens.append(token)
             self.tokens += 1
             try:
-                stopped = token in sampling.stop_tokens or self._stopped(one, token)
+                stopped = self._stopped(one, token) or token in sampling.stop_tokens
             except Exception as error:  # a tokenizer is the user's code, whose errors must not end other requests
                 ended.append((one, "error", _undecoded(error)))
                 continue
@@ -544,15 +619,13 @@ class Engine:
                     one.prompt,
                 )
             )
-        return StepView(self.steps, tuple(views))
+        return StepView(self.steps, tuple(views), self._sequences.keys())
 
     def _stopped(self, one: EngineRequest, token: int) -> bool:
-        """Return whether a stop text has appeared; the result's text then ends before it."""
+        """Return whether a stop text has appeared."""
         if one.text is None:
             return False
         one.text.push(token)
-        if one.text.stopped:
-            one.result.text = one.text.text
         return one.text.stopped
 
     def _drop_failed(self) -> None:
@@ -575,14 +648,19 @@ class Engine:
         self._owners[one.request.owner] -= 1
         if not self._owners[one.request.owner]:
             del self._owners[one.request.owner]
-            self.steering.leave(one.request.owner)
+            self._steering.leave(one.request.owner)
         self._shares.left(one.request.owner, one.turn)
         self._deadlines.pop(one, None)
         result = one.result
         result.finish, result.error = finish, error
-        if self.tokenizer is not None and result.text is None:
+        if self.tokenizer is not None:
             try:
-                result.text = self.tokenizer.decode(result.ids)
+                if one.text is not None:
+                    one.text.end()  # a stop text may end with a character that is not finished
+                if one.text is not None and one.text.stopped:
+                    result.text, result.finish = one.text.text, "stop" if finish == "length" else finish
+                else:
+                    result.text = self.tokenizer.decode(result.ids)
             except Exception as failure:
                 result.finish, result.error = "error", error or _undecoded(failure)
         one.settle()

@@ -147,7 +147,7 @@ class Ran:
 
     ``due`` are the requests to sample a next token for, with their logits ``[n v]`` in float32 or wider; ``readings`` are the
     monitor readings of each forward; ``seen`` maps request to site to the value at its last token; ``failed`` maps each request
-    whose forward raised to the reason.
+    whose forward raised to the reason; ``interrupt`` is a KeyboardInterrupt or the like, after which no forward was begun.
     """
 
     due: list[EngineRequest]
@@ -155,6 +155,7 @@ class Ran:
     readings: list[Readings]
     seen: dict[int, dict[Site, Tensor]]
     failed: dict[EngineRequest, str]
+    interrupt: BaseException | None = None
 
 
 class Runner:
@@ -199,6 +200,9 @@ class Runner:
                 self._forward.close()  # a site that cannot fire must not be demanded of the others
                 waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
                 continue
+            except BaseException as error:  # what other forwards of this step have computed is not lost
+                ran = replace(ran, interrupt=error)
+                break
             ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             if ends:
                 ran.due.extend(group[i][0] for i in ends)

@@ -211,10 +211,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Latch:
-    """A rule that holds in a conversation, and the digests of its named vectors at the time it was latched."""
+    """A rule that holds in a conversation, the digests of its named vectors at the time it was latched, and by whom it was."""
 
     rule: Rule
     digests: Mapping[str, bytes]
+    requests: set[int] = field(default_factory=set)
 
 
 class RuleBook:
@@ -263,7 +264,7 @@ class RuleBook:
             run.scale = run.base
             for rule in run.rules:
                 if rule.when is None and rule.scope == LASTING:
-                    self._latch(run, rule)
+                    self._latch(run, rule, request)
 
     def check(
         self,
@@ -276,6 +277,19 @@ class RuleBook:
         """Raise the errors that ``admit`` would raise for as long as the engine lives, without admitting."""
         run = self._composed(state, rules, spec or Steering(), "", conversation, vectors)
         state.check(run.spec, run.configs)
+
+    def switches(
+        self,
+        state: SteeringState,
+        request: int,
+        rules: Sequence[Rule],
+        spec: Steering | None,
+        conversation: str | None,
+        vectors: Mapping[str, Vector] | None = None,
+    ) -> bool:
+        """Return whether the scale or the row of a request, which may still wait, is or may be set for a rule."""
+        run = self._runs.get(request)
+        return (run or self._run(state, rules, spec or Steering(), "", conversation, vectors)).switches
 
     @property
     def idle(self) -> bool:
@@ -295,12 +309,38 @@ class RuleBook:
         conversation: str | None,
         vectors: Mapping[str, Vector] | None,
     ) -> Run:
+        run = self._run(state, rules, spec, owner, conversation, vectors)
+        if run.switches and (rivals := self._rivals(spec)):
+            raise ValueError(
+                f"the policy {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: give "
+                "it one of them"
+            )
+        return run
+
+    def _run(
+        self,
+        state: SteeringState,
+        rules: Sequence[Rule],
+        spec: Steering,
+        owner: str,
+        conversation: str | None,
+        vectors: Mapping[str, Vector] | None,
+    ) -> Run:
         refuse_rules(rules)
         if conversation is None and any(rule.scope == LASTING for rule in rules):
-            raise ValueError("a rule for the rest of the conversation needs a conversation: give conversation_id")
+            raise ValueError(
+                "a rule for the rest of the conversation needs a conversation: give the request its field conversation "
+                "(conversation_id over HTTP)"
+            )
         latched = self._holding(state, conversation)
         known = {rule.content() for rule in latched}
-        rules = [rule for rule in rules if rule.content() not in known]  # a rule that already holds is not added again
+        # a rule that already holds is not added again, and one for the rest of the conversation that is given twice is one rule
+        contents = [rule.content() for rule in rules]
+        rules = [
+            rule
+            for i, rule in enumerate(rules)
+            if contents[i] not in known and not (rule.scope == LASTING and contents[i] in contents[:i])
+        ]
         self._refuse_full(conversation, known, rules)
         named = {**state.vectors, **(vectors or {})}
         look = looker(named)
@@ -318,13 +358,7 @@ class RuleBook:
                 entries = tuple(entry for i in some for entry in own_adds[i])
                 configs[_config(some)] = replace(own.rows, decode=(*own.decode, *entries))
         base = math.prod((rule.attenuate for rule in throughout if rule.attenuate is not None), start=1.0)
-        run = Run(own, configs, rules, conversation, owner, base, digests)
-        if run.switches and (rivals := self._rivals(spec)):
-            raise ValueError(
-                f"the policy {rivals[0]!r} and the rules that hold here would both set the scale and the row of this request: give "
-                "it one of them"
-            )
-        return run
+        return Run(own, configs, rules, conversation, owner, base, digests)
 
     def _refuse_full(self, conversation: str | None, known: Set[bytes], rules: Sequence[Rule]) -> None:
         """Raise ``ValueError`` if more than ``RULES`` rules may come to hold in the conversation."""
@@ -352,13 +386,26 @@ class RuleBook:
             del self._latches[conversation]
         return [latch.rule for latch in latches.values()]
 
-    def _latch(self, run: Run, rule: Rule) -> None:
+    def withdraw(self, requests: Set[int]) -> None:
+        """Forget the rules that hold in a conversation because of ``requests`` alone."""
+        for conversation, latches in list(self._latches.items()):
+            for key, latch in list(latches.items()):
+                if latch.requests and latch.requests <= requests:
+                    del latches[key]
+                latch.requests.difference_update(requests)
+            if not latches:
+                del self._latches[conversation]
+
+    def _latch(self, run: Run, rule: Rule, request: int) -> None:
         """Make ``rule`` hold in the conversation of ``run``, evicting the least recently used conversation if needed."""
         if run.conversation is None:
             return
         latches = self._latches.setdefault(run.conversation, {})
         self._latches.move_to_end(run.conversation)
-        latches[rule.content()] = Latch(rule, {name: run.digests[name] for name in rule.names})
+        key, digests = rule.content(), {name: run.digests[name] for name in rule.names}
+        if key not in latches or latches[key].digests != digests:
+            latches[key] = Latch(rule, digests)
+        latches[key].requests.add(request)
         assert len(latches) <= RULES, len(latches)  # all that may come to hold are counted when a request is admitted
         while len(self._latches) > self.capacity:
             self._latches.popitem(last=False)
@@ -386,7 +433,7 @@ class RuleBook:
             if reading is not None and reading.gate >= FIRES:
                 on.add(i)
                 if rule.scope == LASTING and i not in run.fired:
-                    self._latch(run, rule)
+                    self._latch(run, rule, request.request)
                 if rule.scope != "next_step":
                     run.fired.add(i)
         return self._switch(run, request.request, on | run.fired)

@@ -5,10 +5,11 @@ own seed, one for each token that it may generate, so its tokens depend on its o
 model's distribution, before temperature and truncation.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import index
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from pydantic import Field, PlainValidator
@@ -18,15 +19,19 @@ from mi_route2.steering.specs import Plain
 from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
 
 
-def _ids(given: object, info: Any) -> tuple[int, ...]:
+def _ids(given: Any, info: Any) -> tuple[int, ...]:
     try:
-        if isinstance(given, Tensor):
-            given = given.tolist()
-        ids = tuple(given)  # pyright: ignore[reportArgumentType]
+        unordered = isinstance(given, Mapping) or (isinstance(given, Set) and info.field_name != "stop_tokens")
+        if unordered or isinstance(given, str | bytes | bytearray | memoryview):
+            raise TypeError
+        ids: tuple[Any, ...] = tuple(given.tolist() if isinstance(given, Tensor | np.ndarray) else given)
+        if {type(one) for one in ids} <= {int}:
+            return ids
+        ids = tuple(one.item() if isinstance(one, Tensor | np.generic) else one for one in ids)
         if any(isinstance(one, bool) for one in ids):
             raise TypeError
         return tuple(map(index, ids))
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         shown = " ".join(repr(given).split())
         raise ValueError(f"{info.field_name} is one row of token ids, as (5, 17), not {shown:.60}") from error
 

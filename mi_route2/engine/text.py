@@ -29,7 +29,7 @@ class Growing:
     def __init__(self, tokenizer: Any, stop: Iterable[str] = ()):
         self._decode, self._stop = tokenizer.decode, tuple(stop)
         self._ids: list[int] = []
-        self._from = self._read = 0
+        self._from = self._read = self._ahead = 0
         self._whole, self._given = "", 0
         self.stopped = False
 
@@ -43,11 +43,13 @@ class Growing:
         if self.stopped:
             return ""
         self._ids.append(token)
-        before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
-        if after.endswith(SPLIT) and len(self._ids) - self._read < WAITS:
-            return ""
-        self._add(after[len(before) :])
-        self._from, self._read = self._read, len(self._ids)
+        piece = self._unread()
+        if piece.endswith(SPLIT) and len(self._ids) - self._read < WAITS:
+            piece = piece.rstrip(SPLIT)  # what comes before an unfinished character is certain
+            self._add(piece[self._ahead :])
+            self._ahead = max(self._ahead, len(piece))
+        else:
+            self._finish(piece)
         return self._give(self._held())
 
     def extend(self, tokens: Sequence[int]) -> str:
@@ -65,10 +67,18 @@ class Growing:
     def end(self) -> str:
         """Return the text that was held back; no token follows."""
         if not self.stopped:
-            before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
-            self._add(after[len(before) :])
-            self._from = self._read = len(self._ids)
+            self._finish(self._unread())
         return self._give(0)
+
+    def _unread(self) -> str:
+        """Return the text of the tokens whose last character is not finished, or of the last one."""
+        before, after = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        return after[len(before) :]
+
+    def _finish(self, piece: str) -> None:
+        """Add what is new in ``piece``, and take its tokens as read."""
+        self._add(piece[self._ahead :])
+        self._from, self._read, self._ahead = self._read, len(self._ids), 0
 
     def _add(self, piece: str) -> None:
         first = max(0, len(self._whole) - max(map(len, self._stop), default=0) + 1)

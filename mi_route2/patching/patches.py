@@ -21,11 +21,8 @@ from pydantic import Field, PlainValidator
 from torch import Tensor
 
 from mi_route2.sites import Site, nearest
-from mi_route2.steering.specs import At, Number, Plain, wide
+from mi_route2.steering.specs import ZEROS, At, Number, Plain, wide
 from mi_route2.validation import Natural, validated
-
-ZEROS = "zeros"
-
 
 Position = Annotated[Natural, Plain, Field(description="a whole number: positions count from 0 at the prompt's first token")]
 

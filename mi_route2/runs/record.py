@@ -6,6 +6,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int
 from pydantic import PlainValidator
@@ -25,9 +26,10 @@ def _ordered(numbers: object, info: Any) -> tuple[int, ...] | frozenset[int] | N
     name = info.field_name
     if numbers is None:
         return None
-    if not isinstance(numbers, Iterable):
+    numbers = numbers.tolist() if isinstance(numbers, Tensor | np.ndarray) else numbers
+    if not isinstance(numbers, Iterable) or isinstance(numbers, str | bytes | bytearray | memoryview | Mapping):
         raise ValueError(f"{name} must be a sequence of whole numbers, as {name}=(3, 40), not {numbers!r:.60}")
-    given = list(numbers)
+    given = [one.item() if isinstance(one, np.generic) else one for one in numbers]
     if not given:
         raise ValueError(f"{name} is empty: give at least one, or leave it out for no limit")
     if wrong := [number for number in given if not isinstance(number, int) or isinstance(number, bool) or number < 0]:

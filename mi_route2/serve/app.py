@@ -36,7 +36,7 @@ from mi_route2.serve.schema import (
     vector_of,
 )
 from mi_route2.serve.state import Limits, Server, TheClient, TheServer, called
-from mi_route2.steering.specs import TIERS, Vector
+from mi_route2.steering.specs import TIERS, ZEROS, Vector
 
 PAGE = Path(__file__).parent / "page"
 KEPT, KEPT_BYTES = 256, 64 << 20
@@ -210,6 +210,8 @@ async def set_steering(body: SetSteering, server: TheServer, client: TheClient) 
 
 
 def _numbers(given: Any, names: Names, name: str) -> Any:
+    if name == ZEROS:
+        raise ApiError(400, f"the name {ZEROS!r} stands for zeros in a patch: register this vector under another", param="vectors")
     if isinstance(given, str):
         raise ApiError(400, f"the vector {name!r} is registered by its numbers, not by another name", param=f"vectors.{name}")
     try:

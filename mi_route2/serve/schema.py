@@ -36,10 +36,11 @@ CHOICES = 64
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:-]+$")]
 SiteName = Annotated[str, Field(min_length=1, max_length=128)]
 Text = Annotated[str, Field(max_length=TEXT)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Ids = Annotated[list[TokenId], Field(max_length=IDS)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Position = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[float, Field(allow_inf_nan=False, strict=True)]
+"""A number as such: true is not 1, nor is a text a number."""
+Position = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -97,6 +97,14 @@ def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, .
             )
     adds = {site: values.to(rows.device, rows.kind) for site, values in summed(monitor.adds).items()}
     return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
+
+
+def requarantined(watch: Watch, quarantines: tuple[Site, ...]) -> Watch:
+    """Return the monitor for the quarantines that there are now; unchanged if it names its own, or none is there any more."""
+    monitor = watch.monitor
+    there = frozenset(site for site in quarantines if monitor.reaches(site))
+    every = monitor.quarantine is not None and monitor.quarantined is None
+    return replace(watch, quarantined=there) if every and there else watch
 
 
 class Cells:

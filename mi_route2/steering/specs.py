@@ -124,6 +124,8 @@ def attenuate(h: Float[Tensor, "*n d"], factor: float | Float[Tensor, "*#n"]) ->
 Number = float | int
 TIERS = ("base", "prefill", "decode")
 KINDS = (*TIERS, "clamps", "monitors")
+ZEROS = "zeros"
+"""Built-in name, which no vector may take: as the source of a patch it stands for zeros."""
 CLAMPS = 4
 """Maximum number of clamps of one request at a site."""
 
@@ -151,19 +153,27 @@ class Vector:
         try:
             # Python numbers have no dtype, so they are kept in float64.
             listed = isinstance(given, list | tuple)
-            if listed and any(isinstance(one, bool) for one in given):
+            if listed and not {type(one) for one in given} <= {float, int} and _has_truth(given):
                 raise TypeError("a truth value is no number")
             values = torch.tensor(given, dtype=torch.float64) if listed else torch.as_tensor(given).detach()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {given!r:.60}") from error
+            values = values if values.layout == torch.strided else values.to_dense()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            shown = " ".join(repr(given).split())
+            raise ValueError(f"a vector is a tensor, a list of numbers or a name, not {shown:.60}") from error
         if values.ndim not in (1, 2) or not values.numel() or values.is_complex() or values.dtype == torch.bool:
             raise ValueError(f"a vector is 1-D, or [heads, width] at a point by head; this is {values.dtype} {list(values.shape)}")
         self.shape = tuple(values.shape)
         wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-        self.values = values.to("cpu", wide, copy=True).flatten()
+        with torch.inference_mode(False):  # so that it may be used in any mode
+            self.values = values.to("cpu", wide, copy=True).flatten()
         if not torch.isfinite(self.values).all():
             raise ValueError("a vector holds NaN or infinity: give finite numbers")
         self.digest = tensor_digest(self.values)
+
+    @property
+    def flat(self) -> bool:
+        """True if the given numbers were one row or column, whose order leaves no choice at a site with heads."""
+        return len(self.shape) < 2 or 1 in self.shape
 
     @property
     def data(self) -> Float[Tensor, " n"]:
@@ -192,6 +202,13 @@ class Vector:
 VectorLike = Vector | Tensor | Sequence[float] | str
 
 
+def _has_truth(given: object) -> bool:
+    """Return whether a truth value is among numbers, at any depth of lists."""
+    if isinstance(given, list | tuple):
+        return any(map(_has_truth, given))
+    return isinstance(given, bool) or str(getattr(given, "dtype", "")).endswith("bool")
+
+
 def tensor_digest(values: Tensor) -> bytes:
     """Return the SHA-256 of a CPU tensor's values, cast to float64."""
     return hashlib.sha256(values.double().contiguous().view(torch.uint8).numpy().data).digest()
@@ -203,12 +220,12 @@ At = Annotated[Site, Field(description="a Site, as Site(3, 'resid_pre') or Site.
 AVector = Annotated[VectorLike, PlainValidator(Vector)]
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Convert a numpy or torch scalar to a Python number; return anything else unchanged."""
     return value.item() if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1) else value
 
 
-Plain = BeforeValidator(_plain)
+Plain = BeforeValidator(plain)
 Bound = Annotated[float, Field(allow_inf_nan=True), Plain]
 
 

@@ -3,15 +3,29 @@
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from sys import float_info
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mi_route2.checks import checked
 from mi_route2.sites import Site
-from mi_route2.steering.plan import Acting, Forward, Layout, Planner, Reading, Readings, SiteStep, Watch, digest, watch_of
-from mi_route2.steering.specs import Monitor, Number, Steer, Steering, Vector, VectorLike, looker, summed, term
+from mi_route2.steering.plan import (
+    Acting,
+    Forward,
+    Layout,
+    Planner,
+    Reading,
+    Readings,
+    SiteStep,
+    Watch,
+    digest,
+    requarantined,
+    watch_of,
+)
+from mi_route2.steering.specs import ZEROS, Monitor, Number, Steer, Steering, Vector, VectorLike, looker, plain, summed, term
 from mi_route2.steering.table import Full, Rows, row_key
 
 
@@ -64,9 +78,13 @@ class Requests:
         self.held: dict[str, Held] = {}
 
     def of(self, request: int) -> Living:
-        if request not in self.living:
+        if request not in self:
             raise ValueError(f"request {request} is not running: it has ended, or was never admitted")
         return self.living[request]
+
+    def __contains__(self, request: object) -> bool:
+        whole = isinstance(request, int | np.integer) and not isinstance(request, bool)  # True would be request 1
+        return whole and request in self.living
 
     def config(self, name: str) -> Held:
         if name not in self.held:
@@ -178,6 +196,16 @@ class Requests:
             raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
         of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
 
+    def found(self, quarantine_sites: tuple[Site, ...]) -> None:
+        self.quarantine_sites = quarantine_sites
+        for living in self.living.values():
+            if living.resident:
+                self._count(living, -1)
+            for of in (living.watches, living.dynamic):
+                of |= {name: requarantined(watch, quarantine_sites) for name, watch in of.items()}
+            if living.resident:
+                self._count(living, 1)
+
     def _count(self, living: Living, one: int) -> None:
         for watch in (*living.watches.values(), *living.dynamic.values()):
             for site in watch.sites:
@@ -192,6 +220,14 @@ class Requests:
             raise ValueError(f"a configuration is already held as {name!r}: drop it first, or use another name")
         found = self._row(name, spec)
         self.rows.demand([found])
+        held = [found, *(one.spec for one in self.held.values())]
+        for number, living in self.living.items():
+            needed = {row_key(one) for one in (*held, *living.specs)} - {b""}
+            if not living.resident and len(needed) > self.rows.capacity:
+                raise Full(
+                    f"the configuration {name!r} would take a steering row that request {number} needs again, which is preempted: "
+                    "hold it when that request has ended, or raise rows"
+                )
         self.held[name] = Held(name, found, self.rows.acquire(found), owner)
 
     def drop(self, name: str) -> None:
@@ -237,6 +273,8 @@ class SteeringState:
         dtype: dtype of the model's activations.
         device: device of the model.
         quarantine_sites: the ``quarantine_out`` sites that monitors gate by default.
+        guard: called with its name in readings before a monitor is set on a request (``None``: on all); raises ``ValueError`` to
+            refuse it.
 
     ``changes`` counts the calls after which the steering may differ.
     """
@@ -249,7 +287,9 @@ class SteeringState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         quarantine_sites: tuple[Site, ...] = (),
+        guard: Callable[[str, int | None], None] = lambda _name, _request: None,
     ):
+        self._guard = guard
         self.rows = Rows(rows, widths, dtype, torch.device(device))
         self.quarantine_sites = tuple(sorted(quarantine_sites))
         self.vectors: dict[str, Vector] = {}
@@ -266,9 +306,37 @@ class SteeringState:
         self._steps: dict[Site, SiteStep] = {}
 
     def found(self, quarantine_sites: tuple[Site, ...]) -> None:
-        """Set the quarantines that monitors gate from now on, after the model's adapters were switched."""
+        """Set the quarantines that there are from now on, after the model's adapters were switched or attached anew.
+
+        Monitors that gate every quarantine gate these. One that has none left stays as it was, at sites that do not fire.
+        """
         self.quarantine_sites = tuple(sorted(quarantine_sites))
-        self._requests.quarantine_sites = self.quarantine_sites
+        self._requests.found(self.quarantine_sites)
+        self._monitors = {
+            name: (requarantined(watch, self.quarantine_sites), owner) for name, (watch, owner) in self._monitors.items()
+        }
+        self._changed()
+
+    def refit(self, request: int | None = None) -> None:
+        """Raise ``ValueError`` if what acts on a request, or (``None``) on all or is held, does not fit its sites any more.
+
+        Sites of adapters that were attached anew may have another width, or be gone; errors for these propagate.
+        """
+        if request is None:
+            specs = [held.spec for held in self._requests.held.values()]
+            watches = [watch for watch, _ in self._monitors.values()]
+            sums, sites = [*self.rows.globals.values(), self.tier], {*self.rows.sites(), *self.tier}
+        else:
+            living = self._requests.of(request)
+            specs, watches, sums, sites = living.specs, [*living.watches.values(), *living.dynamic.values()], [], set()
+        for site in sites.union(*(watch.sites for watch in watches)):
+            self.rows.widths(site)  # raises an error for a site that is not there
+        for spec in specs:
+            self.rows.check(spec)
+        for site, values in (pair for each in (*sums, *(watch.adds for watch in watches)) for pair in each.items()):
+            self.rows.demand_width(site, Vector(values), "the vector")
+        for watch in watches:
+            self.rows.demand_width(watch.monitor.site, Vector(watch.monitor.probe), "the probe")
 
     # Vectors and globals
 
@@ -278,6 +346,8 @@ class SteeringState:
         vector = Vector(tensor)
         if not name or vector.values is None:
             raise ValueError("register a vector of numbers under a name that is not empty")
+        if name == ZEROS:
+            raise ValueError(f"the name {ZEROS!r} stands for zeros in a patch: register this vector under another name")
         self.vectors[name] = vector
 
     def unregister(self, name: str) -> None:
@@ -363,7 +433,7 @@ class SteeringState:
 
     def __contains__(self, request: object) -> bool:
         """Return whether a request was admitted and has not ended."""
-        return request in self._requests.living
+        return request in self._requests
 
     def conversation(self, request: int) -> str | None:
         """Return the conversation that a request was admitted with."""
@@ -449,6 +519,7 @@ class SteeringState:
             raise ValueError("a monitor that acts on prompts must be in the request's own steering, which alone acts on them")
         name = GLOBAL + monitor.name if request is None else monitor.name
         watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.quarantine_sites)
+        self._guard(name, request)
         if request is None:
             self._monitors[monitor.name] = watch, owner
         else:
@@ -472,6 +543,11 @@ class SteeringState:
         else:
             self._requests.watch(request, name, None)
         self._changed(request)
+
+    def watching(self, request: int) -> tuple[str, ...]:
+        """Return the names of a request's own monitors, with those that were set since it was admitted."""
+        living = self._requests.living.get(request)
+        return () if living is None else (*living.watches, *living.dynamic)
 
     @property
     def monitors(self) -> tuple[str, ...]:
@@ -605,6 +681,8 @@ class SteeringState:
 
 
 def _scale(value: Number) -> float:
-    if isinstance(value, bool | str) or not 0 <= (number := float(value)) < float("inf"):
-        raise ValueError(f"a scale of {value!r:.60} is not valid: give a finite number that is not negative")
-    return number
+    number = plain(value)
+    if isinstance(number, int | float) and not isinstance(number, bool) and 0 <= number <= float_info.max:
+        return float(number)
+    shown = " ".join(repr(value).split())
+    raise ValueError(f"a scale of {shown:.60} is not valid: give a finite number that is not negative")

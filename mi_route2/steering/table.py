@@ -22,6 +22,16 @@ Tiers = Mapping[str, Mapping[Site, Tensor]]
 PHASES = ("prefill", "decode")
 
 
+def demand_fit(shape: tuple[int, ...], site: Site, vector: Vector, what: str) -> None:
+    """Raise ``ValueError`` unless ``vector`` fits a value of ``shape`` at ``site``."""
+    if (has := len(vector.data)) != (width := math.prod(shape)):
+        raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
+    if not vector.flat and vector.shape != shape:
+        raise ValueError(
+            f"{what} at {site} has the shape {list(vector.shape)}, but the site has {list(shape)}: give it so, or flat"
+        )
+
+
 class Full(RuntimeError):  # noqa: N818 - a state that passes, not a fault
     """Error of a full table: no row is free now, so wait until a request has ended."""
 
@@ -64,7 +74,7 @@ class Rows:
         if capacity < 0:
             raise ValueError(f"rows={capacity} is negative: give the number of steering configurations that may act at a time")
         self.capacity, self.kind, self.device = capacity, wide(dtype), device
-        self._widths = widths
+        self.widths = widths
         self.tables: dict[Site, Table] = {}
         self.globals: dict[str, dict[Site, Tensor]] = {tier: {} for tier in TIERS}
         self.rows: dict[int, Row] = {0: Row(Steering(), b"", {tier: {} for tier in TIERS}, refs=1)}
@@ -80,13 +90,7 @@ class Rows:
 
     def demand_width(self, site: Site, vector: Vector, what: str) -> None:
         """Raise ``ValueError`` unless ``vector`` fits at ``site``; errors for a site that does not exist propagate."""
-        shape = self._widths(site)
-        if (has := len(vector.data)) != (width := math.prod(shape)):
-            raise ValueError(f"{what} at {site} has {has} numbers, but the site has {width}")
-        if min(vector.shape, default=1) > 1 and len(vector.shape) == 2 and vector.shape != shape:
-            raise ValueError(
-                f"{what} at {site} has the shape {list(vector.shape)}, but the site has {list(shape)}: give it so, or flat"
-            )
+        demand_fit(self.widths(site), site, vector, what)
 
     def check(self, spec: Steering) -> None:
         """Raise ``ValueError`` for a vector or a clamp that does not fit at its site."""
@@ -184,7 +188,8 @@ class Rows:
             if values is not None and bool(values.any()):
                 if table is None:
                     shape = 2 * (self.capacity + 1), len(values)
-                    table = self.tables[site] = Table(torch.zeros(shape, dtype=self.kind, device=self.device))
+                    with torch.inference_mode(False):  # a table made in inference mode could not be written outside of it
+                        table = self.tables[site] = Table(torch.zeros(shape, dtype=self.kind, device=self.device))
                 table.values[line] = values.to(self.device)
                 table.acts.add(line)
             elif table is not None and line in table.acts:

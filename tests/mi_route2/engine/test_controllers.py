@@ -233,3 +233,12 @@ def test_an_override_fails_closed_with_its_monitor():
         assert state.routing(1) is not None
         assert all(isinstance(outcome, Applied) for outcome in outcomes[-2:])
         assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)
+
+
+def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):
+    script = Script({})
+    found = stepper(host, script)
+    object.__setattr__(script, "wants", None)
+    found.run(1)
+    assert found.controllers.ledger.counts["script"]["failed"] >= 1
+    assert "what it wants is no set of sites" in str(found.controllers.snapshot()["recent"])

@@ -29,6 +29,7 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import Where
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
+from mi_route2.steering.table import Full
 from tests.support.families import SPECS, VOCAB, make_family, move
 
 ALL = tuple(range(VOCAB))
@@ -421,3 +422,114 @@ def test_a_patch_with_itself_or_of_no_share_changes_no_bit() -> None:
     for patches in (itself, nothing):
         (found,) = engine.generate([Request(PROMPT, greedy(4), patch=patches)], progress=False)
         assert torch.equal(table(found), table(plain))
+
+
+@pytest.mark.parametrize("urgent", [10, 40])
+def test_a_policy_follows_a_request_through_any_preemption(urgent: int) -> None:
+    """Bit for bit as the request alone, however many steps it waits."""
+    host, found = host_of(), []
+    for preempted in (False, True):
+        acting = ProbePolicy("c", 0.0, 3.0, site=SITE, probe=VECTOR, smoothing=0.3)
+        engine = Engine(host, rows=1, exact=True, controllers=Controllers([acting]))
+        engine.steering.hold("c", Steering(decode=(Steer(SITE, VECTOR, 6.0),)))
+        number, results = engine.submit(Request(PROMPT, greedy(12))), {}
+        for _ in range(5):
+            engine.step()
+        if preempted:
+            engine.submit(Request(OTHER, Sampling(max_new=urgent), priority=5))
+        while engine.busy:
+            results |= {one.request: one for one in engine.step()}
+        assert bool(results[number].preemptions) == preempted
+        assert any(one.engaged and one.request == number for one in acting.decisions)
+        found.append(table(results[number]))
+        assert not acting.follows
+        cancelled = engine.submit(Request(PROMPT, greedy(12)))
+        engine.step()
+        engine.cancel(cancelled)
+        engine.generate([Request(PROMPT, greedy(1))], progress=False)
+        assert not acting.follows
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("probe", [torch.ones(1), torch.ones(5), torch.ones(2, 8)])
+def test_a_policys_probe_that_does_not_fit_its_site_is_refused(probe: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"the probe of 'policy' at blocks\.1\.resid_pre has"):
+        Engine(host_of(), controllers=Controllers([ProbePolicy("c", 0.0, site=SITE, probe=probe)]))
+
+
+def test_a_policy_reads_by_head_as_its_probe_is_written() -> None:
+    host, site, probe = host_of(), Site(0, "k"), torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    with pytest.raises(ValueError, match=r"has the shape \[4, 2\], but the site has \[2, 4\]"):
+        Engine(host, controllers=Controllers([ProbePolicy("c", 0.0, site=site, probe=probe.T)]))
+    acting = ProbePolicy("c", -1e6, gain=0.0, site=site, probe=probe)
+    Engine(host, controllers=Controllers([acting])).generate([Request(PROMPT, greedy(2))], progress=False)
+    row = host.capture([site], torch.tensor([PROMPT]))[site][0, -1]
+    assert acting.decisions[0].score == pytest.approx(float((row * probe).sum()), abs=1e-10)
+
+
+@pytest.mark.parametrize("on", ["the request", "all"])
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("what", [*SWITCHES, "a second policy"])
+def test_a_monitor_that_is_set_later_gives_no_request_a_second_hand(what: str, waits: bool, on: str) -> None:
+    """The monitor is refused, and the request goes on as if nobody had tried; others may have it."""
+    site = {"monitor": None, "site": SITE, "probe": VECTOR}
+    acting = [policy(), *([policy("second", **site)] if what == "a second policy" else [])]
+    watch = Monitor(SITE, VECTOR, gates=(), name="m")
+    found = []
+    for tried in (False, True):
+        engine = Engine(host_of(), rows=1, controllers=Controllers([] if not tried else acting))
+        engine.steering.hold("c", Steering(decode=(Steer(SITE, 9 * VECTOR),)))
+        if waits:
+            engine.submit(Request(OTHER, greedy(2)))
+        rules = (SWITCHES[what],) if what in SWITCHES else ()
+        number = engine.submit(Request(PROMPT, greedy(4), rules=rules))
+        engine.step()
+        if tried and (on == "all" or not waits):
+            with pytest.raises(ValueError, match=r"the policy '(policy|second)' would read this monitor on request [01],"):
+                engine.steering.set_monitor(watch, request=None if on == "all" else number)
+            engine.steering.set_monitor(replace(watch, name="other"), request=None if on == "all" else number)
+        results = {one.request: one for _ in range(12) for one in engine.step()}
+        found.append(results[number])
+        engine.steering.set_monitor(watch)
+    if what in SWITCHES:
+        close(*map(table, found))
+
+
+def test_a_generate_that_is_withdrawn_leaves_no_rule_in_its_conversation() -> None:
+    host = host_of()
+    engine = Engine(host)
+    lasting = Request(PROMPT, greedy(2), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c")
+    later = Request(PROMPT, greedy(3), steering=Steering(decode=(Steer(SITE, VECTOR),)), conversation="c")
+
+    def several():
+        yield lasting
+        engine.step()
+        yield Request((VOCAB,))
+
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.generate(several(), progress=False)
+    close(table(engine.generate([later], progress=False)[0]), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
+    engine.generate([lasting], progress=False)
+    half = by_hand(host, PROMPT, 3, {SITE: adding(0.5 * VECTOR, len(PROMPT))})
+    close(table(engine.generate([later], progress=False)[0]), half)
+
+
+def test_an_override_of_a_preempted_request_never_ends_it() -> None:
+    host = host_of()
+    own, calm = Steering(decode=(Steer(SITE, VECTOR),)), Steering(decode=(Steer(SITE, VECTOR, 2.0),))
+    for rows, holds in ((1, False), (2, True)):
+        engine = Engine(host, steering_rows=rows)
+        number = engine.submit(Request(PROMPT, greedy(4), steering=own))
+        engine.step()
+        engine.preempt(number)
+        if holds:
+            engine.steering.hold("calm", calm)
+            engine.steering.override(number, "calm")
+            engine.steering.drop("calm")
+        with pytest.raises(Full, match=f"would take a steering row that request {number} needs again"):
+            engine.steering.hold("other", Steering(decode=(Steer(SITE, VECTOR, 3.0),)))
+        (result,) = [one for _ in range(6) for one in engine.step()]
+        first = {SITE: adding(VECTOR, len(PROMPT))}
+        if not holds:
+            close(table(result), by_hand(host, PROMPT, 4, first))
+        assert result.finish == "length"

@@ -468,10 +468,13 @@ def test_a_share_is_not_rounded_to_half_precision(alpha: float | torch.Tensor) -
 # What a new user writes
 
 _WRONG = """
+import numpy as np
 import torch
 from mi_route2.engine import Capture, Engine, Request, Sampling
+from mi_route2.engine.controllers import AsyncController, Controllers, Override, SetMonitor, apply_all
 from mi_route2.hosts import open_host
 from mi_route2.patching.patches import FromRun, Patch
+from mi_route2.runs.record import Where
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.sites import Site
 from studies.environments.micro.model import MicroConfig, MicroGPT
@@ -507,6 +510,71 @@ for number, make in enumerate(wrong):
     else:
         raise AssertionError(f"number {number} was taken")
 assert Engine(host).generate([Request([3, 4], A), Request(torch.tensor([3, 4]), A)])[0].finish == "length"
+
+for row in ([3, 5], np.array([3, 5]), torch.tensor([3, 5]), [np.int64(3), torch.tensor(5)], range(3, 6, 2), iter((3, 5))):
+    assert Request(row).prompt == (3, 5) and {type(token) for token in Request((*P, np.int64(7))).prompt} == {int}
+assert set(Sampling(stop_tokens={3, 5}).stop_tokens) == {3, 5}
+for rows in (np.array([5, 3]), torch.tensor([5, 3]), [np.int32(5), 3], {3, 5}):
+    assert Where(positions=rows).positions == (3, 5) and Where(token_ids=rows).token_ids == {3, 5}
+
+class Plain:
+    name = "plain"
+    def on_step(self, view):
+        return ()
+
+def plain(**given):
+    made = Plain()
+    vars(made).update(given)
+    return made
+
+class Later(Plain):
+    async def on_step(self, view):
+        return ()
+
+no_ids = "prompt is one row of token ids, as (5, 17), not"
+refused = [
+    *((lambda row=row: Request(row), no_ids) for row in (b"abc", bytearray(b"a"), {17, 5}, {5: 1}, [torch.tensor(True)], None)),
+    *((lambda row=row: Request(row), no_ids) for row in ([np.True_], np.array([True]), np.array([[3]]), 2.5, [[3, 4]])),
+    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (b"ab", "ab", {3: 1}, np.array([True]), np.array(3))),
+    *((lambda rows=rows: Where(positions=rows), "whole number") for rows in (np.array([0.5]), torch.tensor([[3]]), 3)),
+    (lambda: Engine(host, tokenizer=5), "the tokenizer must have decode(ids), but int has none"),
+    (lambda: Controllers(AsyncController()), "sync is a list of controllers, not one AsyncController"),
+    (lambda: Controllers(Plain()), "write Controllers(sync=[controller])"),
+    (lambda: Controllers(queues=AsyncController()), "queues is a list of controllers, not one AsyncController"),
+    (lambda: Controllers([AsyncController()]), "give it in queues"),
+    (lambda: Controllers(queues=[Plain()]), "queues take an AsyncController, not one Plain"),
+    (lambda: Controllers([Plain]), "an object, not the class Plain: write Plain(...)"),
+    (lambda: Controllers([object()]), "give it on_step(view)"),
+    (lambda: Controllers([plain(name=5)]), "the name of Plain is 5"),
+    (lambda: Controllers([Later()]), "is async, and no loop runs it"),
+    (lambda: Controllers([plain(wants=None)]), "'plain' wants None: give a set of sites"),
+    (lambda: Controllers([plain(wants=S)]), "give a set of sites"),
+    (lambda: Controllers([plain(wants=iter([S]))]), "give a set of sites"),
+    (lambda: Controllers([plain(wants="blocks.0.resid_pre")]), "give a set of sites"),
+    (lambda: Engine(host, controllers=Controllers([plain(name="rules")])), "'rules', which is the name of the engine's own"),
+    (lambda: Engine(host, controllers=Controllers(queues=[AsyncController("rules")])), "which is the name of the engine's own"),
+    (lambda: AsyncController(capacity=0), "capacity = 0 is not valid"),
+    (lambda: AsyncController(capacity=True), "capacity = True is not valid"),
+]
+for number, (make, says) in enumerate(refused):
+    try:
+        make()
+    except (TypeError, ValueError) as error:
+        assert says in str(error) and "\\n" not in str(error) and len(str(error)) < 250, (number, str(error))
+    else:
+        raise AssertionError(f"refusal {number} did not come: {says}")
+
+# an override fails closed with its monitor, whatever kind of whole number names the request; what is no number names none
+for given, fine in ((0, True), (np.int64(0), True), (np.uint8(0), True), *((one, False) for one in (False, 0.0, "0", [0], None)),
+                    (torch.tensor(0), False), (np.bool_(False), False), (np.float64(0), False)):
+    state = Engine(host).steering
+    state.admit(0, None)
+    state.hold("b", Steering(base=(Steer(S, V + 1),)))
+    outcomes = apply_all(state, [Override(given, "b"), SetMonitor(Monitor(S, [1.0]), 0 if given is None else given)])
+    assert [type(one).__name__ for one in outcomes] == ["Applied" if fine else "Rejected", "Rejected"], (given, outcomes)
+    assert fine or "is not running" in outcomes[0].reason, outcomes
+    assert state.routing(0) is None, given
+    assert (type(apply_all(state, [Override(given, "b")])[0]).__name__ == "Applied") == fine
 """
 
 
@@ -650,3 +718,277 @@ def test_a_site_that_is_off_ends_the_request_that_reads_it_alone() -> None:
 def test_a_mode_of_pause_that_does_not_exist_is_refused() -> None:
     with pytest.raises((TypeError, ValueError), match="mode"):
         Engine(open_host("torch", make_family("Qwen3", torch.float64))).pause("kept")  # pyright: ignore[reportArgumentType]
+
+
+# Inference mode, adapters that are attached anew, names of vectors
+
+
+def scenario(host: Host, where: set[str]) -> list[torch.Tensor]:
+    """Requests that are submitted, steered, preempted, cancelled and paused; what ``where`` names runs in inference mode."""
+    engine = Engine(host, rows=2, block=4, chunk=8)
+
+    def mode(what: str) -> torch.inference_mode:
+        return torch.inference_mode(what in where)
+
+    long, found = Sampling(max_new=40, logprob_token_ids=ASK.logprob_token_ids), []
+    with mode("set"):
+        engine.steering.register("v", VECTOR)
+        engine.steering.set_global("decode", [Steer(SITE, "v")])
+        engine.steering.hold("c", Steering(base=(Steer(SITE, "v", 2.0),)))
+    with mode("submit"):
+        first = engine.submit(Request(PROMPT, ASK, steering=Steering(base=(Steer(SITE, "v"),))))
+        patched = engine.submit(Request(PROMPT[:7], ASK, patch=(Patch(SITE, 2, "v"),), capture=(Capture(SITE),)))
+        ends = engine.submit(Request(PROMPT, long, priority=-1))
+    with mode("step"):
+        engine.step()
+    with mode("preempt"):
+        engine.preempt(first)
+    results = {one.request: one for _ in range(2) for one in engine.step()}
+    with mode("pause"):
+        engine.pause("keep")
+        engine.resume()
+    for step in range(20):
+        with mode("every second step" if step % 2 else ""):
+            results |= {one.request: one for one in engine.step()}
+        if step == 16:
+            with mode("cancel"):
+                engine.cancel(ends)
+    assert results[ends].finish == "cancelled"
+    assert results[ends].ids
+    engine.steering.set_global("decode", [Steer(SITE, -VECTOR)])
+    (last,) = engine.generate([Request(PROMPT, ASK)], progress=False)
+    assert results[patched].captured[SITE].rows.shape[0] == 7 + ASK.max_new - 1
+    found = [results[first], results[patched], last]
+    return [table(one) for one in found]
+
+
+@pytest.mark.parametrize("where", [{"set"}, {"step"}, {"submit", "preempt", "pause", "cancel", "every second step"}])
+def test_inference_mode_may_be_on_for_any_part_of_the_engines_life(where: set[str]) -> None:
+    """What is made in inference mode cannot be written outside of it, and the engine writes what it has made."""
+    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    for found, plain in zip(scenario(host, where), scenario(host, set()), strict=True):
+        assert torch.equal(found, plain)
+
+
+@pytest.mark.parametrize("set_on", ["all", "a request that is kept"])
+def test_a_monitor_of_every_quarantine_gates_those_that_are_attached_anew(set_on: str) -> None:
+    """Set while only one block had adapters: oracle is a monitor that is set after both have them."""
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    closes = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, quarantine="close", prompt=set_on != "all", name="off")
+    own = Steering(monitors=(closes,)) if set_on != "all" else None
+    prompt = PROMPT
+
+    def attach(pattern: str, seed: int) -> Adapters:
+        return move(host.attach(pattern, spec=SPECS["svd-low"], generator=torch.Generator().manual_seed(seed)), 0.2)
+
+    adapters, engine = attach("blocks.1.*", 7), Engine(host)
+    if set_on == "all":
+        engine.steering.set_monitor(closes)
+        generated(engine, Request(PROMPT, ASK))
+        adapters.detach()
+        attach("blocks.*", 8)
+        (found,) = generated(engine, Request(PROMPT, ASK))
+    else:
+        engine.submit(Request(PROMPT, replace(ASK, max_new=4), steering=own))
+        engine.step()
+        engine.pause("keep")
+        adapters.detach()
+        attach("blocks.*", 8)
+        engine.resume()
+        (kept,) = [one for _ in range(6) for one in engine.step()]
+        prompt, found = (*PROMPT, kept.ids[0]), table(kept)[1:]  # the first token is of the model before
+    anew = Engine(host)
+    if set_on == "all":
+        anew.steering.set_monitor(closes)
+    (truth,) = generated(anew, Request(prompt, ASK, steering=own))
+    assert far(found, truth) < CLOSE
+    assert far(truth, generated(Engine(host), Request(prompt, ASK))[0]) > 1e-3
+
+
+def test_what_does_not_fit_adapters_of_another_rank_is_a_sentence_and_not_a_sum() -> None:
+    """A vector for rank 1 would be added to every one of four dimensions."""
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    site, one = Site(1, "kept_a", "mlp.down"), torch.ones(1, dtype=torch.float64)
+
+    def attach(rank: int) -> Adapters:
+        spec = replace(SPECS["lora"], rank=rank)
+        return move(host.attach("blocks.1.mlp.down", spec=spec, generator=torch.Generator().manual_seed(7)), 0.2)
+
+    for set_up in (
+        lambda state: state.set_global("base", [Steer(site, one)]),
+        lambda state: state.set_tier([Steer(site, one)]),
+        lambda state: state.set_monitor(Monitor(site, one)),
+        lambda state: state.set_monitor(Monitor(Site(0, "resid_pre"), VECTOR, adds=(Steer(site, one),))),
+        lambda state: state.hold("c", Steering(base=(Steer(site, one),))),
+    ):
+        adapters, engine = attach(1), Engine(host)
+        set_up(engine.steering)
+        generated(engine, Request(PROMPT, ASK))
+        adapters.detach()
+        adapters = attach(4)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"at blocks\.1\.mlp\.down\.kept_a has 1 numbers, but the site has 4"):
+                engine.submit(Request(PROMPT, ASK))
+        adapters.detach()
+    adapters, engine = attach(1), Engine(host, rows=2)
+    steering = Steering(base=(Steer(site, one),))
+    wrong = [Request(PROMPT, ASK, patch=(Patch(site, 2, one),)), *(Request(PROMPT, ASK, steering=steering) for _ in range(2))]
+    numbers = [engine.submit(request) for request in (*wrong, Request(PROMPT, ASK))]
+    engine.step()
+    engine.pause("keep")
+    adapters.detach()
+    attach(4)
+    engine.resume()
+    results = {one.request: one for _ in range(8) for one in engine.step()}
+    for number in numbers[:3]:
+        assert results[number].finish == "error"
+        assert "kept_a" in (results[number].error or "")
+    assert far(table(results[numbers[3]]), generated(Engine(host), Request(PROMPT, ASK))[0]) < CLOSE
+
+
+def test_a_named_vector_of_another_shape_than_the_site_is_refused_in_a_patch_as_everywhere() -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    site = Site(0, "k")
+    shape = Decoder(host).shape(site)
+    right = torch.arange(8.0, dtype=torch.float64).reshape(shape)
+    engine = Engine(host, vectors={"right": right, "flat": right.flatten(), "row": right.reshape(1, -1), "turned": right.T})
+    truth = generated(engine, Request(PROMPT, ASK, patch=(Patch(site, 2, right),)))[0]
+    for name in ("right", "flat", "row"):
+        assert far(generated(engine, Request(PROMPT, ASK, patch=(Patch(site, 2, name),)))[0], truth) < CLOSE
+    with pytest.raises(ValueError, match=r"has shape \[4, 2\], but the site has \[2, 4\]"):
+        engine.submit(Request(PROMPT, ASK, patch=(Patch(site, 2, "turned"),)))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("forward", [1, 2, 3, 4])
+def test_an_interrupt_in_a_forward_loses_nothing_of_what_a_step_has_computed(forward: int, exact: bool, monkeypatch: Any) -> None:
+    """Of two forwards of a step the second is interrupted, as by Ctrl-C: both requests go on to the same tokens."""
+    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    monitor = Steering(monitors=(Monitor(SITE, VECTOR, name="m"),))
+    requests = [Request(PROMPT, ASK), Request(PROMPT[:9], ASK, capture=(Capture(SITE),), readings=True, steering=monitor)]
+    truth = [Engine(host, exact=True).generate([one], progress=False)[0] for one in requests]
+    engine, count, interrupts = Engine(host, exact=exact), 0, 0
+    numbers, results = [engine.submit(requests[0])], {}
+    engine.step()
+    numbers.append(engine.submit(requests[1]))
+    kind: Any = type(Decoder(host).blocks[1])
+    usual = kind.forward
+
+    def interrupted(self: Any, *args: Any, **given: Any) -> Any:
+        nonlocal count
+        count += self is Decoder(host).blocks[1]
+        if count == forward and self is Decoder(host).blocks[1]:
+            raise KeyboardInterrupt
+        return usual(self, *args, **given)
+
+    monkeypatch.setattr(kind, "forward", interrupted)
+    for _ in range(20):
+        try:
+            results |= {one.request: one for one in engine.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert (engine.busy, interrupts) == (False, 1)
+    for number, wanted in zip(numbers, truth, strict=True):
+        assert far(table(results[number]), table(wanted)) < CLOSE
+        assert {at: set(read) for at, read in results[number].readings.items()} == {
+            at: set(read) for at, read in wanted.readings.items()
+        }
+    assert results[numbers[1]].captured[SITE].positions == truth[1].captured[SITE].positions
+
+
+class Interrupting:
+    """A tokenizer that is interrupted at its third text: at the second of three tokens."""
+
+    def __init__(self) -> None:
+        self.texts = 0
+
+    def decode(self, ids: list[int]) -> str:
+        self.texts += 1
+        if self.texts == 3:
+            raise KeyboardInterrupt
+        return "a" * len(ids)
+
+
+def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_ever() -> None:
+    engine = Engine(open_host("torch", make_family("MicroGPT", torch.float64)), tokenizer=Interrupting())
+    for prompt in (PROMPT, PROMPT[:4], PROMPT[:5]):
+        engine.submit(Request(prompt, replace(ASK, stop=("never",))))
+    results, interrupts = [], 0
+    for _ in range(20):
+        try:
+            results += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert (engine.busy, interrupts) == (False, 1)
+    assert sorted(one.finish or "" for one in results) == ["error", "length", "length"]
+    assert all(len(one.ids) <= ASK.max_new for one in results)
+    assert [one.error for one in results if one.finish == "error"] == ["the step that made its next token was interrupted"]
+    assert set(engine.resources.values()) - {engine.resources["slot_bytes"]} <= {0}
+
+
+def test_what_is_set_after_adapters_were_attached_is_compared_with_them_before_any_request_comes() -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    engine, site = Engine(host), Site(1, "kept_a", "mlp.down")
+    engine.steering.register("v", VECTOR)
+    closes = Monitor(Site(0, "resid_pre"), torch.zeros(16), threshold=-1e6, quarantine="close", name="off")
+    with pytest.raises(ValueError, match="close a quarantine that does not exist"):
+        engine.steering.set_monitor(closes)
+    for rank in (2, 4):
+        spec = replace(SPECS["lora"], rank=rank)
+        adapters = move(host.attach("blocks.*", spec=spec, generator=torch.Generator().manual_seed(7)), 0.2)
+        engine.steering.set_monitor(closes)
+        engine.steering.set_global("base", [Steer(site, torch.ones(rank))])
+        assert len(generated(engine, Request(PROMPT, ASK))) == 1
+        engine.steering.clear_global("base")
+        adapters.detach()
+    assert set(engine.steering.vectors) == {"v"}
+    with pytest.raises((ValueError, KeyError), match="no adapter at"):
+        engine.submit(Request(PROMPT, ASK))
+    engine.steering.clear_monitor("off")
+    assert len(generated(engine, Request(PROMPT, ASK))) == 1
+
+
+@pytest.mark.parametrize("acts_on", ["all", "one"])
+def test_kept_requests_go_on_without_a_quarantine_that_is_gone_only_where_nothing_gates_it(acts_on: str) -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)), 0.2)
+    closes = Monitor(Site(0, "resid_pre"), VECTOR, quarantine="close", name="off")
+    engine = Engine(host)
+    if acts_on == "all":
+        engine.steering.set_monitor(closes)
+    gated = engine.submit(Request(PROMPT, ASK, steering=Steering(monitors=(closes,)) if acts_on == "one" else None))
+    plain = engine.submit(Request(PROMPT[:5], ASK))
+    engine.step()
+    engine.pause("keep")
+    adapters.detach()
+    if acts_on == "all":
+        with pytest.raises((ValueError, KeyError), match="no adapter at"):
+            engine.resume()
+        assert engine.paused
+        engine.steering.clear_monitor("off")
+    engine.resume()
+    results = {one.request: one for _ in range(8) for one in engine.step()}
+    assert results[gated].finish == ("error" if acts_on == "one" else "length")
+    assert "no adapter at" in (results[gated].error or "no adapter at")
+    after = (*PROMPT[:5], results[plain].ids[0])
+    assert far(table(results[plain])[1:], generated(Engine(host), Request(after, replace(ASK, max_new=2)))[0]) < CLOSE
+
+
+def test_what_is_set_in_a_pause_is_compared_with_the_adapters_that_were_attached_in_it() -> None:
+    """And the requests that were kept are computed anew, although the engine has seen the change before ``resume``."""
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    engine, site = Engine(host, block=4), Site(1, "kept_a", "mlp.down")
+    kept = engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    engine.pause("keep")
+    move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)), 0.2)
+    engine.steering.set_global("base", [Steer(site, torch.ones(4))])
+    late = engine.submit(Request(PROMPT[:7], ASK))
+    engine.resume()
+    results = {one.request: one for _ in range(8) for one in engine.step()}
+    anew = Engine(host)
+    anew.steering.set_global("base", [Steer(site, torch.ones(4))])
+    after = Request((*PROMPT, results[kept].ids[0]), replace(ASK, max_new=2))
+    truth = generated(anew, after, Request(PROMPT[:7], ASK))
+    assert far(table(results[kept])[1:], truth[0]) < CLOSE
+    assert far(table(results[late]), truth[1]) < CLOSE

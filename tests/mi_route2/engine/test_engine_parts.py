@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mi_route2.engine.cache import SHELF, Acts, Prefixes, Saved, Slots
+from mi_route2.engine.engine import Engine
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, urgency
+from mi_route2.hosts import open_host
 from mi_route2.steering.plan import Layout, Piece
+from tests.support.families import make_family
 
 
 @dataclass(eq=False)
@@ -337,3 +340,13 @@ def test_schedulers_that_could_not_go_on_are_refused() -> None:
     for sizes in ({"rows": 0}, {"budget": 3}, {"chunk": 0}, {"room": 0}, {"grain": 9}):
         with pytest.raises(ValueError, match="not valid: all must be at least 1"):
             Scheduler(**{"rows": 4, "budget": 8, "chunk": 8, **sizes})
+
+
+@pytest.mark.parametrize("size", ["rows", "budget", "chunk", "room", "block", "slot_bytes", "patch_slots", "queue", "patience"])
+def test_an_engine_without_room_is_refused(size: str) -> None:
+    host = open_host("torch", make_family("MicroGPT"))
+    for wrong in (0, -5, True):
+        with pytest.raises(ValueError, match=f"^{size} = {wrong} is not valid: give a whole number of at least 1$"):
+            Engine(host, **{size: wrong})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"the tokenizer must have decode\(ids\), but int has none"):
+        Engine(host, tokenizer=5)

@@ -399,3 +399,68 @@ def test_each_token_costs_a_decoding_of_a_few_and_bytes_that_are_no_text_come_ou
     growing = Growing(broken)
     assert "".join(growing.push(i) for i in range(100)).count(SPLIT) >= 90
     assert broken.decoded <= 100 * 40
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "é", "€", "😀"]), min_size=1, max_size=8),
+    st.sampled_from([("b",), ("ab", "é"), ("a€",), (SPLIT,)]),
+    st.data(),
+)
+def test_a_text_stops_where_its_whole_text_does_wherever_its_tokens_cut_its_characters(
+    letters: list[str], stop: tuple[str, ...], data: st.DataObject
+) -> None:
+    """Oracle: the shortest row of tokens whose text has a stop text outside of an unfinished last character."""
+    raw = "".join(letters).encode()
+    raw = raw[: data.draw(st.integers(1, len(raw)))]
+    cuts = [0]
+    while cuts[-1] < len(raw):
+        cuts.append(min(len(raw), cuts[-1] + data.draw(st.integers(1, 3))))
+    tokenizer = Bytes([raw[a:b] for a, b in pairwise(cuts)])
+    count = len(tokenizer.pieces)
+    growing, shown = Growing(tokenizer, stop), ""
+    for n in range(1, count + 1):
+        shown += growing.push(n - 1)
+        certain = tokenizer.decode(list(range(n))).rstrip(SPLIT)
+        assert growing.stopped == any(one in certain for one in stop)
+        if growing.stopped:
+            break
+    shown += growing.end()
+    whole = tokenizer.decode(list(range(n)))
+    places = [whole.find(one) for one in stop if one in whole]
+    assert growing.stopped == bool(places)
+    assert shown == growing.text == (whole[: min(places)] if places else whole)
+
+
+class Cut:
+    """A tokenizer whose odd tokens are a stop text with the first byte of a character behind it."""
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(b"END\xe2" if i % 2 else b"a." for i in ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize("ends", ["length", "a stop token", "cancelled", "deadline"])
+def test_a_stop_text_before_an_unfinished_character_ends_the_text_whatever_ends_the_request(ends: str) -> None:
+    host = host_of()
+    (plain,) = Engine(host).generate([Request(PROMPT, Sampling(max_new=12))], progress=False)
+    first = next(i for i, token in enumerate(plain.ids) if token % 2)
+    (found,) = Engine(host, tokenizer=Cut()).generate([Request(PROMPT, Sampling(max_new=first + 1, stop=("END",)))], progress=False)
+    assert (found.finish, found.text, found.ids) == ("stop", "a." * first, plain.ids[: first + 1])
+    # a stop text that is the unfinished character itself appears when no token follows
+    engine = Engine(host, tokenizer=Cut())
+    stops = (plain.ids[first],) if ends == "a stop token" else ()
+    most = first + 1 if ends == "length" else 12
+    number = engine.submit(Request(PROMPT, Sampling(max_new=most, stop=(SPLIT,), stop_tokens=stops), deadline=60.0))
+    while engine.busy and len(engine.partial(number).tokens) <= first:
+        results = engine.step()
+        if results:
+            break
+    else:
+        results = []
+    if ends == "cancelled":
+        engine.cancel(number)
+    elif ends == "deadline":
+        engine._deadlines = dict.fromkeys(engine._deadlines, 0.0)
+    (result,) = results or engine.step()
+    assert result.finish == {"length": "stop", "a stop token": "stop", "cancelled": "cancelled", "deadline": "error"}[ends]
+    expected = Cut().decode(result.ids)
+    assert result.text == (expected[: expected.index(SPLIT)] if SPLIT in expected else expected)

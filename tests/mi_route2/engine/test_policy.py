@@ -10,7 +10,7 @@ from stepper import Stepper, direction, new_host, new_state
 
 from mi_route2.engine.controllers import (
     STEP,
-    UNSEEN,
+    UNREAD,
     Action,
     ClearOverride,
     Controllers,
@@ -112,13 +112,17 @@ def test_prompts_do_not_count_however_they_are_cut():
     assert policy.on_step(seen(5, 2.0))
 
 
-def test_what_is_not_seen_is_forgotten_and_put_back():
+def test_what_is_not_read_any_more_is_put_back_and_what_has_ended_is_forgotten():
     policy = ProbePolicy("c", 1.0, monitor=WATCH)
-    assert policy.on_step(seen(0, 2.0, request=7))
-    assert not policy.on_step(seen(UNSEEN, 0.0))
-    assert policy.on_step(seen(UNSEEN + 1, 0.0)) == [ClearOverride(7), SetScale(1.0, 7)]
+    for request in (0, 7, 8):
+        assert policy.on_step(seen(0, 2.0, request=request))
+    for step in range(1, UNREAD + 1):  # its monitor was removed
+        assert not policy.on_step(seen(step, 0.0, request=7, readings={}))
+    assert policy.on_step(seen(UNREAD + 1, 0.0, request=7, readings={})) == [ClearOverride(7), SetScale(1.0, 7)]
+    assert set(policy.follows) == {0, 8}
+    assert not policy.on_step(StepView(UNREAD + 2, (), living=(0, 1)))  # 8 was cancelled while it waited
     assert set(policy.follows) == {0}
-    policy.on_step(seen(UNSEEN + 2, 0.0, finished=True))
+    policy.on_step(seen(UNREAD + 3, 0.0, finished=True))
     assert not policy.follows
 
 
@@ -140,6 +144,7 @@ def test_a_score_that_is_no_number_or_not_there_is_passed_over():
         ({"monitor": WATCH, "hysteresis": float("nan")}, "finite"),
         ({"monitor": WATCH, "proportional": True}, "give one above 0"),
         ({"monitor": WATCH, "smoothing": 0.0}, "between 0 and 1"),
+        ({"site": SITE, "probe": "later"}, "the policy's probe is the name 'later': give its numbers"),
     ],
 )
 def test_a_policy_that_cannot_be_is_refused(given, says):

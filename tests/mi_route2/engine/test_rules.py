@@ -8,12 +8,12 @@ import pytest
 import torch
 from stepper import PROMPTS, Stepper, direction, new_host, new_state
 
-from mi_route2.engine.controllers import Controllers
+from mi_route2.engine.controllers import Controllers, RequestView, StepView
 from mi_route2.engine.rules import RULES, SWITCHED, Probe, Rule, RuleBook, parse_rules
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from mi_route2.steering.state import Full, SteeringState
+from mi_route2.steering.state import Full, Reading, SteeringState
 
 SITE, LATE = Site(0, "resid_post"), Site(1, "resid_post")
 PROBE, V, W = direction(1), direction(2), direction(3)
@@ -310,7 +310,12 @@ def test_a_refused_request_leaves_nothing_behind():
         assert (state.snapshot(), state.sites(), book.snapshot()) == (*before, RuleBook().snapshot())
 
     state, book = new_state(), RuleBook()
-    refused(state, book, "needs a conversation: give conversation_id", rule("rest_of_conversation", {"attenuate": 0.5}))
+    refused(
+        state,
+        book,
+        "needs a conversation: give the request its field conversation",
+        rule("rest_of_conversation", {"attenuate": 0.5}),
+    )
     refused(state, book, "no vector is registered as 'calm'", named("rest_of_request"))
     refused(state, book, "no vector is registered as 'calm'", named("rest_of_conversation"), conversation="c")
     short = {"probe": {"site": "blocks.0.resid_post", "vector": [1.0]}}
@@ -340,3 +345,36 @@ def test_prompts_are_left_alone(host):
     assert state.content(0, decode=False) == b""
     assert PROMPTS.shape[1] > 1
     assert torch.equal(run(host, rules, 1).logits[0], by_state(host, [None]).logits[0])
+
+
+@pytest.mark.parametrize("when", ["always", probe(-1e6)])
+@pytest.mark.parametrize("apply", [named("rest_of_conversation")["apply"], {"attenuate": 0.5}])
+def test_a_rule_for_the_rest_of_a_conversation_that_is_given_twice_is_one_rule(host, when, apply):
+    """In the request that brings it as in later ones."""
+    runs = []
+    for times in (1, 2):
+        book, state = RuleBook(), new_state()
+        state.register("calm", V)
+        twice = [rule("rest_of_conversation", apply, when)] * times
+        runs.append([run(host, given, book=book, state=state, conversation="c") for given in (twice, [])])
+    for once, again in zip(*runs, strict=True):
+        assert all(same(once, again))
+    assert not all(same(runs[0][0], by_state(host, [None] * 5)))
+
+
+def test_rules_that_hold_because_of_withdrawn_requests_alone_are_withdrawn_with_them():
+    book, state = RuleBook(), new_state()
+    for number, (rules, conversation) in enumerate(((lasting(0, 1), "c"), (lasting(1, 1, probe(1e6)), "c"), (lasting(2, 1), "d"))):
+        book.admit(state, number, rules, conversation=conversation)
+    for number in (3, 4):  # both bring it, and it came to hold because of the first of them
+        book.admit(state, number, lasting(5, 1, probe(-1e6)), conversation="e")
+    fired = {"rule 0": Reading(1.0, 1.0)}
+    for number in (3, 4):
+        book.on_step(StepView(0, (RequestView(number, 3, 1, -1.0, readings=fired),)))
+    book.withdraw({0, 3})
+    for number, (conversation, factor) in enumerate((("c", 1.0), ("d", 1 - 2e-3), ("e", 1 - 5e-3)), start=10):
+        book.admit(state, number, (), conversation=conversation)
+        assert state.scale_of(number) == pytest.approx(factor, rel=1e-12)
+    book.withdraw({4})
+    book.admit(state, 20, (), conversation="e")
+    assert state.scale_of(20) == 1.0

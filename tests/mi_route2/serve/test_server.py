@@ -105,6 +105,8 @@ def test_vectors_configurations_runs_and_conversations_belong_to_a_key(server: R
     vector = torch.ones(16)
     alice.steer(vectors={"mine": vector}, name="held", decode_steering_vectors={SITE: "mine"})
     alice.complete(PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=2)
+    found = refusal(alice.steer, vectors={"zeros": vector})
+    assert (found.status, "stands for zeros in a patch" in str(found)) == (400, True)
     try:
         assert alice.runs() == ["mine"]
         assert bob.runs() == []

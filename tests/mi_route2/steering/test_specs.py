@@ -25,6 +25,10 @@ V = [1.0, -2.0, 0.5]
         (lambda: Vector(torch.zeros(2, dtype=torch.bool)), "1-D"),
         (lambda: Vector(["a"]), "a list of numbers or a name"),
         (lambda: Vector([True, False]), "a list of numbers or a name"),
+        (lambda: Vector([[True, False]]), "a list of numbers or a name"),
+        (lambda: Vector([1.0, np.True_]), "a list of numbers or a name"),
+        (lambda: Vector([[0.5, 1.0], torch.tensor([True, False])]), "a list of numbers or a name"),
+        (lambda: Vector([10**400]), "a list of numbers or a name"),
         (lambda: Patch(SITE, 2, torch.tensor([1.0, math.nan])), "the source of a patch holds NaN or infinity"),
         (lambda: Patch(SITE, 2, torch.tensor([math.inf])), "the source of a patch holds NaN or infinity"),
         (lambda: Patch(SITE, 2, torch.ones(3, dtype=torch.bool)), "real numbers, not of torch.bool"),
@@ -101,6 +105,11 @@ def test_vectors_are_copies_and_equal_by_content():
     assert Vector(V) != Vector("V")
     assert Vector(torch.tensor(V, dtype=torch.bfloat16)).data.dtype == torch.float32
     assert Vector(torch.tensor(V, dtype=torch.float64)).data.dtype == torch.float64
+
+
+def test_a_sparse_vector_is_its_numbers():
+    numbers = torch.tensor([0.0, 2.0, 0.0])
+    assert Vector(numbers.to_sparse()) == Vector(numbers) == Vector(numbers.to_sparse().to_dense().tolist())
 
 
 def test_a_clamps_direction_is_of_length_one_whatever_its_scale():

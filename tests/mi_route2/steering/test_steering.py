@@ -669,3 +669,70 @@ def test_a_monitor_for_everybody_is_seen_before_there_is_anybody(model: Model) -
     assert state.sites() == {EARLY}
     state.clear_monitor("all")
     assert state.sites() == frozenset()
+
+
+def test_a_name_that_is_built_in_is_no_vectors_name(model: Model) -> None:
+    state = model.state()
+    with pytest.raises(ValueError, match="'zeros' stands for zeros in a patch: register this vector under another name"):
+        state.register("zeros", model.vector(MID, 1))
+    assert not state.vectors
+
+
+def test_a_configuration_takes_no_row_that_a_preempted_request_needs_again(model: Model) -> None:
+    own, other, third = (Steering(base=(Steer(MID, model.vector(MID, seed)),)) for seed in (1, 2, 3))
+    state = model.state(rows=2)
+    state.hold("other", other)
+    state.admit(0, own)
+    state.preempted(0)
+    with pytest.raises(Full, match="'third' would take a steering row that request 0 needs again, which is preempted"):
+        state.hold("third", third)
+    assert set(state.snapshot()["configs"]) == {"other"}
+    state.hold("same", own)  # the very row
+    state.override(0, "other")
+    state.admit(0, own)
+    assert state.routing(0) is not None
+    state.release(0)
+    state.drop("same")
+    state.hold("third", third)
+
+
+@pytest.mark.parametrize("scope", ["all", "a request", "a request's own"])
+def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(model: Model, scope: str) -> None:
+    """Whichever were there when the monitor was set; one that names its own, or is left without any, stays as it was."""
+    first = Site(0, "resid_pre")
+    every = Monitor(first, model.vector(EARLY, 1), quarantine="close", name="every")
+    named = Monitor(first, model.vector(EARLY, 1), quarantine="close", quarantined=(QUARANTINES[1],), name="named")
+    state = SteeringState(lambda _site: (16,), dtype=torch.float64, quarantine_sites=QUARANTINES[1:])
+    state.admit(0, Steering(monitors=(every, named)) if scope == "a request's own" else None)
+    if scope != "a request's own":
+        for monitor in (every, named):
+            state.set_monitor(monitor, request=0 if scope == "a request" else None)
+    alone, content = state.sites(), state.content(0, decode=True)
+    assert alone == {first, QUARANTINES[1]}
+    state.found(QUARANTINES)
+    assert state.sites() == {first, *QUARANTINES}
+    assert state.content(0, decode=True) != content
+    state.found(())
+    assert state.sites() == {first, *QUARANTINES}
+    state.found(QUARANTINES[1:])
+    assert (state.sites(), state.content(0, decode=True)) == (alone, content)
+    state.release(0)
+    assert state.sites() == (alone if scope == "all" else frozenset())
+
+
+def test_what_is_set_in_inference_mode_can_be_changed_outside_of_it(model: Model) -> None:
+    vectors = [model.vector(MID, seed) for seed in (1, 2)]
+    state, plain = model.state(), model.state()
+    for first, one in ((True, state), (False, plain)):
+        with torch.inference_mode(first):
+            one.register("v", vectors[0])
+            one.set_global("decode", [Steer(MID, "v")])
+            one.hold("c", Steering(base=(Steer(LATE, "v"),)))
+            one.set_tier([Steer(MID, vectors[1])])
+            one.set_monitor(Monitor(EARLY, "v", name="m"))
+            one.admit(0, Steering(base=(Steer(MID, "v"),)))
+        one.set_global("decode", [Steer(MID, vectors[1])])
+        for request in (1, 2):
+            one.admit(request, Steering(base=(Steer(MID, vectors[1], 2.0),)))
+        one.override(0, "c")
+    assert torch.equal(model.run(state)[0], model.run(plain)[0])
