@@ -55,13 +55,11 @@ class Growing:
     def extend(self, tokens: Sequence[int]) -> str:
         """Add tokens and return the text that is certain now, as ``push`` of each would, with as few decodings as possible."""
         if len(tokens) > 1 and not (self._stop or self.stopped):
-            after = self._decode([*self._ids[self._from :], *tokens])
-            if not after.endswith(SPLIT):
-                before = self._decode(self._ids[self._from : self._read])
-                self._ids += tokens
-                self._add(after[len(before) :])
-                self._from, self._read = self._read, len(self._ids)
+            self._ids += tokens
+            if not (piece := self._unread()).endswith(SPLIT):
+                self._finish(piece)
                 return self._give(0)
+            del self._ids[-len(tokens) :]
         return "".join([self.push(token) for token in tokens])
 
     def end(self) -> str:
