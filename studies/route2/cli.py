@@ -14,6 +14,7 @@ from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
+from studies.training.cluster import Cluster, run_submitted
 from studies.training.job import ELSEWHERE, PRECISIONS, Job
 from studies.training.schedule import run_jobs
 from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
@@ -44,10 +45,18 @@ class Run:
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
     report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
+    executor: Annotated[
+        Literal["local", "slurm"], tyro.conf.arg(help="processes of this machine, or jobs of a cluster (extra slurm)")
+    ] = "local"
+    partition: Annotated[str | None, tyro.conf.arg(help="with slurm: the partition")] = None
+    hours: Annotated[float, tyro.conf.arg(help="with slurm: time limit of a job, which is queued again if it needs more")] = 4.0
+    memory: Annotated[float, tyro.conf.arg(help="with slurm: GB of a job")] = 4.0
+    slurm: Annotated[tuple[str, ...], tyro.conf.arg(help="with slurm: further options of sbatch, e.g. account=me qos=low")] = ()
 
     def __call__(self) -> None:
         if self.report_to is not None:
             require(self.report_to)
+        cluster = self.cluster()
         settings = override(self.settings(), self.override, self.config)
         arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
         if self.workers < 1:
@@ -71,7 +80,10 @@ class Run:
             if elsewhere:
                 write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
-            failures = run_jobs(jobs, self.workers, live=self.live, report_to=self.report_to)
+            if cluster is None:
+                failures = run_jobs(jobs, self.workers, live=self.live, report_to=self.report_to)
+            else:
+                failures = run_submitted(jobs, cluster, live=self.live)
             if failures:
                 raise RuntimeError("; ".join(failures))
             if self.report:
@@ -79,6 +91,21 @@ class Run:
 
                 show_paths(write_report(root))
                 print((root / "table.md").read_text(encoding="utf-8"))
+
+    def cluster(self) -> Cluster | None:
+        """Return the cluster that the options name; ``None`` for this machine."""
+        if self.executor == "local":
+            if self.partition is not None or self.slurm:
+                raise ValueError("--partition and --slurm are options of a cluster: add --executor slurm")
+            return None
+        if self.report_to is not None:
+            raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
+        if wrong := [one for one in self.slurm if not all(one.partition("=")[::2])]:
+            raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
+        options = dict(one.split("=", 1) for one in self.slurm)
+        cluster = Cluster(self.partition, self.hours, self.memory, options)
+        cluster.demand()
+        return cluster
 
     def settings(self) -> Settings:
         """Return the settings of the preset, or of a chat model on the user's own problem."""

@@ -90,7 +90,7 @@ def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool =
     Raises:
         KeyboardInterrupt: After the workers have stopped.
     """
-    todo = [job for job in jobs if not _was_finished(job)]
+    todo = unfinished(jobs)
     crew: list[_Worker] = []
     with Tracking(report_to, [_tracked(job) for job in jobs]) if report_to else contextlib.nullcontext() as tracking:
         try:
@@ -109,12 +109,16 @@ def _tracked(job: Job) -> Tracked:
     return Tracked(job.root, job.name, job.seed, steps, job.identity, config, *files)
 
 
-def _was_finished(job: Job) -> bool:
-    """Return True if a job is finished; a folder that cannot be read is left to a worker, which reports the error."""
-    try:
-        return job.finished and run_job(job)
-    except ValueError:
-        return False
+def unfinished(jobs: list[Job]) -> list[Job]:
+    """Return the jobs that are not finished; a folder that cannot be read is left to a worker, which reports the error."""
+
+    def finished(job: Job) -> bool:
+        try:
+            return job.finished and run_job(job)
+        except ValueError:
+            return False
+
+    return [job for job in jobs if not finished(job)]
 
 
 def _hire(crew: list[_Worker]) -> None:

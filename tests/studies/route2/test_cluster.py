@@ -1,0 +1,124 @@
+"""Jobs of a cluster, on submitit's local executor: preempted or not, they end with the bytes of a run on this machine."""
+
+import filecmp
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_study import tiny_job
+
+from studies.route2.cli import main
+from studies.training import cluster
+from studies.training.checkpoint import CHECKPOINT
+from studies.training.cluster import Cluster, run_submitted
+from studies.training.job import DEPLOYED, EVAL, FULL, Job, run_job
+from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
+
+pytestmark = [pytest.mark.study, pytest.mark.process]
+
+HERE = Cluster(kind="local", hours=0.5)
+
+
+def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 42) -> list[Job]:
+    """Checkpoints are written after 20 and 40 steps."""
+    return [tiny_job(root, arm, cache=cache, steps=steps) for arm in ("base", *arms)]
+
+
+def preempt(job: Job, seen: list[int]) -> None:
+    """Take the machine away from a job as Slurm does, when it has written a checkpoint."""
+    while not (job.folder / CHECKPOINT).exists():
+        time.sleep(0.02)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and is_task(process, job):
+            os.kill(int(process.name), signal.SIGUSR2)
+            seen.append(int(process.name))
+
+
+def is_task(process: Path, job: Job) -> bool:
+    """Whether this process is the task that holds the job's folder."""
+    try:
+        return b"submitit.core._submit" in (process / "cmdline").read_bytes() and any(
+            str(link.readlink()).startswith(str(job.folder)) for link in (process / "fd").iterdir()
+        )
+    except OSError:
+        return False
+
+
+def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path) -> None:
+    here, there = (jobs_in(tmp_path / place, "route2-grad", cache=cache) for place in ("here", "there"))
+    seen: list[int] = []
+    hunter = threading.Thread(target=preempt, args=(there[1], seen), daemon=True)
+    hunter.start()
+    assert run_submitted(there, HERE, quiet=True) == []
+    assert len(seen) == 1
+    for job, other in zip(here, there, strict=True):
+        assert run_job(job)
+        names = [EVAL] if job.arm is None else [EVAL, METRICS, ROLLOUTS, FULL, DEPLOYED]
+        assert filecmp.cmpfiles(job.folder, other.folder, names, shallow=False) == (names, [], [])
+    spans = [json.loads(line) for line in (there[1].folder / TIMINGS).read_text().splitlines()]
+    assert [span["from"] for span in spans][-1] in (20, 40), "it went on at its checkpoint"
+    assert run_submitted(there, HERE, quiet=True) == [], "what is finished is not submitted again"
+
+
+def test_a_failed_base_job_takes_its_arms_along_and_says_why(tmp_path: Path, cache: Path) -> None:
+    jobs = jobs_in(tmp_path, "vanilla", cache=cache)
+    jobs[0].folder.mkdir(parents=True)
+    (jobs[0].folder / "manifest.json").write_text("{}")
+    (failure,) = run_submitted(jobs, HERE, quiet=True)
+    assert failure.startswith("base at seed 0 failed: ")
+    assert "manifest.json" in failure
+    assert "Traceback" not in failure
+    assert not jobs[1].folder.exists()
+
+
+def test_ctrl_c_takes_the_jobs_out_of_the_queue(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job(tmp_path, "vanilla", cache=cache, steps=4000)
+
+    def interrupted(seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(seconds)
+        if (job.folder / METRICS).exists():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cluster.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_submitted([job], HERE, quiet=True)
+    monkeypatch.undo()
+    until = time.monotonic() + 20
+    while any(is_task(process, job) for process in Path("/proc").iterdir() if process.name.isdigit()):
+        assert time.monotonic() < until, "the job still runs"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [({"hours": 0.05}, "too short: a job is told 120 s before"), ({"memory": 0.0}, "0 GB of memory are none")],
+)
+def test_a_cluster_that_cannot_work_is_refused(given: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Cluster(**given)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--executor slurm", "there is no Slurm here (no srun)"),
+        ("--executor slurm --slurm account", "'account' is no option of sbatch: write NAME=VALUE"),
+        ("--executor slurm --report-to tensorboard", "leave it out with --executor slurm"),
+        ("--executor slurm --hours 0.01", "0.01 hours are too short"),
+        ("--partition cpu", "options of a cluster: add --executor slurm"),
+    ],
+)
+def test_what_cannot_be_queued_is_one_sentence_and_writes_nothing(
+    arguments: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["route2", "run", "--out", str(tmp_path / "runs"), *arguments.split()])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+    assert list(tmp_path.iterdir()) == []
