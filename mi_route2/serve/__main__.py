@@ -112,6 +112,8 @@ def main(options: Options) -> None:
         log_level="warning",
         access_log=False,
         server_header=False,
+        # longer than clients and proxies keep theirs (5 and 60 seconds): who closes first cuts a request that is on its way
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=int(options.drain) + 5,
     )
     Draining(config, app.state.server, options.drain).run()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -443,6 +444,13 @@ def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> Non
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("micro is served at http://127.0.0.1:"), line + (process.stderr.read() if process.stderr else "")
+        # a client forgets an idle connection after 5 seconds: a server that closed it at that moment would cut off a request
+        idle = HTTPConnection(line.split()[-1].removeprefix("http://"))
+        for pause in (httpx.Limits().keepalive_expiry or 0.0, 0.0):
+            idle.request("GET", "/health")
+            assert idle.getresponse().read()
+            time.sleep(1.1 * pause)
+        idle.close()
         with PatchStudy(line.split()[-1], ALICE) as study:
             chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
             first = next(chunks)
