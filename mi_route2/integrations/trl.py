@@ -37,7 +37,7 @@ from torch.nn.utils import clip_grad_norm_
 
 try:
     from accelerate.utils import gather_object, is_peft_model
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: RoutedGRPOTrainer needs TRL, pip install 'mi-route2[trl]'", name=error.name) from error
@@ -70,8 +70,8 @@ ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safeten
 
 DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP"
 RESUMED = (
-    "adapters, directions, optimizer and random numbers are those of the checkpoint, but TRL stores neither the completions that "
-    "it has sampled nor its place among them: a run that is resumed between two samplings differs from an uninterrupted one"
+    "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
+    "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
 )
 
 
@@ -600,8 +600,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 self.route.directions.save(folder / DIRECTIONS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self._restore(Path(resume_from_checkpoint))
-        warnings.warn(RESUMED, stacklevel=2)
+        folder = Path(resume_from_checkpoint)
+        self._restore(folder)
+        done = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+        if done * self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations):
+            warnings.warn(RESUMED, stacklevel=2)
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None

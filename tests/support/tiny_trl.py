@@ -24,7 +24,7 @@ from trl import GRPOConfig
 from mi_route2 import AdapterSpec, MaskSpec, PairBatch, Policy, Rollouts, StepContext, TrainBatch, attach
 from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.rollouts import group_advantages
-from mi_route2.routing import Route
+from mi_route2.routing import EraseSpec, Route
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.training.grpo import Update, update, with_anchors
 
@@ -86,6 +86,7 @@ def config(folder: Path | str, *, size: int = GROUP * PROMPTS, steps: int = 2, *
         "max_steps": steps,
         "gradient_checkpointing": False,
         "loss_type": "dr_grpo",
+        "use_bias_correction_kl": False,  # TRL's default multiplies K3 by the importance ratio, which has another gradient
         "scale_rewards": "none",
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",
@@ -139,7 +140,7 @@ def make_trainer(
 ) -> tuple[RoutedGRPOTrainer, Seen]:
     """Return a trainer with its callback; ``sampled`` lets the model write the completions itself."""
     seen = Seen()
-    direction = not isinstance(route, Route) and (not isinstance(route, MaskSpec) or route.needs_direction)
+    direction = isinstance(route, EraseSpec) or (isinstance(route, MaskSpec) and route.needs_direction)
     trainer = RoutedGRPOTrainer(
         make_family("Llama") if model is None else model,
         reward,
