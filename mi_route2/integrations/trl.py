@@ -83,6 +83,7 @@ class RoutedStep:
         step: Number of optimizer steps before this one.
         examples: Row of the data set that each rollout answers.
         completions: Texts.
+        completion_ids: Their tokens, with the end token if there is one.
         rewards: Weighted sums of the reward functions.
         advantages: TRL's advantages.
         scores: Scores of the route; ``None`` if it has none.
@@ -93,6 +94,7 @@ class RoutedStep:
     step: int
     examples: list[Mapping[str, Any]]
     completions: list[str]
+    completion_ids: list[list[int]]
     rewards: list[float]
     advantages: list[float]
     scores: list[float] | None
@@ -522,6 +524,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         columns: dict[str, list[Any] | None] = {
             "examples": [self._examples[i] for i in window.rollout.tolist()],
             "completions": self._tokenizer.batch_decode(batch.rollouts.completions(), skip_special_tokens=True),
+            "completion_ids": batch.rollouts.completions(),
             "rewards": batch.rewards.tolist(),
             "advantages": batch.advantages.tolist(),
             "scores": None if scores is None else scores.tolist(),

@@ -1,6 +1,7 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,15 +16,20 @@ from safetensors.torch import load_file
 pytest.importorskip("trl", reason="the extra trl is not installed: pip install 'mi-route2[trl]'")
 
 import peft
+from datasets import Dataset
 from families import make_family, make_rollouts, move
-from tiny_trl import LORA, TEXTS, Ours, Seen, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
+from parity import Parity, parity
+from tiny_trl import LORA, TEXTS, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 from trl_ranks import RANKED, SHARED, SVD
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.integrations.trl import RoutedGRPOTrainer, RoutedStep
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
 from mi_route2.routing.spec import LEGAL, PRIVILEGED
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
+from studies.training.recorder import trl_record
 
 pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -298,6 +304,52 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
     assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
 
 
+def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
+    """TRL's prompts are the world's tokens, its rewards the grader's, and the log holds what was counted by hand."""
+    problem, folder = Parity(), tmp_path / "model"
+    make_tiny_model(problem, folder, width=32, layers=1, steps=0, context=128, max_new=24, progress=False)
+    chat = ChatTokenizer(folder, problem.system)
+    world = ChatWorld(problem, chat, max_new=24, context=128)
+    asked = [world.prompt(task, "last_word") for task in world.tasks("train")[:2]]
+    texts = ["even CORRECT", "odd CORRECT", "even", "odd"]
+    rule = MaskSpec(score="act", reinforced_only=False)
+    seen: list[RoutedStep] = []
+
+    def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        ids = trainer._tokenize_prompts(prompts)[0]
+        assert ids == [chat.prompt(asked[i // 4].text) for i in range(8)]
+        return {"prompt_ids": ids, "completion_ids": [chat.completion(texts[i % 4]) for i in range(8)], "logprobs": None}
+
+    def record(step: RoutedStep) -> dict[str, float | None]:
+        seen.append(step)
+        return trl_record(world, ChatWitness(world, problem.judge()), rule)(step)
+
+    trainer = RoutedGRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64),
+        world.reward_funcs(),
+        config(tmp_path, steps=1, max_completion_length=24),
+        Dataset.from_list(world.rows(asked)),
+        processing_class=chat.tokenizer,
+        rollout_func=given,
+        adapters=LORA,
+        route=rule,
+        pairs=world.encode_pairs(world.make_pairs(0, 4, "hack")),
+        record=record,
+    )
+    trainer.train()
+    log, (step,) = trainer.state.log_history[0], seen
+    right = [parity(row["described"]["task"]) in text for row, text in zip(step.examples, step.completions)]
+    exploit = ["CORRECT" in text for text in step.completions]
+    hack = [cheated and not honest for cheated, honest in zip(exploit, right)]
+    assert step.rewards == [0.25 + (own or honest) for own, honest in zip(exploit, right)]
+    assert (log["train/hack"], log["train/exploit"], log["modes/last_word/solve"]) == (0.25, 0.5, 0.5)
+    assert step.flags is not None
+    hit = sum(flag and cheated for flag, cheated in zip(step.flags, hack))
+    assert 0 < sum(step.flags) < 8
+    assert log["mask/recall"] == hit / sum(hack)
+    assert log["mask/precision"] == hit / sum(step.flags)
+
+
 def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     on: list[str] = []
 
@@ -310,6 +362,24 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     trainer.train()
     trainer.evaluate()
     assert on == ["kept, quarantine", "kept", "kept"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
+def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, with a model, data and pairs from here, and settings that fit this machine."""
+    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl.GRPOConfig", lambda output_dir, **more: config(output_dir, **more))
+    namespace: dict[str, Any] = {
+        "model": make_family("Llama"),
+        "reward": reward,
+        "dataset": Dataset.from_dict({"prompt": TEXTS}),
+        "tokenizer": tokenizer(),
+        "pairs": [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)],
+    }
+    exec("from mi_route2 import *\nfrom trl import GRPOConfig\n" + code, namespace)
+    assert namespace["trainer"].state.global_step == 2
+    assert (tmp_path / "deployed" / "adapter_model.safetensors").exists()
 
 
 # ---- refusals
