@@ -100,9 +100,9 @@ class Settings:
     """
 
     out: Path = Path("runs/trl")
-    steps: int = 10
+    steps: int = 8
     seed: int = 0
-    prompts: int = 4
+    prompts: int = 2
     group: int = 4
     beta: float = 0.0
 

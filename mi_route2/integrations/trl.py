@@ -69,6 +69,7 @@ ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safeten
 """Files of a checkpoint folder: both adapters, and the route's directions."""
 
 DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP"
+FSDP = "FSDP shards the base weights, of which a route needs the hash, and adapters with them: use DDP"
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -234,7 +235,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         record: Record | None = None,
         **named: Any,
     ):
-        if named.get("peft_config") is not None or is_peft_model(model):
+        if named.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
             refuse_settings(args)
@@ -336,10 +337,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise ValueError("a rollout here is text, and its score would ignore the images: give a tokenizer and a language model")
         if self.is_deepspeed_enabled:
             raise ValueError(DEEPSPEED)
-        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
-            raise ValueError(
-                "FSDP 1 flattens adapters together with the base weights: use DDP, or FSDP 2 with the adapters ignored"
-            )
+        if self.is_fsdp_enabled:
+            raise ValueError(FSDP)
 
     def _refuse_route(self) -> None:
         spec, args = self.route.spec, self.args
@@ -416,8 +415,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         """Begin a step of the route with all rollouts of this optimizer step."""
         if any(isinstance(p, DTensor) for p in self.adapters.kept_parameters().values()):
             raise ValueError(
-                "the adapters are sharded (DTensor), and flags of a shard would be wrong without an error: keep them out of FSDP "
-                "with fsdp_config={'ignored_modules': ...}"
+                "the adapters are sharded (DTensor), and the flags of a shard would be wrong without an error: use DDP"
             )
         if self._buffered_inputs is None:
             raise RuntimeError("TRL has sampled no completions for this step")
@@ -656,6 +654,7 @@ def refuse_settings(args: GRPOConfig) -> None:
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
         "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
         "torch_compile": "the routed backward was not tested in compiled graphs: leave torch_compile out",
+        "fsdp": FSDP,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
     for name, reason in reasons.items():

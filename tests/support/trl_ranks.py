@@ -9,15 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from tiny_trl import LORA, make_trainer, weights
+from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
 
 from mi_route2 import AdapterSpec, MaskSpec
 from mi_route2.routing import EraseSpec
 
+
+def counted(step: Any) -> dict[str, float]:
+    """Recorder that finds the rollouts of both processes, each with its own reward."""
+    assert len(step.examples) == len(step.flags) == GROUP * PROMPTS
+    assert {row["prompt"] for row in step.examples} == set(TEXTS[step.step * PROMPTS :][:PROMPTS])
+    assert step.rewards == reward(step.completion_ids)
+    return {"recorded": len(step.flags)}
+
+
 SVD = AdapterSpec("svd", rank=5, quarantine_rank=2)
 SHARED = AdapterSpec("lora", rank=3, quarantine="shared")
 RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
-    "pooled": (MaskSpec(), LORA, {}),
+    "pooled": (MaskSpec(), LORA, {"own": {"record": counted}}),
     "detached": (MaskSpec(unit="rollout", through="detach"), SVD, {}),
     "tokens": (MaskSpec(score="act", unit="token"), LORA, {"gradient_checkpointing": True}),
     "unflagged": (

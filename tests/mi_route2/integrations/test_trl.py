@@ -21,7 +21,6 @@ from families import make_family, make_rollouts, move
 from parity import Parity, parity
 from tiny_trl import LORA, TEXTS, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from trl_ranks import RANKED, SHARED, SVD
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
@@ -325,7 +324,7 @@ def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
         return trl_record(world, ChatWitness(world, problem.judge()), rule)(step)
 
     trainer = RoutedGRPOTrainer(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64),
+        str(folder),  # TRL loads it in float32, and its fused head computes the log-probabilities
         world.reward_funcs(),
         config(tmp_path, steps=1, max_completion_length=24),
         Dataset.from_list(world.rows(asked)),
@@ -403,6 +402,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
+    "fsdp": (MaskSpec(), {"fsdp": "full_shard"}, "FSDP shards the base weights"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
     "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
