@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights and tokenizer come from a package: nothing is asked of the network
 
 import numpy as np
+import torch
 import tyro
 from datasets import Dataset
 from trl import GRPOConfig
@@ -128,6 +129,7 @@ def main(settings: Settings) -> None:
         logging_steps=1,
         save_strategy="no",
         report_to=[],
+        use_cpu=not torch.cuda.is_available(),  # without a GPU and without this, each process would train for itself
     )
     trainer = RoutedGRPOTrainer(
         smollm2().model,

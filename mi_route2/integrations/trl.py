@@ -20,6 +20,7 @@ those that a route assigns after the backward. A rollout's ``g_b`` is the gradie
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -335,6 +336,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _refuse_machine(self) -> None:
         if self._is_vlm:
             raise ValueError("a rollout here is text, and its score would ignore the images: give a tokenizer and a language model")
+        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != self.accelerator.num_processes:
+            raise ValueError(
+                f"{launched} processes were launched, but {self.accelerator.num_processes} train together: set use_cpu=True in "
+                "GRPOConfig if there is no GPU"
+            )
         if self.is_deepspeed_enabled:
             raise ValueError(DEEPSPEED)
         if self.is_fsdp_enabled:

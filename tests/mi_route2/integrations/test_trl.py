@@ -215,6 +215,18 @@ def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(tmp_pat
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
+def test_the_defaults_of_trl_are_a_rounding(tmp_path: Path) -> None:
+    """bfloat16 autocast, checkpointing and the fused head: adapters stay float32, and the kept gradient points the same way."""
+    found = []
+    for more in ({}, {"bf16": True, "gradient_checkpointing": True}):
+        model = make_family("Llama", torch.float32)
+        trainer, seen = make_trainer(tmp_path, MaskSpec(), model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
+        trainer.train()
+        assert {p.dtype for p in trainer.adapters.kept_parameters().values()} == {torch.float32}
+        found.append(torch.cat([g.flatten() for name, g in seen.gradients[0].items() if name.startswith("kept.")]))
+    assert 0.999 < float(torch.cosine_similarity(*found, dim=0)) < 1
+
+
 def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
     plain, seen = make_trainer(tmp_path, MaskSpec(), size=2, gradient_accumulation_steps=4, steps=1)
     plain.train()
@@ -420,6 +432,14 @@ def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: P
         make_trainer(tmp_path, rule, model=model, **settings)
     assert "\n" not in str(error.value)
     attach(model, "blocks.*", spec=LORA)
+
+
+def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate lets them without a GPU and without ``use_cpu``: launched together, and with no process group."""
+    make_trainer(tmp_path, OpenSpec())  # accelerate reads the environment once in a process
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched, but 1 train together: set use_cpu=True"):
+        make_trainer(tmp_path, OpenSpec())
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
