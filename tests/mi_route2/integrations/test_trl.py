@@ -436,10 +436,9 @@ def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: P
 
 def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As accelerate lets them without a GPU and without ``use_cpu``: launched together, and with no process group."""
-    make_trainer(tmp_path, OpenSpec())  # accelerate reads the environment once in a process
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="2 processes were launched, but 1 train together: set use_cpu=True"):
-        make_trainer(tmp_path, OpenSpec())
+        make_trainer(tmp_path, OpenSpec(), use_cpu=False)
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
