@@ -239,7 +239,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         if named.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
-            refuse_settings(args)
+            _refuse_settings(args)
         beta = 0.0 if args is None else args.beta
         if args is not None:
             args.beta = 0.0  # with a beta TRL would load a second model as the reference
@@ -438,7 +438,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
-        dtype = next(iter(self.adapters.kept_parameters().values())).dtype  # float32 weights of a float64 model would round scales
+        dtype = next(
+            iter(self.adapters.kept_parameters().values())
+        ).dtype  # TRL's are float32, and would round the weights of rollouts
         tokens = torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1)
         attention = torch.cat([joined["prompt_mask"], joined["completion_mask"]], dim=1)
         learned = joined["completion_mask"] * joined.get("tool_mask", torch.ones_like(joined["completion_mask"]))
@@ -496,7 +498,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         numbers = {f"route/{name}": value for name, value in decision.extra.items()}
         for name, column in (("flagged", decision.flags), ("score", decision.scores)):
             if column is not None:
-                numbers[f"route/{name}"] = float(self.accelerator.gather(column.double()).mean())
+                numbers[f"route/{name}"] = float(self.accelerator.gather(column.float()).mean())
         if window.overlap is not None:
             numbers["route/overlap"] = window.overlap
         for name, parameters in self._both().items():
@@ -652,7 +654,7 @@ def _seed(*purpose: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:7])
 
 
-def refuse_settings(args: GRPOConfig) -> None:
+def _refuse_settings(args: GRPOConfig) -> None:
     """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
     reasons = {
         "use_vllm": "vLLM would be sent the base weights without adapters: leave use_vllm out, transformers samples",
