@@ -31,6 +31,8 @@ from studies.training.grpo import Update, update, with_anchors
 GROUP, PROMPTS, LONGEST = 4, 2, 6
 TEXTS = ["w5 w6 w7", "w8 w9 w16", "w10 w11", "w14 w15"]
 """Prompts of one length in each step: left padding shifts positions, and transformers computes rotary angles in float32."""
+UNEVEN = ["w5", "w8 w9 w16 w17", "w10 w11", "w14 w15 w18"]
+"""Prompts that are padded: our loop pads on the right, TRL on the left."""
 RATE, QUARANTINE_RATE = 1e-2, 3e-3
 LORA = AdapterSpec("lora", rank=3, quarantine_rank=2)
 
@@ -136,6 +138,7 @@ def make_trainer(
     sampled: bool = False,
     own: Mapping[str, Any] | None = None,
     model: Any = None,
+    texts: Sequence[str] = TEXTS,
     **settings: Any,
 ) -> tuple[RoutedGRPOTrainer, Seen]:
     """Return a trainer with its callback; ``sampled`` lets the model write the completions itself."""
@@ -145,7 +148,7 @@ def make_trainer(
         make_family("Llama") if model is None else model,
         reward,
         config(folder, **settings),
-        Dataset.from_dict({"prompt": TEXTS}),
+        Dataset.from_dict({"prompt": [*texts]}),
         processing_class=tokenizer(),
         rollout_func=None if sampled else rollouts,
         callbacks=[seen],
@@ -176,9 +179,9 @@ class Ours:
         return None
 
 
-def our_batch(step: int) -> TrainBatch:
+def our_batch(step: int, prompts: Sequence[str] = TEXTS) -> TrainBatch:
     """The rollouts of an optimizer step, right-padded as ours are."""
-    texts = [text for text in TEXTS[step % 2 * PROMPTS :][:PROMPTS] for _ in range(GROUP)]
+    texts = [text for text in prompts[step % 2 * PROMPTS :][:PROMPTS] for _ in range(GROUP)]
     completions = [drawn(text, i % GROUP) for i, text in enumerate(texts)]
     made = Rollouts.from_lists([[int(word[1:]) for word in text.split()] for text in texts], completions, 0)
     rewards, groups = torch.tensor(reward(completions), dtype=torch.float64), torch.arange(len(texts)) // GROUP
@@ -191,7 +194,9 @@ def our_policy(spec: AdapterSpec, *adapt: str) -> Policy:
     return Policy(model, attach(model, *(adapt or ("blocks.*",)), spec=spec, generator=torch.Generator().manual_seed(3)))
 
 
-def our_loop(policy: Policy, route: Route, settings: Ours) -> tuple[list[dict[str, Tensor]], list[Update]]:
+def our_loop(
+    policy: Policy, route: Route, settings: Ours, prompts: Sequence[str] = TEXTS
+) -> tuple[list[dict[str, Tensor]], list[Update]]:
     """Run our own loop; return the gradients of each optimizer step, and what each update reported."""
     adapters = policy.adapters
     groups: list[dict[str, object]] = [
@@ -202,7 +207,7 @@ def our_loop(policy: Policy, route: Route, settings: Ours) -> tuple[list[dict[st
     seen, updates = [], []
     for step in range(settings.steps):
         route.refresh(policy, step)
-        batch = with_anchors(policy, our_batch(step), settings)
+        batch = with_anchors(policy, our_batch(step, prompts), settings)
         for _ in range(settings.updates_per_batch):
             context = StepContext(torch.Generator().manual_seed(step))
             updates.append(update(policy, route, optimizer, batch, context, settings, LONGEST))

@@ -19,12 +19,12 @@ import peft
 from datasets import Dataset
 from families import make_family, make_rollouts, move
 from parity import Parity, parity
-from tiny_trl import LORA, TEXTS, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
+from tiny_trl import LORA, TEXTS, UNEVEN, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
 from torch import Tensor
 from trl_ranks import RANKED, SHARED, SVD
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
-from mi_route2.integrations.trl import RoutedGRPOTrainer, RoutedStep
+from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
 from mi_route2.routing.spec import LEGAL, PRIVILEGED
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
@@ -117,6 +117,18 @@ def test_the_cut_of_a_batch_changes_nothing(cut: str, name: str, tmp_path: Path)
     trainer, seen = make_trainer(tmp_path, rule, adapters, **CUTS[cut])
     trainer.train()
     assert_ours(trainer, seen, ours(rule))
+
+
+@pytest.mark.parametrize("name", ["act-token-live-filter", "act-pooled-ablated-filter", "grad-rollout-live-filter"])
+def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
+    """Padded positions rotate by other angles, which are float32; a padded token that counted would move gradients by percents."""
+    rule, adapters = ROUTES[name]
+    trainer, seen = make_trainer(tmp_path, rule, adapters, texts=UNEVEN, size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    gradients, _ = our_loop(our_policy(adapters), ours(rule), Ours(), UNEVEN)
+    for own, expected in zip(seen.gradients, gradients):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +294,18 @@ def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp
     with pytest.warns(UserWarning, match="lies between two samplings"):
         between.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert len(seen.gradients) == 1
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """Rewards do not depend on the model here, so the first checkpoint stays the best."""
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_strategy": "steps"}
+    best |= {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    data = Dataset.from_dict({"prompt": TEXTS})
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"eval_dataset": data}, **best)
+    trainer.train()
+    assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-1"
+    for name, p in load_file(tmp_path / "checkpoint-1" / ADAPTERS).items():
+        assert torch.equal(weights(trainer.adapters)[name], p), name
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
