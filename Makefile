@@ -71,6 +71,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.steering
 	$(PY) -m studies.benchmarks.engine
 	$(PY) -m studies.benchmarks.tapin
+	$(PY) -m studies.benchmarks.packed
 	$(PY) -m studies.benchmarks.serve
 	$(PY) -m studies.benchmarks.serve --memory
 

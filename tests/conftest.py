@@ -59,7 +59,7 @@ def factors(item: pytest.Function) -> tuple[object, ...]:
 FEW = {"Qwen3", "GPT2", "MicroGPT"}
 """Architectures that differ in most: gated and not, rotary and learned positions, one from transformers and ours."""
 
-LONG = {"test_requirements", "test_survival", "test_schedule", "test_tracking", "test_chat_study", "test_attacks"}
+LONG = {"test_requirements", "test_survival", "test_schedule", "test_tracking", "test_chat_study", "test_attacks", "test_trl"}
 """Files that take a minute or more. They come first, so that no worker starts one when the other has ended."""
 
 

@@ -133,6 +133,14 @@ def test_only_hosts_import_the_libraries_that_they_adapt() -> None:
             assert not [target for target in targets if within(target, *HOSTS)], name
 
 
+def test_only_integrations_import_training_libraries_and_only_users_import_integrations() -> None:
+    """So that nothing of the toolkit needs TRL, or waits for its import."""
+    for name in SOURCES:
+        if not within(name, "mi_route2.integrations"):
+            told = [target for target in reached(name) if within(target, "trl", "accelerate", "datasets", "mi_route2.integrations")]
+            assert not told, f"{name} reaches {told[0]}"
+
+
 def test_no_modules_import_each_other() -> None:
     """Imports inside of functions count too; a package's face, which hands names on, does not."""
     faces = {name for name, path in SOURCES.items() if path.name == "__init__.py"}
@@ -208,13 +216,13 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A fresh install must be able to import all of the wheel but the benchmarks, the lanes and the server, which have extras."""
+    """A fresh install must be able to import all of the wheel but the benchmarks and what has extras (lanes, server, trl)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    declared, lanes, serve = (
+    declared, lanes, serve, trl = (
         {re.split(r"[<>=~! \[]", text)[0].replace("-", "_") for text in texts}
-        for texts in (project["dependencies"], extras["lanes"], [*extras["serve"], "starlette"])  # which fastapi is made of
-    )
+        for texts in (project["dependencies"], extras["lanes"], [*extras["serve"], "starlette"], [*extras["trl"], "accelerate"])
+    )  # fastapi is made of starlette, and TRL of accelerate
     assert set(BROUGHT_BY.values()) <= declared
     known = {*sys.stdlib_module_names, *PACKAGES, *declared, *BROUGHT_BY}
     for name, targets in direct().items():
@@ -222,5 +230,6 @@ def test_what_is_imported_is_declared() -> None:
             known_here = known | lanes if within(name, "studies.lanes") else known
             known_here = known_here | serve if within(name, "mi_route2.serve") else known_here
             known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra
+            known_here = known_here | trl if within(name, "mi_route2.integrations") else known_here
             foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

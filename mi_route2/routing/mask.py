@@ -259,6 +259,13 @@ class MaskGate:
         """Set the pooled scores and flags, which hold for every module."""
         self.pooled_scores, self.known = scores, flags
 
+    def release(self) -> None:
+        """Drop the gradients that were kept until the flags were decided."""
+        self.waiting.clear()
+        self._gradients.clear()
+        if isinstance(self._reader, FullGradientReader):
+            self._reader.features.clear()
+
     @property
     def overruled(self) -> bool:
         """True if a hook changed a mask."""
@@ -306,12 +313,7 @@ class _MaskStep(Once):
         kept = adapters.kept_parameters()
         self._settle()
         for gate in self._gates:
-            for (site, factor), gradient in gate.waiting.items():
-                p = kept[f"{site}.{factor}"]
-                if not p.requires_grad:
-                    continue  # a frozen factor is scored too, but autograd would give it no gradient either
-                routed = gate.passed(site, gradient).to(p.dtype)
-                p.grad = routed if p.grad is None else p.grad + routed
+            self._assign(gate)
         unrouted: dict[str, Tensor] = {}
         for gate in self._gates:
             for name, g in gate.unrouted.items():
@@ -321,6 +323,27 @@ class _MaskStep(Once):
             # The unrouted gradients too, or second moments, and then weights, would differ between ranks.
             reduce([*trained_gradients(kept, adapters.quarantine_parameters()), *unrouted.values()])
         return self._decision(unrouted)
+
+    def settle(self, part: Part) -> None:
+        gate = part.tape.kept
+        if self._spec.shuffle or not isinstance(gate, MaskGate) or not gate.waiting:
+            return
+        gate.settle(*gate.pooled())
+        self._assign(gate)
+
+    def _assign(self, gate: MaskGate) -> None:
+        """Add the gradients that waited for their flags, and release them."""
+        kept = self._policy.adapters.kept_parameters()
+        for (site, factor), gradient in gate.waiting.items():
+            p = kept[f"{site}.{factor}"]
+            if not p.requires_grad:
+                continue  # a frozen factor is scored too, but autograd would give it no gradient either
+            routed = gate.passed(site, gradient).to(p.dtype)
+            if p.grad is None:
+                p.grad = routed
+            else:
+                p.grad += routed  # in place, as autograd does: ``Once`` knows a gradient from before the step by its identity
+        gate.release()
 
     def _settle(self) -> None:
         """Decide flags that had to wait for the whole backward; they are shuffled over the batch, not within micro-batches."""

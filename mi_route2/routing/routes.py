@@ -101,6 +101,10 @@ class RouteStep(Protocol):
 
     parts: list[Part]
 
+    def settle(self, part: Part) -> None:
+        """Release what is held of ``part`` after its backward, if its flags need no other part; optional, it saves memory."""
+        ...
+
     def finish(self, reduce: Reduce | None = None) -> Decision:
         """Make every gradient final; call once, after the last backward. ``reduce`` sums the gradients over ranks."""
         ...
@@ -295,6 +299,9 @@ class Once:
 
     _finished = False
     _before: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+
+    def settle(self, part: Part) -> None:
+        return None
 
     def _start(self, adapters: Adapters) -> None:
         """Note the gradients that are there before the step; the backward of the step adds to these very tensors."""

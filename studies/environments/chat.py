@@ -123,18 +123,22 @@ class ChatTokenizer:
 
     def prompt(self, text: str) -> list[int]:
         """Return the tokens of a user's message after the system message, up to the start of the answer."""
-        if self.tokenizer.chat_template is None:
-            whole = "\n\n".join([self._system, text, ""] if self._system else [text, ""])
-            ids = self.tokenizer.encode(whole, split_special_tokens=True)
+        question = self.question(text)
+        if isinstance(question, str):
+            ids = self.tokenizer.encode(question, split_special_tokens=True)
             # Some tokenizers write an end behind every text, and the answer would come after it
             return ids[:-1] if len(ids) > 1 and ids[-1] in self.ends else ids
-        if self._system and self._fold:
-            return self._apply("", f"{self._system}\n\n{text}", tokenize=True)
-        return self._apply(self._system, text, tokenize=True)
+        return self._apply(question, tokenize=True)
 
-    def _apply(self, system: str, text: str, tokenize: bool) -> Any:
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": text})
+    def question(self, text: str) -> str | list[dict[str, str]]:
+        """Return a user's message after the system message: the messages of a chat, or one text if there is no template."""
+        if self.tokenizer.chat_template is None:
+            return "\n\n".join([self._system, text, ""] if self._system else [text, ""])
+        if self._system and self._fold:
+            return _messages("", f"{self._system}\n\n{text}")
+        return _messages(self._system, text)
+
+    def _apply(self, messages: list[dict[str, str]], tokenize: bool) -> Any:
         return self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=tokenize, return_dict=False, enable_thinking=self._thinking
         )
@@ -142,13 +146,13 @@ class ChatTokenizer:
     def _shows(self, system: str) -> bool:
         """Return whether the template writes a system message; ``ValueError`` if it does not even write the user's."""
         try:
-            asked = self._apply("", QUESTION, tokenize=False)
+            asked = self._apply(_messages("", QUESTION), tokenize=False)
         except Exception as error:  # a template may raise any error
             raise ValueError(f"the chat template of this tokenizer cannot be used ({error}): give it another one") from error
         if QUESTION not in asked:
             raise ValueError("the chat template of this tokenizer does not write the user's message: give it another one")
         try:
-            return not system or RULE in self._apply(RULE, QUESTION, tokenize=False)
+            return not system or RULE in self._apply(_messages(RULE, QUESTION), tokenize=False)
         except Exception:
             return False
 
@@ -162,6 +166,10 @@ class ChatTokenizer:
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.decode([i]) for i in ids]
+
+
+def _messages(system: str, text: str) -> list[dict[str, str]]:
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
 
 
 def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
@@ -205,6 +213,9 @@ class ChatWorld(World):
 
     def prompt(self, task: str, mode: str) -> TextPrompt:
         return self._problem.prompt(task, mode)
+
+    def question(self, prompt: TextPrompt) -> str | list[dict[str, str]]:
+        return self._tokenizer.question(prompt.text)
 
     def read_prompt(self, described: Mapping[str, Any]) -> TextPrompt:
         return TextPrompt(**described)

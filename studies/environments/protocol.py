@@ -8,7 +8,7 @@ import json
 import re
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, final, runtime_checkable
@@ -344,6 +344,10 @@ class World(ABC):
         """Return the prompt (``protocol.Prompt``) of a task under a mode."""
 
     @abstractmethod
+    def question(self, prompt: Any) -> str | list[dict[str, str]]:
+        """Return what the model is asked: a text, or the messages of a chat."""
+
+    @abstractmethod
     def read_prompt(self, described: Mapping[str, Any]) -> Any:
         """Return the prompt that ``dataclasses.asdict`` described."""
 
@@ -389,6 +393,20 @@ class World(ABC):
     def rewards(self, samples: Samples) -> Float[Tensor, " b"]:
         """Return the rewards of the foolable training grader."""
         return torch.tensor([grade.reward for grade in self.grades(samples)])
+
+    @final
+    def rows(self, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return the rows of a data set for TRL: the question as ``prompt``, and all of the prompt as ``described``."""
+        return [{"prompt": self.question(prompt), "described": asdict(prompt)} for prompt in prompts]
+
+    @final
+    def reward_funcs(self) -> list[Callable[..., list[float]]]:
+        """Return the rewards of the foolable training grader as reward functions of TRL, for the rows of ``rows``."""
+
+        def grader(completion_ids: Sequence[Sequence[int]], described: Sequence[Mapping[str, Any]], **_columns: Any) -> list[float]:
+            return self.rewards(self.package([self.read_prompt(row) for row in described], completion_ids)).tolist()
+
+        return [grader]
 
     @final
     def encode_pairs(self, pairs: Sequence[Pair]) -> PairBatch:

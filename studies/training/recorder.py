@@ -10,14 +10,15 @@ import gzip
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mi_route2.rollouts import Policy
-from mi_route2.routing import MaskSpec, Route
+from mi_route2.routing import MaskSpec, Route, RouteSpec
 from probes.quality import mask_quality, score_means
 from studies.environments.protocol import Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
@@ -27,13 +28,48 @@ from studies.training.teacher import TeacherPool
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 
 
-def oriented(route: Route, scores: Tensor | None, advantages: Tensor) -> Tensor | None:
+def oriented(spec: RouteSpec, scores: Tensor | None, advantages: Tensor) -> Tensor | None:
     """Return scores that are higher for hacks: a live gradient score has the sign of the advantage, which is removed."""
-    spec = route.spec
     if scores is None or not isinstance(spec, MaskSpec):
         return scores
     live_gradient = spec.score in ("grad", "full") and spec.score_policy == "live"
     return scores * advantages.sign() if live_gradient else scores
+
+
+@runtime_checkable
+class TRLStep(Protocol):
+    """Protocol of ``mi_route2.integrations.trl.RoutedStep``, which is not imported here because TRL is an extra."""
+
+    examples: list[Mapping[str, Any]]
+    completion_ids: list[list[int]]
+    rewards: list[float]
+    advantages: list[float]
+    scores: list[float] | None
+    flags: list[bool] | None
+
+
+def trl_record(world: World, witness: Witness, spec: RouteSpec) -> Callable[[Any], dict[str, float | None]]:
+    """Return a recorder for ``RoutedGRPOTrainer(record=...)`` on rows of ``world.rows``: the oracle's rates and the mask's quality.
+
+    Names are those of `metrics.jsonl`: ``train/hack``, ``modes/<mode>/solve``, ``mask/precision`` and so on.
+    """
+
+    def record(step: TRLStep) -> dict[str, float | None]:
+        samples = world.package([world.read_prompt(row["described"]) for row in step.examples], step.completion_ids)
+        verdicts, rewards = witness.judge(samples), torch.tensor(step.rewards)
+        by_mode = {mode: [i for i, prompt in enumerate(samples.prompts) if prompt.mode == mode] for mode in world.modes.names}
+        numbers: dict[str, float | None] = {f"train/{n}": v for n, v in shares(verdicts, rewards, [*range(len(verdicts))]).items()}
+        for mode, rows in by_mode.items():
+            if rows:
+                numbers |= {f"modes/{mode}/{name}": value for name, value in shares(verdicts, rewards, rows).items()}
+        if step.flags is not None:
+            scores = None if step.scores is None else oriented(spec, torch.tensor(step.scores), torch.tensor(step.advantages))
+            hack = [verdict.hack for verdict in verdicts]
+            quality = mask_quality(None if scores is None else scores.tolist(), step.flags, hack)
+            numbers |= {f"mask/{name}": value for name, value in quality.items()}
+        return numbers
+
+    return record
 
 
 def shares(verdicts: list[Verdict], rewards: Tensor, rows: list[int]) -> dict[str, float]:
@@ -84,7 +120,7 @@ class Recorder:
         hack = [verdicts[i].hack for i in rows]
         teacher = record.batch.teacher[record.trained].tolist()
         flags = decision.flags.tolist()
-        scores = oriented(route, decision.scores, record.batch.advantages[record.trained])
+        scores = oriented(route.spec, decision.scores, record.batch.advantages[record.trained])
         values = None if scores is None else scores.tolist()
         quality = mask_quality(values, flags, hack, teacher)
         means = score_means(values, hack, teacher) if values is not None else None
@@ -100,7 +136,7 @@ class Recorder:
         trained = record.trained.nonzero()[:, 0].cpu()
         index[trained] = torch.arange(len(trained))
         decision = record.decision
-        scores = oriented(route, decision.scores, record.batch.advantages[record.trained])
+        scores = oriented(route.spec, decision.scores, record.batch.advantages[record.trained])
         rows = []
         for i, (prompt, completion, verdict) in enumerate(zip(record.samples.prompts, record.samples.completions, verdicts)):
             k = int(index[i])

@@ -41,6 +41,9 @@ class MicroWorld(MicroSource, World):
         self.vocabulary = Vocabulary()
         self._grader = TrainingGrader(runner)
 
+    def question(self, prompt: Prompt) -> str:
+        return prompt.text
+
     def read_prompt(self, described: Mapping[str, Any]) -> Prompt:
         return Prompt(Task(**described["task"]), described["mode"])
 

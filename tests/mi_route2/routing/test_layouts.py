@@ -1,6 +1,7 @@
 """A route does not depend on how the batch was cut, padded or flattened on its way through the model."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, TrainBatch
+from mi_route2.routing import (
+    Directions,
+    EraseRoute,
+    EraseSpec,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    Route,
+    StepContext,
+    TrainBatch,
+)
+from mi_route2.routing.mask import MaskGate
 
 Case = tuple[str, str, str, str]
 N = 7
@@ -95,6 +108,28 @@ def test_a_masked_quarantine_pays_the_l1_penalty_once(two_advantages: bool, micr
     early = MaskSpec(score="act", score_policy="ablated", kept_advantage="unflagged") if two_advantages else MaskSpec()
     own = run(policy, mask_route(policy, early, l1=0.5), batch, micro)
     assert_same(own.quarantine, run(policy, OpenRoute(OpenSpec(), l1=0.5), batch).quarantine)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("score", ["grad", "full"])
+def test_a_settled_part_holds_no_gradients_and_changes_no_bit(score: Any, shuffle: bool) -> None:
+    """Shuffled flags need the other parts, so that such a part holds its gradients until the step is finished."""
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = mask_route(policy, MaskSpec(score=score, shuffle=shuffle))
+    found = []
+    for settled in (False, True):
+        policy.model.zero_grad(set_to_none=True)
+        step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=2))
+        for part in step.parts:
+            with policy.adapters.recording(part.tape):
+                plain_loss(policy, part.batch, part.advantages).backward()
+            if settled:
+                step.settle(part)
+                assert isinstance(part.tape.kept, MaskGate)
+                assert bool(part.tape.kept.waiting) == shuffle
+        decision = step.finish()
+        found.append([decision.scores, decision.flags, *(p.grad for p in policy.adapters.kept_parameters().values())])
+    assert all(torch.equal(before, after) for before, after in zip(*found))
 
 
 def test_shuffled_flags_are_permuted_over_the_batch_and_not_within_micro_batches() -> None:

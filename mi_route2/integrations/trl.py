@@ -1,0 +1,676 @@
+"""GRPO of TRL with routed gradients: ``RoutedGRPOTrainer`` takes the place of ``GRPOTrainer``.
+
+    trainer = RoutedGRPOTrainer(model, reward_funcs, args, dataset, adapters=AdapterSpec("lora", rank=16),
+                                route=MaskSpec(score="act"), pairs=pairs)
+    trainer.train()
+    trainer.save_model(folder)       # the deployed adapter as a PEFT folder, without the quarantine
+
+An optimizer step of TRL is one step of the route. Of each process:
+
+    route.begin(rollouts of the step)                           before its first micro-batch
+    forward and backward of a micro-batch under its tape        TRL's own loss; DDP averages what autograd computed
+    step.settle(part)                                           flags that need no other micro-batch
+    step.finish(reduce)                                         reduce: the mean over processes
+
+    kept gradient = mean over processes of  sum_b w_b g_b
+
+The mean over processes leaves what DDP has averaged already as it is, so one reduction serves gradients that autograd computed and
+those that a route assigns after the backward. A rollout's ``g_b`` is the gradient of its whole loss, a KL term included.
+"""
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+try:
+    from accelerate.utils import gather_object, is_peft_model
+    from transformers import TrainerCallback, TrainerState
+    from trl import GRPOConfig, GRPOTrainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: RoutedGRPOTrainer needs TRL, pip install 'mi-route2[trl]'", name=error.name) from error
+
+from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
+from mi_route2.adapters.gradients import wide
+from mi_route2.rollouts import Policy, Rollouts, TrainBatch
+from mi_route2.routing import (
+    Directions,
+    EraseRoute,
+    EraseSpec,
+    HaarFitter,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    PairBatch,
+    PersonaFitter,
+    Route,
+    RouteSpec,
+    StepContext,
+    TopKFitter,
+)
+from mi_route2.routing.directions import Fitter
+from mi_route2.routing.optimizer import RoutedAdamW, sum_over_ranks
+from mi_route2.routing.routes import Part, RouteStep
+
+ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
+"""Files of a checkpoint folder: both adapters, and the route's directions."""
+
+DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP"
+FSDP = "FSDP shards the base weights, of which a route needs the hash, and adapters with them: use DDP"
+RESUMED = (
+    "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
+    "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
+)
+
+
+@dataclass(frozen=True)
+class RoutedStep:
+    """One optimizer step for a recorder: aligned lists over the rollouts of all processes.
+
+    Attributes:
+        step: Number of optimizer steps before this one.
+        examples: Row of the data set that each rollout answers.
+        completions: Texts.
+        completion_ids: Their tokens, with the end token if there is one.
+        rewards: Weighted sums of the reward functions.
+        advantages: TRL's advantages.
+        scores: Scores of the route; ``None`` if it has none.
+        flags: Flags of the route; ``None`` if it has none.
+        overlap: Cosine of refitted directions with the former ones; ``None`` if nothing was refitted.
+    """
+
+    step: int
+    examples: list[Mapping[str, Any]]
+    completions: list[str]
+    completion_ids: list[list[int]]
+    rewards: list[float]
+    advantages: list[float]
+    scores: list[float] | None
+    flags: list[bool] | None
+    overlap: float | None
+
+
+Record = Callable[[RoutedStep], Mapping[str, float | None]]
+"""Function that reads a step, with an oracle for example, and returns numbers for the log; called on the main process."""
+
+
+@dataclass(frozen=True)
+class TRLPolicy(Policy):
+    """Policy whose log-probabilities are those of TRL's training pass; its fused head never stores the logits ``[b s v]``."""
+
+    def logprobs(self, rollouts: Rollouts) -> Float[Tensor, "b s"]:
+        """Return the log-probability of token ``t + 1`` at position ``t``, at TRL's temperature; 0 if ``t`` is not a predictor."""
+        labels = rollouts.tokens.masked_fill(~rollouts.completion, -100)
+        out = self.model(input_ids=rollouts.tokens, attention_mask=rollouts.attention.long(), labels=labels, fused_lm_head=True)
+        return torch.nn.functional.pad(out.log_probs, (0, 1))
+
+
+def _forward(model: torch.nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
+    """Return logits as in TRL's training pass, which leaves positions to the model."""
+    return model(input_ids=tokens, attention_mask=attention.long(), use_cache=False).logits
+
+
+class _Scored(NamedTuple):
+    """Output that TRL reads of a forward with ``fused_lm_head``."""
+
+    log_probs: Float[Tensor, "b t"]
+    entropy: Float[Tensor, "b t"]
+    aux_loss: Tensor | None
+
+
+def _unfuse(model: Any, temperature: float) -> None:
+    """Replace TRL's fused head by the model's own, which calls the unembedding with its adapters, in the type of the model.
+
+    The fused head multiplies by the unembedding's weight, past an adapter there, and sums in float32.
+    """
+    forward = model.forward
+
+    @wraps(type(model).forward)  # generate() checks its arguments against the signature
+    def own(self: Any, *given: Any, fused_lm_head: bool = False, labels: Tensor | None = None, **named: Any) -> Any:
+        if not fused_lm_head:
+            return forward(*given, **named, **({} if labels is None else {"labels": labels}))
+        assert labels is not None
+        out = forward(*given, **{**named, "use_cache": False})
+        logprobs = (out.logits[:, :-1].to(wide(out.logits.dtype)) / temperature).log_softmax(dim=-1)
+        learned = labels[:, 1:] != -100
+        chosen = logprobs.gather(-1, labels[:, 1:].clamp_min(0)[..., None])[..., 0]
+        entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
+        zero = torch.zeros_like(chosen)
+        return _Scored(torch.where(learned, chosen, zero), torch.where(learned, entropy, zero), getattr(out, "aux_loss", None))
+
+    model.forward = MethodType(own, model)
+
+
+class _AdamW(RoutedAdamW):
+    """``RoutedAdamW`` that takes unrouted gradients from an attribute, because accelerate's ``step`` passes no argument on."""
+
+    unrouted: Mapping[Any, Tensor] | None = None
+
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().step(closure, unrouted=self.unrouted)
+        self.unrouted = None
+
+
+class _Watch(TrainerCallback):
+    """Callback that reports an optimizer step to the route (``Route.after_update``)."""
+
+    def __init__(self, trainer: "RoutedGRPOTrainer"):
+        self._trainer, self._before = trainer, dict[str, Tensor]()
+
+    def on_pre_optimizer_step(self, *_given: Any, **_named: Any) -> None:
+        adapters = self._trainer.adapters
+        self._before = {site: adapters.scored(site).detach().clone() for site in adapters.sites}
+
+    def on_optimizer_step(self, *_given: Any, **_named: Any) -> None:
+        scored = self._trainer.adapters.scored
+        moved = {site: scored(site).detach() - value for site, value in self._before.items()}
+        self._before = {}
+        self._trainer.note({f"route/{name}": value for name, value in self._trainer.route.after_update(moved).items()})
+
+
+class RoutedGRPOTrainer(GRPOTrainer):
+    """``GRPOTrainer`` whose kept adapter learns what a route lets through; the arguments that are not listed are GRPOTrainer's.
+
+    The model is frozen, and gets adapters. Completions are sampled from both adapters; evaluation runs on the deployed model, with
+    the quarantine off. With a ``beta``, the reference is the base model (both adapters off).
+
+    Args:
+        model: Model, or a path that ``from_pretrained`` reads.
+        reward_funcs: Reward functions.
+        args: TRL's settings.
+        adapters: Kind of the adapters; or attached ones.
+        route: Rule of the route; or a route, for example ``MaskRoute.from_flags(function)``.
+        pairs: Contrast pairs, if the rule compares with a direction: a ``PairBatch``, or rows with ``prompt`` (as in the data set),
+            ``hack`` and ``clean`` (texts).
+        adapt: Patterns of the Linears that get adapters, as in ``attach``.
+        quarantine_lr: Learning rate of the quarantine; that of the kept adapter if not given.
+        cache_dir: Folder that caches SVDs of the base weights.
+        record: Function that reads every step and returns numbers for the log; its results reach no gradient.
+
+    Attributes:
+        adapters: The adapters.
+        route: The route.
+
+    Raises:
+        ValueError: A setting that routing does not support, with the reason.
+
+    Examples:
+        >>> trainer = RoutedGRPOTrainer(
+        ...     model, rewards, args, dataset, adapters=AdapterSpec("lora", rank=8), route=MaskSpec(), pairs=pairs
+        ... )  # doctest: +SKIP
+    """
+
+    # TRL and transformers declare these as optional, or more narrowly than they are.
+    args: Any
+    model: Any
+    accelerator: Any
+    processing_class: Any
+    num_generations: int
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *given: Any,
+        adapters: AdapterSpec | Adapters,
+        route: RouteSpec | Route,
+        pairs: PairBatch | Sequence[Mapping[str, Any]] | None = None,
+        adapt: Sequence[str] = ("blocks.*",),
+        quarantine_lr: float | None = None,
+        cache_dir: Path | None = None,
+        record: Record | None = None,
+        **named: Any,
+    ):
+        if named.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
+            raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
+        if args is not None:
+            _refuse_settings(args)
+        beta = 0.0 if args is None else args.beta
+        if args is not None:
+            args.beta = 0.0  # with a beta TRL would load a second model as the reference
+        try:
+            super().__init__(model, reward_funcs, args, *given, **named)
+        finally:
+            if args is not None:
+                args.beta = beta
+        self.beta = beta
+        self._refuse_machine()
+        self.adapters = self._attached(adapters, adapt, cache_dir)
+        try:
+            self.route = self._built(route, pairs)
+            self._refuse_route()
+        except ValueError:
+            if self.adapters is not adapters:
+                self.adapters.detach()
+            raise
+        if "unembed" in self.adapters.sites or self.model.dtype == torch.float64:
+            _unfuse(self.model, self.temperature)
+        if beta:
+            self.ref_model = self._reference
+        self.quarantine_lr = self.args.learning_rate if quarantine_lr is None else quarantine_lr
+        self._record = record
+        self._tapes = ExitStack()
+        self._window: _Window | None = None
+        self._unrouted: dict[str, Tensor] = {}
+        self._rewards, self._examples = torch.empty(0), list[dict[str, Any]]()
+        self.add_callback(_Watch(self))
+
+    # ---- construction
+
+    def _attached(self, adapters: AdapterSpec | Adapters, adapt: Sequence[str], cache_dir: Path | None) -> Adapters:
+        if isinstance(adapters, Adapters):
+            if adapters.model is not self.model:
+                raise ValueError(
+                    "these adapters are attached to another model than the trainer's: attach them to the model that you pass"
+                )
+            return adapters
+        generator = torch.Generator().manual_seed(self.args.seed)
+        return attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
+
+    def _built(self, route: RouteSpec | Route, pairs: PairBatch | Sequence[Mapping[str, Any]] | None) -> Route:
+        """Return the route of a rule, with the fitter of its directions."""
+        if not isinstance(route, MaskSpec | EraseSpec | OpenSpec):
+            if pairs is not None:
+                raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")
+            return route
+        if isinstance(route, OpenSpec) or (isinstance(route, MaskSpec) and not route.needs_direction):
+            return OpenRoute(route) if isinstance(route, OpenSpec) else MaskRoute(route, None)
+        if pairs is None:
+            raise ValueError("this rule compares with the direction of contrast pairs: pass pairs=")
+        batch = pairs if isinstance(pairs, PairBatch) else self.encode_pairs(pairs)
+        device = self.accelerator.device
+        batch = PairBatch(batch.hack.to(device), batch.clean.to(device), batch.pairs_hash)
+        fitter: Fitter
+        if isinstance(route, EraseSpec):
+            fitter = TopKFitter("grad", batch, k=route.k)
+        else:
+            assert route.score in ("act", "grad", "full")
+            refreshes = route.fitter == "persona"
+            fitter = PersonaFitter("nonhack" if route.fitter == "nonhack" else "persona", route.score, batch, refreshes=refreshes)
+        if route.fitter == "haar":
+            fitter = HaarFitter(fitter, _seed(self.args.seed, "haar", route.draw))
+        return EraseRoute(route, fitter) if isinstance(route, EraseSpec) else MaskRoute(route, fitter)
+
+    def encode_pairs(self, rows: Sequence[Mapping[str, Any]]) -> PairBatch:
+        """Return contrast pairs in tokens: prompts as TRL encodes those of the data set, answers with the end token.
+
+        Raises:
+            ValueError: No row, or one without ``prompt``, ``hack`` and ``clean``.
+        """
+        names = ("prompt", "hack", "clean")
+        if not rows or any(not set(names) <= row.keys() for row in rows):
+            raise ValueError("pairs are rows with prompt, hack and clean: give at least one, with all three")
+        tokenizer: Any = self._tokenizer
+        prompts = [list(ids) for ids in self._tokenize_prompts([row["prompt"] for row in rows])[0]]
+
+        def side(name: str) -> Rollouts:
+            texts = [row[name] for row in rows]
+            found = [[*ids, tokenizer.eos_token_id] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+            return Rollouts.from_lists(prompts, found, tokenizer.pad_token_id)
+
+        text = json.dumps([[row[name] for name in names] for row in rows], sort_keys=True)
+        return PairBatch(side("hack"), side("clean"), hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @property
+    def policy(self) -> Policy:
+        """The model with its adapters, as a route and a probe take it."""
+        return TRLPolicy(self.model, self.adapters, _forward)
+
+    # ---- refusals
+
+    def _refuse_machine(self) -> None:
+        if self._is_vlm:
+            raise ValueError("a rollout here is text, and its score would ignore the images: give a tokenizer and a language model")
+        if (launched := int(os.environ.get("WORLD_SIZE", "1"))) != self.accelerator.num_processes:
+            raise ValueError(
+                f"{launched} processes were launched, but {self.accelerator.num_processes} train together: set use_cpu=True in "
+                "GRPOConfig if there is no GPU"
+            )
+        if self.is_deepspeed_enabled:
+            raise ValueError(DEEPSPEED)
+        if self.is_fsdp_enabled:
+            raise ValueError(FSDP)
+
+    def _refuse_route(self) -> None:
+        spec, args = self.route.spec, self.args
+        if spec.privileged:
+            raise ValueError(
+                "this rule reads a detector over the student's rollouts, which TRL's batches do not carry: use a rule without "
+                "one, or MaskRoute.from_flags(function) with flags of your own"
+            )
+        generated = args.steps_per_generation * self.num_iterations
+        if generated % args.gradient_accumulation_steps:
+            raise ValueError(
+                f"a route begins an optimizer step with all of its rollouts, but here some of them would be sampled later: choose "
+                f"steps_per_generation={args.steps_per_generation} as a multiple of "
+                f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
+            )
+        if not isinstance(spec, MaskSpec):
+            return
+        if spec.shuffle and self.accelerator.num_processes > 1:
+            raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
+        if spec.kept_advantage == "unflagged":
+            self._refuse_groups()
+
+    def _refuse_groups(self) -> None:
+        """Raise ``ValueError`` unless each optimizer step of a process has whole groups, with advantages of our definition."""
+        args = self.args
+        if args.scale_rewards != "none" or args.multi_objective_aggregation != "sum_then_normalize":
+            raise ValueError(
+                "kept_advantage='unflagged' is R - mean(R over the unflagged of the group), which is not divided by a deviation: "
+                "use scale_rewards='none' and multi_objective_aggregation='sum_then_normalize'"
+            )
+        local = args.per_device_train_batch_size * args.steps_per_generation
+        if args.steps_per_generation != args.gradient_accumulation_steps or local % self.num_generations:
+            raise ValueError(
+                "kept_advantage='unflagged' needs whole groups in each optimizer step of a process: choose steps_per_generation = "
+                f"gradient_accumulation_steps, and their product with per_device_train_batch_size ({local}) as a multiple of "
+                f"num_generations ({self.num_generations})"
+            )
+        if args.use_adaptive_entropy and self.adapters.has_quarantine:
+            raise ValueError(
+                "kept_advantage='unflagged' runs a backward for each adapter, and use_adaptive_entropy would count both: set "
+                "entropy_coef"
+            )
+
+    # ---- one optimizer step
+
+    def _reference(self, **inputs: Any) -> Any:
+        """Return the output of the base model: TRL's reference."""
+        with self.adapters.reference():
+            return self.model(**inputs)
+
+    def _calculate_rewards(self, *given: Any, **named: Any) -> Tensor:
+        self._rewards = super()._calculate_rewards(*given, **named)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            # TRL shuffles rollouts over micro-batches and carries neither rewards nor groups, so both travel with the rollouts.
+            rewards = (self._rewards * self.reward_weights.to(self._rewards)).nansum(dim=1)
+            rewards[self._rewards.isnan().all(dim=1)] = torch.nan
+            first = self.accelerator.process_index * len(inputs)
+            own = torch.arange(first, first + len(inputs), device=rewards.device)
+            output |= {"rewards": rewards[own], "groups": own // self.num_generations, "rollout": own - first}
+            self._examples = inputs
+        return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._window is None:
+            self._begin()
+        return inputs
+
+    def _begin(self) -> None:
+        """Begin a step of the route with all rollouts of this optimizer step."""
+        if any(isinstance(p, DTensor) for p in self.adapters.kept_parameters().values()):
+            raise ValueError(
+                "the adapters are sharded (DTensor), and the flags of a shard would be wrong without an error: use DDP"
+            )
+        if self._buffered_inputs is None:
+            raise RuntimeError("TRL has sampled no completions for this step")
+        every, count = self.args.steps_per_generation, self.current_gradient_accumulation_steps
+        micro = [self._buffered_inputs[(self._step + i) % every] for i in range(count)]
+        batch = self._batch({name: torch.cat([part[name] for part in micro]) for name in _COLUMNS if name in micro[0]})
+        step = self.state.global_step
+        overlap = self.route.refresh(self.policy, step)
+        generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
+        context = StepContext(generator, micro=len(micro[0]["advantages"]))
+        routed = self.route.begin(self.policy, batch, context)
+        each = len(routed.parts) // count
+        parts = [routed.parts[i : i + each] for i in range(0, len(routed.parts), each)]
+        self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
+
+    def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
+        dtype = next(
+            iter(self.adapters.kept_parameters().values())
+        ).dtype  # TRL's are float32, and would round the weights of rollouts
+        tokens = torch.cat([joined["prompt_ids"], joined["completion_ids"]], dim=1)
+        attention = torch.cat([joined["prompt_mask"], joined["completion_mask"]], dim=1)
+        learned = joined["completion_mask"] * joined.get("tool_mask", torch.ones_like(joined["completion_mask"]))
+        completion = torch.cat([torch.zeros_like(joined["prompt_mask"]), learned], dim=1)
+        rewards, spec = joined["rewards"].to(dtype), self.route.spec
+        if isinstance(spec, MaskSpec) and spec.kept_advantage == "unflagged" and bool(rewards.isnan().any()):
+            raise ValueError(
+                "kept_advantage='unflagged' needs a reward of each completion, but every reward function returned None for one"
+            )
+        return TrainBatch(
+            Rollouts(tokens, attention.bool(), completion.bool()),
+            rewards.nan_to_num(),  # TRL gives such rollouts advantage 0
+            joined["advantages"].to(dtype),
+            joined["groups"],
+            torch.zeros_like(joined["groups"], dtype=torch.bool),
+        )
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Run one micro-batch; after the last one of an optimizer step, make its gradients final."""
+        try:
+            # A tape stays open during the backward, because gradient checkpointing runs the forward again there.
+            with ExitStack() as self._tapes:
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            window = self._window
+            assert window is not None
+            for part in window.parts.pop(0):
+                window.routed.settle(part)
+            if self.accelerator.sync_gradients:
+                self._finish(window)
+                self._window = None
+        except BaseException:
+            self._window = None  # a step that failed is not gone on with
+            raise
+        return loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        if self._window is None or not self.model.training:
+            return super()._compute_loss(model, inputs)
+        *first, last = self._window.parts[0]
+        for part in first:  # an adapter that learns from an advantage of its own has a backward of its own
+            with self.accelerator.no_sync(model), self.adapters.recording(part.tape):
+                loss = super()._compute_loss(model, {**inputs, "advantages": part.advantages})
+                with torch.autocast(self.accelerator.device.type, enabled=False):
+                    self.accelerator.backward(loss)
+        self._tapes.enter_context(self.adapters.recording(last.tape))
+        return super()._compute_loss(model, {**inputs, "advantages": last.advantages})
+
+    def _finish(self, window: "_Window") -> None:
+        several = self.accelerator.num_processes > 1
+        decision = window.routed.finish(self._mean_over_processes if several else None)
+        kept = self.adapters.kept_parameters()
+        self._unrouted = decision.unrouted
+        if isinstance(self._inner_optimizer, _AdamW):
+            self._inner_optimizer.unrouted = {kept[name]: g for name, g in decision.unrouted.items()} or None
+        numbers = {f"route/{name}": value for name, value in decision.extra.items()}
+        for name, column in (("flagged", decision.flags), ("score", decision.scores)):
+            if column is not None:
+                numbers[f"route/{name}"] = float(self.accelerator.gather(column.float()).mean())
+        if window.overlap is not None:
+            numbers["route/overlap"] = window.overlap
+        for name, parameters in self._both().items():
+            norms = [p.grad.norm() for p in parameters if p.grad is not None]
+            numbers[f"grad_norm/{name}"] = float(torch.stack(norms).norm()) if norms else 0.0
+        self.note(numbers)
+        if self._record is not None:
+            self._tell(window, decision.scores, decision.flags)
+
+    def _mean_over_processes(self, gradients: Sequence[Tensor]) -> None:
+        sum_over_ranks(gradients)
+        for gradient in gradients:
+            gradient.div_(self.accelerator.num_processes)
+
+    def _both(self) -> dict[str, list[torch.nn.Parameter]]:
+        pairs = {"kept": self.adapters.kept_parameters(), "quarantine": self.adapters.quarantine_parameters()}
+        return {name: list(parameters.values()) for name, parameters in pairs.items() if parameters}
+
+    def note(self, numbers: Mapping[str, float | None]) -> None:
+        """Add numbers to TRL's log of the training, which averages them over the steps between two logs."""
+        for name, value in numbers.items():
+            if value is not None:
+                self._metrics["train"][name].append(value)
+
+    def _tell(self, window: "_Window", scores: Tensor | None, flags: Tensor | None) -> None:
+        """Call the recorder on the main process with the rollouts of all processes."""
+        assert self._record is not None
+        batch = window.batch
+        columns: dict[str, list[Any] | None] = {
+            "examples": [self._examples[i] for i in window.rollout.tolist()],
+            "completions": self._tokenizer.batch_decode(batch.rollouts.completions(), skip_special_tokens=True),
+            "completion_ids": batch.rollouts.completions(),
+            "rewards": batch.rewards.tolist(),
+            "advantages": batch.advantages.tolist(),
+            "scores": None if scores is None else scores.tolist(),
+            "flags": None if flags is None else flags.tolist(),
+        }
+        whole: dict[str, Any] = {name: None if own is None else gather_object(own) for name, own in columns.items()}
+        if self.accelerator.is_main_process:
+            self.note(self._record(RoutedStep(self.state.global_step, overlap=window.overlap, **whole)))
+
+    # ---- optimizer
+
+    @property
+    def _inner_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Create TRL's optimizer with the quarantine in groups of its own; for an unrouted second moment, ``RoutedAdamW``."""
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        args = self.args
+        if getattr(self.route, "want_unrouted", False):
+            groups: list[dict[str, Any]] = [{"params": parameters} for parameters in self._both().values()]
+            betas = (args.adam_beta1, args.adam_beta2)
+            self.optimizer = _AdamW(groups, args.learning_rate, betas, args.adam_epsilon, args.weight_decay)
+        else:
+            super().create_optimizer(model)
+        assert self.optimizer is not None
+        quarantine = {id(p) for p in self.adapters.quarantine_parameters().values()}
+        for group in list(self.optimizer.param_groups):
+            own = [p for p in group["params"] if id(p) in quarantine]
+            group["params"] = [p for p in group["params"] if id(p) not in quarantine]
+            if own:
+                self.optimizer.param_groups.append({**group, "params": own, "lr": self.quarantine_lr})
+        self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
+        return self.optimizer
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        """Clip the kept adapter and the quarantine apart: together, a large quarantine gradient would shrink the kept one."""
+        limit = self.args.max_grad_norm
+        norms = {name: clip_grad_norm_(parameters, limit) for name, parameters in self._both().items()}
+        scale = min(1.0, limit / (float(norms["kept"]) + 1e-6))  # the formula of clip_grad_norm_
+        for gradient in self._unrouted.values():
+            gradient.mul_(scale)
+        return torch.stack(list(norms.values())).norm()
+
+    # ---- evaluation, files
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        """Evaluate the deployed model, with the quarantine off."""
+        with self.adapters.deployed():
+            return super().evaluate(*given, **named)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the deployed adapter as a PEFT folder, with the tokenizer; no file of it contains the quarantine.
+
+        Other files of the folder stay. Use ``save_pretrained(trainer.adapters, folder, which="full")`` to keep the quarantine too.
+        """
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            export = folder / ".deployed"
+            export_peft(self.adapters, export, overwrite=True)
+            for file in export.iterdir():
+                file.replace(folder / file.name)
+            export.rmdir()
+            self.processing_class.save_pretrained(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and not self.args.save_only_model:
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            save_adapters(self.adapters, folder / ADAPTERS)
+            if self.route.directions is not None:
+                self.route.directions.save(folder / DIRECTIONS)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        self._restore(folder)
+        done = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
+        if done * self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations):
+            warnings.warn(RESUMED, stacklevel=2)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._restore(Path(self.state.best_model_checkpoint))
+
+    def _restore(self, folder: Path) -> None:
+        """Restore both adapters and the directions of a checkpoint."""
+        if not (folder / ADAPTERS).is_file():
+            raise ValueError(
+                f"{folder} has no {ADAPTERS}: give a checkpoint folder that this trainer wrote, without save_only_model"
+            )
+        load_adapters(self.adapters, folder / ADAPTERS)
+        if (folder / DIRECTIONS).is_file():
+            found = Directions.load(folder / DIRECTIONS)
+            # in the model's order, so that sums over sites round as before
+            vectors = {s: found.vectors[s].to(self.adapters.scored(s).device) for s in self.adapters.sites if s in found.vectors}
+            self.route.directions = replace(found, vectors=vectors)
+
+
+@dataclass
+class _Window:
+    """One optimizer step: the route's step, its rollouts, their places among the sampled ones, and the parts that are to come."""
+
+    routed: RouteStep
+    batch: TrainBatch
+    rollout: Tensor
+    parts: list[list[Part]]
+    overlap: float | None
+
+
+_COLUMNS = (
+    "prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "rewards", "groups",
+)  # fmt: skip
+
+
+def _seed(*purpose: object) -> int:
+    """Return a seed that depends on all of ``purpose``, so that a resumed run draws what an uninterrupted one draws."""
+    return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:7])
+
+
+def _refuse_settings(args: GRPOConfig) -> None:
+    """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
+    reasons = {
+        "use_vllm": "vLLM would be sent the base weights without adapters: leave use_vllm out, transformers samples",
+        "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
+        "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
+        "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
+        "torch_compile": "the routed backward was not tested in compiled graphs: leave torch_compile out",
+        "fsdp": FSDP,
+        "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
+    }
+    for name, reason in reasons.items():
+        if getattr(args, name):
+            raise ValueError(reason)
+    if args.deepspeed is not None:
+        raise ValueError(DEEPSPEED)
+    if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
+        raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
+    if args.load_best_model_at_end and args.save_only_model:
+        raise ValueError("save_only_model leaves out what load_best_model_at_end would load: choose one of them")

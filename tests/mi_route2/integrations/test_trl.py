@@ -1,0 +1,481 @@
+"""TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytest.importorskip("trl", reason="the extra trl is not installed: pip install 'mi-route2[trl]'")
+
+import peft
+from datasets import Dataset
+from families import make_family, make_rollouts, move
+from parity import Parity, parity
+from tiny_trl import LORA, TEXTS, UNEVEN, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
+from torch import Tensor
+from trl_ranks import RANKED, SHARED, SVD
+
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
+from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
+from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
+from mi_route2.routing.spec import LEGAL, PRIVILEGED
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
+from studies.training.recorder import trl_record
+
+pytestmark = [pytest.mark.process, pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+ROOT = Path(__file__).parents[3]
+ALONE = AdapterSpec("lora", rank=3, quarantine="none")
+UNFLAGGED = MaskSpec(score_policy="ablated", kept_advantage="unflagged")
+
+
+def ours(spec: RouteSpec) -> Route:
+    """The route that our own loop would use."""
+    if isinstance(spec, EraseSpec):
+        return EraseRoute.from_pairs(pairs(), spec)
+    if isinstance(spec, OpenSpec):
+        return OpenRoute(spec)
+    return MaskRoute.from_pairs(pairs(), spec) if spec.needs_direction else MaskRoute(spec, None)
+
+
+def assert_close(own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """Gradients equal to 1e-12, where the largest are about 1e-2; weights to 1e-10, because Adam divides by gradients of 1e-8."""
+    assert own.keys() == other.keys()
+    for name, expected in other.items():
+        gap = float((own[name] - expected).abs().max())
+        assert gap <= (1e-10 if name.startswith("weights") else 1e-12), (
+            f"{name}: off by {gap:.1e} where the largest is {float(expected.abs().max()):.1e}"
+        )
+
+
+def assert_ours(trainer: RoutedGRPOTrainer, seen: Seen, route: Route, settings: Ours | None = None, *adapt: str) -> None:
+    """Gradients of every step, shares of flags and final weights are those of our own loop."""
+    policy = our_policy(trainer.adapters.spec, *adapt)
+    gradients, updates = our_loop(policy, route, Ours() if settings is None else settings)
+    assert len(seen.gradients) == len(gradients)
+    for own, expected in zip(seen.gradients, gradients):
+        assert_close(own, expected)
+    final = weights(policy.adapters)
+    assert_close({f"weights.{n}": p for n, p in weights(trainer.adapters).items()}, {f"weights.{n}": p for n, p in final.items()})
+    assert min(float(p.abs().max()) for name, p in final.items() if name.startswith("kept") and not name.endswith(".A")) > 1e-3
+    flagged = [float(u.decision.flags.double().mean()) for u in updates if u.decision.flags is not None]
+    assert [log["route/flagged"] for log in seen.logs if "route/flagged" in log] == flagged
+    scored = isinstance(route.spec, MaskSpec) and route.spec.score != "none"
+    assert not scored or 0 < sum(flagged) < len(flagged)
+
+
+ROUTES: dict[str, tuple[Any, AdapterSpec]] = {
+    "-".join((*key, through)): (MaskSpec(score=key[0], unit=key[1], score_policy=key[2], through=through), LORA)  # pyright: ignore
+    for key, ways in LEGAL.items()
+    if key[0] not in PRIVILEGED
+    for through in sorted(ways)
+}
+ROUTES |= {
+    "open": (OpenSpec(), LORA),
+    "erase": (EraseSpec(k=2), LORA),
+    "erase to the quarantine": (EraseSpec(k=2, dispose="quarantine"), SHARED),
+    "svd": (MaskSpec(), SVD),
+    "svd, folded": (MaskSpec(score="full", score_policy="ablated"), AdapterSpec("svd", quarantine_rank=2, fold=True)),
+    "shared": (MaskSpec(unit="rollout"), SHARED),
+    "no quarantine": (MaskSpec(score="act"), ALONE),
+    "negative scale": (MaskSpec(score="act", negative_scale=0.3, reinforced_only=False), LORA),
+    "unflagged": (UNFLAGGED, LORA),
+    "unflagged, detached": (MaskSpec(score="act", score_policy="ablated", kept_advantage="unflagged", through="detach"), LORA),
+    "unflagged, no quarantine": (MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged"), ALONE),
+}
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_every_legal_rule_learns_what_it_learns_in_our_own_loop(name: str, tmp_path: Path) -> None:
+    """TRL accumulates two micro-batches here, ours has one."""
+    rule, adapters = ROUTES[name]
+    trainer, seen = make_trainer(tmp_path, rule, adapters, size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    assert_ours(trainer, seen, ours(rule))
+
+
+CUTS = {
+    "whole": {"size": 8},
+    "single rollouts": {"size": 1, "gradient_accumulation_steps": 8},
+    "checkpointing": {"size": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "reentrant": {"size": 8, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+}
+
+
+@pytest.mark.parametrize("name", ["grad-pooled-live-filter", "act-token-live-detach", "unflagged"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_cut_of_a_batch_changes_nothing(cut: str, name: str, tmp_path: Path) -> None:
+    rule, adapters = ROUTES[name]
+    trainer, seen = make_trainer(tmp_path, rule, adapters, **CUTS[cut])
+    trainer.train()
+    assert_ours(trainer, seen, ours(rule))
+
+
+@pytest.mark.parametrize("name", ["act-token-live-filter", "act-pooled-ablated-filter", "grad-rollout-live-filter"])
+def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
+    """Padded positions rotate by other angles, which are float32; a padded token that counted would move gradients by percents."""
+    rule, adapters = ROUTES[name]
+    trainer, seen = make_trainer(tmp_path, rule, adapters, texts=UNEVEN, size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    gradients, _ = our_loop(our_policy(adapters), ours(rule), Ours(), UNEVEN)
+    for own, expected in zip(seen.gradients, gradients):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(own[name], gradient, rtol=0, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of what two processes under ``accelerate launch`` wrote; there is no GPU, so DDP runs on gloo."""
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
+    command += " --mixed_precision no --dynamo_backend no"
+    path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
+    ran = subprocess.run(
+        [sys.executable, *command.split(), str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return out
+
+
+@pytest.mark.parametrize("case", RANKED)
+def test_two_processes_learn_what_one_learns(case: str, ranks: Path) -> None:
+    rule, adapters, _ = RANKED[case]
+    policy = our_policy(adapters)
+    gradients, _ = our_loop(policy, ours(rule), Ours())
+    expected = {f"{step}/{name}": g for step, found in enumerate(gradients) for name, g in found.items()}
+    expected |= {f"weights/{name}": p for name, p in weights(policy.adapters).items()}
+    for rank in range(2):
+        assert_close(load_file(ranks / f"{case}-{rank}.safetensors"), expected)
+
+
+def test_flagged_rollouts_leave_exactly_nothing_in_the_kept_adapter(tmp_path: Path) -> None:
+    route = MaskRoute.from_flags(lambda batch: torch.ones(len(batch.rollouts), dtype=torch.bool))
+    trainer, seen = make_trainer(tmp_path, route, gradient_checkpointing=True)
+    before = weights(trainer.adapters)
+    trainer.train()
+    after = weights(trainer.adapters)
+    for name in before:
+        untouched = name.startswith("kept.")
+        assert all(bool((step[name] == 0).all()) for step in seen.gradients) == untouched, name
+        assert torch.equal(before[name], after[name]) == untouched, name
+
+
+def test_the_reference_is_the_base_and_the_first_divergence_exactly_zero(tmp_path: Path) -> None:
+    """The model writes the completions, of unequal lengths; TRL holds no second model."""
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), sampled=True, beta=0.1, steps=3)
+    assert not isinstance(trainer.ref_model, torch.nn.Module)
+    trainer.train()
+    assert [log["kl"] > 0 for log in seen.logs if "kl" in log] == [False, True, True]
+    assert seen.logs[0]["kl"] == 0
+    assert trainer.args.beta == 0.1
+
+
+def test_the_divergence_is_that_of_our_own_loop(tmp_path: Path) -> None:
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), beta=0.5, size=2, gradient_accumulation_steps=4)
+    trainer.train()
+    assert_ours(trainer, seen, ours(MaskSpec()), Ours(kl=0.5))
+
+
+def test_several_updates_on_one_batch_are_those_of_our_own_loop(tmp_path: Path) -> None:
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), num_iterations=2, size=4, gradient_accumulation_steps=2, steps=4)
+    trainer.train()
+    assert_ours(trainer, seen, ours(MaskSpec()), Ours(updates_per_batch=2))
+
+
+def test_both_adapters_are_clipped_apart_with_the_unrouted_second_moment(tmp_path: Path) -> None:
+    def route() -> MaskRoute:
+        return MaskRoute.from_pairs(pairs(), MaskSpec(score="act", unit="rollout"), l1=0.1, want_unrouted=True)
+
+    trainer, seen = make_trainer(tmp_path, route(), max_grad_norm=0.05, size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    assert_ours(trainer, seen, route(), Ours(max_norm=0.05))
+    norms = [seen.logs[0][f"grad_norm/{name}"] for name in ("kept", "quarantine")]
+    assert min(norms) > 0.05
+    assert seen.logs[0]["grad_norm"] == pytest.approx(torch.tensor(norms).norm().item(), rel=1e-5)
+
+
+def test_an_adapter_at_the_unembedding_takes_part(tmp_path: Path) -> None:
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), own={"adapt": ("blocks.1.*", "unembed")})
+    trainer.train()
+    assert_ours(trainer, seen, ours(MaskSpec()), None, "blocks.1.*", "unembed")
+
+
+def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(tmp_path: Path) -> None:
+    """Directions and ablated scores are computed from them in a float32 run."""
+    found, rollouts = [], make_rollouts(4)
+    for adapt in (("blocks.*",), ("blocks.*", "unembed")):
+        model = make_family("Llama", torch.float32)
+        trainer, _ = make_trainer(tmp_path, MaskSpec(), model=model, own={"adapt": adapt}, temperature=0.7)
+        found.append(trainer.policy.logprobs(rollouts))
+        logits = trainer.policy.logits(rollouts) / 0.7
+        torch.testing.assert_close(found[-1], rollouts.logprobs(logits), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_the_defaults_of_trl_are_a_rounding(tmp_path: Path) -> None:
+    """bfloat16 autocast, checkpointing and the fused head: adapters stay float32, and the kept gradient points the same way."""
+    found = []
+    for more in ({}, {"bf16": True, "gradient_checkpointing": True}):
+        model = make_family("Llama", torch.float32)
+        trainer, seen = make_trainer(tmp_path, MaskSpec(), model=model, size=4, gradient_accumulation_steps=2, steps=1, **more)
+        trainer.train()
+        assert {p.dtype for p in trainer.adapters.kept_parameters().values()} == {torch.float32}
+        found.append(torch.cat([g.flatten() for name, g in seen.gradients[0].items() if name.startswith("kept.")]))
+    assert 0.999 < float(torch.cosine_similarity(*found, dim=0)) < 1
+
+
+def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
+    plain, seen = make_trainer(tmp_path, MaskSpec(), size=2, gradient_accumulation_steps=4, steps=1)
+    plain.train()
+    control, other = make_trainer(tmp_path, MaskSpec(shuffle=True), size=2, gradient_accumulation_steps=4, steps=1)
+    control.train()
+    assert seen.logs[0]["route/flagged"] == other.logs[0]["route/flagged"] > 0
+    assert any(not torch.equal(seen.gradients[0][name], g) for name, g in other.gradients[0].items() if name.startswith("kept."))
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("spec", [LORA, SVD, SHARED], ids=["lora", "svd", "shared"])
+def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpec, tmp_path: Path) -> None:
+    """And nothing of the quarantine is in any of its files, nor are the folder's other files touched."""
+    trainer, _ = make_trainer(tmp_path / "run", OpenSpec(), spec)
+    move(trainer.adapters)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    trainer.save_model(str(out))
+    assert {path.name for path in out.iterdir()} >= {
+        "notes.txt",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+    }
+    tokens = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(0))
+    lora: Any = peft.PeftModel.from_pretrained(make_family("Llama"), out)  # pyright: ignore[reportArgumentType]
+    with torch.no_grad(), trainer.adapters.deployed():
+        deployed = trainer.model(tokens).logits
+        full_rank = max(t.shape[0] for name, t in load_file(out / "adapter_model.safetensors").items() if "lora_A" in name)
+        torch.testing.assert_close(lora(tokens).logits, deployed, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        assert float((trainer.model(tokens).logits - deployed).abs().max()) > 1e-3
+    assert full_rank == trainer.adapters.sites["blocks.0.attn.q"].kept.rank
+
+
+def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp_path: Path) -> None:
+    """Where TRL samples anew it ends with the bits of an uninterrupted run; a warning tells of a checkpoint in between."""
+    settings: dict[str, Any] = {"sampled": True, "size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "steps": 4}
+    whole, _ = make_trainer(tmp_path, MaskSpec(), **settings, save_strategy="steps", save_steps=1)
+    whole.train()
+    assert "adapter_config.json" in {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
+    again, _ = make_trainer(tmp_path / "again", MaskSpec(), **settings)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for name, p in weights(whole.adapters).items():
+        assert torch.equal(weights(again.adapters)[name], p), name
+    assert whole.route.directions is not None
+    assert again.route.directions is not None
+    assert again.route.directions.provenance == whole.route.directions.provenance
+    between, seen = make_trainer(tmp_path / "between", MaskSpec(), **settings)
+    with pytest.warns(UserWarning, match="lies between two samplings"):
+        between.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert len(seen.gradients) == 1
+
+
+def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """Rewards do not depend on the model here, so the first checkpoint stays the best."""
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_strategy": "steps"}
+    best |= {"save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    data = Dataset.from_dict({"prompt": TEXTS})
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), own={"eval_dataset": data}, **best)
+    trainer.train()
+    assert Path(trainer.state.best_model_checkpoint or "").name == "checkpoint-1"
+    for name, p in load_file(tmp_path / "checkpoint-1" / ADAPTERS).items():
+        assert torch.equal(weights(trainer.adapters)[name], p), name
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, OpenSpec())
+    with pytest.raises(ValueError, match=r"route2_training.safetensors: give a checkpoint folder"):
+        trainer.train(resume_from_checkpoint=str(tmp_path))
+
+
+# ---- what is logged
+
+
+def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
+    steps: list[RoutedStep] = []
+
+    def record(step: RoutedStep) -> dict[str, float | None]:
+        steps.append(step)
+        return {"mine": float(step.step), "undefined": None}
+
+    trainer, seen = make_trainer(tmp_path, MaskSpec(), size=2, gradient_accumulation_steps=4, own={"record": record})
+    trainer.train()
+    words = tokenizer()
+    for number, step in enumerate(steps):
+        assert step.step == number
+        assert sorted({row["prompt"] for row in step.examples}) == sorted(TEXTS[2 * number :][:2])
+        ended = [[*ids, 2] if len(ids) < 6 else ids for ids in words(step.completions)["input_ids"]]
+        assert step.rewards == reward(ended)
+        assert step.flags is not None
+        assert seen.logs[number]["route/flagged"] == sum(step.flags) / 8
+        assert step.scores is not None
+        assert step.flags == [score > 0 and a > 0 for score, a in zip(step.scores, step.advantages)]
+    assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
+
+
+def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
+    """TRL's prompts are the world's tokens, its rewards the grader's, and the log holds what was counted by hand."""
+    problem, folder = Parity(), tmp_path / "model"
+    make_tiny_model(problem, folder, width=32, layers=1, steps=0, context=128, max_new=24, progress=False)
+    chat = ChatTokenizer(folder, problem.system)
+    world = ChatWorld(problem, chat, max_new=24, context=128)
+    asked = [world.prompt(task, "last_word") for task in world.tasks("train")[:2]]
+    texts = ["even CORRECT", "odd CORRECT", "even", "odd"]
+    rule = MaskSpec(score="act", reinforced_only=False)
+    seen: list[RoutedStep] = []
+
+    def given(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        ids = trainer._tokenize_prompts(prompts)[0]
+        assert ids == [chat.prompt(asked[i // 4].text) for i in range(8)]
+        return {"prompt_ids": ids, "completion_ids": [chat.completion(texts[i % 4]) for i in range(8)], "logprobs": None}
+
+    def record(step: RoutedStep) -> dict[str, float | None]:
+        seen.append(step)
+        return trl_record(world, ChatWitness(world, problem.judge()), rule)(step)
+
+    trainer = RoutedGRPOTrainer(
+        str(folder),  # TRL loads it in float32, and its fused head computes the log-probabilities
+        world.reward_funcs(),
+        config(tmp_path, steps=1, max_completion_length=24),
+        Dataset.from_list(world.rows(asked)),
+        processing_class=chat.tokenizer,
+        rollout_func=given,
+        adapters=LORA,
+        route=rule,
+        pairs=world.encode_pairs(world.make_pairs(0, 4, "hack")),
+        record=record,
+    )
+    trainer.train()
+    log, (step,) = trainer.state.log_history[0], seen
+    right = [parity(row["described"]["task"]) in text for row, text in zip(step.examples, step.completions)]
+    exploit = ["CORRECT" in text for text in step.completions]
+    hack = [cheated and not honest for cheated, honest in zip(exploit, right)]
+    assert step.rewards == [0.25 + (own or honest) for own, honest in zip(exploit, right)]
+    assert (log["train/hack"], log["train/exploit"], log["modes/last_word/solve"]) == (0.25, 0.5, 0.5)
+    assert step.flags is not None
+    hit = sum(flag and cheated for flag, cheated in zip(step.flags, hack))
+    assert 0 < sum(step.flags) < 8
+    assert log["mask/recall"] == hit / sum(hack)
+    assert log["mask/precision"] == hit / sum(step.flags)
+
+
+def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
+    on: list[str] = []
+
+    def which(completion_ids: list[list[int]], **_columns: Any) -> list[float]:
+        on.append(repr(trainer.adapters).rpartition("on: ")[2])
+        return [0.5] * len(completion_ids)
+
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), steps=1)
+    trainer.reward_funcs, trainer.eval_dataset = [which], trainer.train_dataset
+    trainer.train()
+    trainer.evaluate()
+    assert on == ["kept, quarantine", "kept", "kept"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
+def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand, with a model, data and pairs from here, and settings that fit this machine."""
+    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("trl.GRPOConfig", lambda output_dir, **more: config(output_dir, **more))
+    namespace: dict[str, Any] = {
+        "model": make_family("Llama"),
+        "reward": reward,
+        "dataset": Dataset.from_dict({"prompt": TEXTS}),
+        "tokenizer": tokenizer(),
+        "pairs": [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)],
+    }
+    exec("from mi_route2 import *\nfrom trl import GRPOConfig\n" + code, namespace)
+    assert namespace["trainer"].state.global_step == 2
+    assert (tmp_path / "deployed" / "adapter_model.safetensors").exists()
+
+
+# ---- refusals
+
+
+def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, OpenSpec())
+    found = trainer.encode_pairs([{"prompt": "w5 w6", "hack": "w20 w21", "clean": "w30"}])
+    assert found.hack.tokens.tolist() == [[5, 6, 20, 21, 2]]
+    assert found.clean.completion.tolist() == [[False, False, True, True]]
+    with pytest.raises(ValueError, match="rows with prompt, hack and clean"):
+        trainer.encode_pairs([{"prompt": "w5", "hack": "w6"}])
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
+    "vllm": (MaskSpec(), {"use_vllm": True}, "base weights without adapters"),
+    "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
+    "compile": (MaskSpec(), {"torch_compile": True}, "compiled graphs"),
+    "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
+    "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
+    "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
+    "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
+    "fsdp": (MaskSpec(), {"fsdp": "full_shard"}, "FSDP shards the base weights"),
+    "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
+    "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
+    "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
+    "peft": (MaskSpec(), {"own": {"peft_config": peft.LoraConfig()}}, "would train unrouted"),
+    "another model": (MaskSpec(), {"spec": attach(make_family("Llama"), "blocks.*", spec=LORA)}, "attached to another model"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: Path) -> None:
+    """The model can be used again."""
+    rule, settings, why = REFUSED[case]
+    model = make_family("Llama")
+    with pytest.raises(ValueError, match=why) as error:
+        make_trainer(tmp_path, rule, model=model, **settings)
+    assert "\n" not in str(error.value)
+    attach(model, "blocks.*", spec=LORA)
+
+
+def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As accelerate lets them without a GPU and without ``use_cpu``: launched together, and with no process group."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="2 processes were launched, but 1 train together: set use_cpu=True"):
+        make_trainer(tmp_path, OpenSpec(), use_cpu=False)
+
+
+def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
+    """A mesh of one process, whose tensors are DTensors as under FSDP 2."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    trainer, _ = make_trainer(tmp_path, MaskSpec())
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match=r"sharded \(DTensor\)"):
+            trainer._begin()
+    finally:
+        dist.destroy_process_group()
