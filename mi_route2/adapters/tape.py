@@ -153,6 +153,7 @@ class Tape:
         self.kept, self.quarantine = kept, quarantine
         self.inputs, self.outputs, self.l1, self.real = inputs, outputs, l1, real
         self._packing: Packing | None = None
+        self._packed: bool | None = None
         self.without_quarantine = False
         """True if a forward with gradients ran while the quarantine was attached but switched off."""
         self._backward: set[str] = set()
@@ -163,20 +164,28 @@ class Tape:
         """Return the places of rollouts in ``t`` if it is one row of all real tokens, ``[1, n, d]`` or ``[n, d]``; else ``None``.
 
         Raises:
-            ValueError: ``t`` has another layout than ``[b, s, d]``, ``[b * s, d]`` or such a row.
+            ValueError: ``t`` has another layout than ``[b, s, d]``, ``[b * s, d]`` or such a row, or than other calls had.
         """
-        if t.shape[:-1] in ((self.rollouts, self.tokens), (self.rollouts * self.tokens,)):
-            return None
-        if self._packing is None and self.real is not None:
-            self._packing = Packing(self.real.to(t.device))
-        packing = self._packing
-        if packing is not None and t.shape[:-1] in ((1, packing.tokens), (packing.tokens,)):
-            return packing
-        packed = "" if packing is None else f" (or {packing.tokens} real tokens in one row)"
-        raise ValueError(
-            f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw {tuple(t.shape)}; "
-            "give the tape the layout of the batch that the model runs"
-        )
+        found = None
+        if t.shape[:-1] not in ((self.rollouts, self.tokens), (self.rollouts * self.tokens,)):
+            if self._packing is None and self.real is not None:
+                self._packing = Packing(self.real.to(t.device))
+            found = self._packing
+            if found is None or t.shape[:-1] not in ((1, found.tokens), (found.tokens,)):
+                packed = "" if found is None else f" (or {found.tokens} real tokens in one row)"
+                raise ValueError(
+                    f"this tape was made for {self.rollouts} rollouts of {self.tokens} tokens{packed}, but a Linear saw "
+                    f"{tuple(t.shape)}; give the tape the layout of the batch that the model runs"
+                )
+        if self._packed not in (None, found is not None):
+            # some tokens that happen to be as many as the real ones would be taken for all of them
+            layout = "packed" if self._packed else "padded"
+            raise ValueError(
+                f"a Linear saw {tuple(t.shape)}, and others the {layout} layout: leave it out of the patterns of attach if it gets "
+                "some tokens only"
+            )
+        self._packed = found is not None
+        return found
 
     def rows(self, t: Tensor) -> Tensor:
         """Return ``t`` as ``[b, s, d]``, 0 on the padding of a packed batch; ``ValueError`` for any other layout."""

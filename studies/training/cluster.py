@@ -66,9 +66,7 @@ class Cluster:
         if importlib.util.find_spec("submitit") is None:
             raise ValueError("a cluster needs submitit: pip install 'mi-route2[slurm]'")
         if self.kind == "slurm" and shutil.which("srun") is None:
-            raise ValueError(
-                "there is no Slurm here (no srun): run this on a machine of a cluster, or leave --executor out"
-            )
+            raise ValueError("there is no Slurm here (no srun): run this on a machine of a cluster, or leave --executor out")
 
     def executor(self, folder: Path) -> Any:
         """Return submitit's executor with these settings; the errors of ``demand``."""

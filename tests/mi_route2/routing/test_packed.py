@@ -126,7 +126,11 @@ def test_a_row_of_another_length_is_refused() -> None:
     real = torch.tensor([[True, True, False], [True, False, False]])
     with pytest.raises(ValueError, match=r"2 rollouts of 3 tokens \(or 3 real tokens in one row\)"):
         Tape(2, 3, real=real).packing(torch.zeros(1, 4, 5))
-    assert Tape(2, 3, real=real).packing(torch.zeros(3, 5)) is not None
+    for first, second in ((torch.zeros(3, 5), torch.zeros(2, 3, 5)), (torch.zeros(6, 5), torch.zeros(1, 3, 5))):
+        tape = Tape(2, 3, real=real)
+        assert (tape.packing(first) is None) == (len(first) == 6)
+        with pytest.raises(ValueError, match="leave it out of the patterns of attach"):
+            tape.packing(second)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 2**31))
