@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mi_route2.checks import checked
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import GLOBAL, Held, Reading, SteeringState
+from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer, Vector, VectorLike, score
+from mi_route2.steering.state import Held, Reading, SteeringState
 from mi_route2.steering.table import demand_fit
 
 

@@ -25,7 +25,20 @@ from mi_route2.steering.plan import (
     requarantined,
     watch_of,
 )
-from mi_route2.steering.specs import ZEROS, Monitor, Number, Steer, Steering, Vector, VectorLike, looker, plain, summed, term
+from mi_route2.steering.specs import (
+    GLOBAL,
+    ZEROS,
+    Monitor,
+    Number,
+    Steer,
+    Steering,
+    Vector,
+    VectorLike,
+    looker,
+    plain,
+    summed,
+    term,
+)
 from mi_route2.steering.table import Full, Rows, row_key
 
 
@@ -257,8 +270,6 @@ def _listed(names: Mapping[str, object]) -> str:
 
 __all__ = ["Full", "Reading", "Readings", "SteeringState"]
 
-GLOBAL = "global:"
-"""Prefix, in readings, of the names of monitors that watch every request."""
 PLANS = 128
 """Number of cached plans of single-token layouts; exact mode needs several, because requests run in turn in batches of one."""
 
