@@ -1,7 +1,7 @@
 """Steering state of many requests at once, and its application in one forward over a batch of them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from sys import float_info
 from typing import Any
@@ -639,6 +639,11 @@ class SteeringState:
         self._steps, slots = plan
         self._layout, self._forward = layout, Forward(layout.positions.shape, slots)
         return bool(self._steps)
+
+    @property
+    def acting(self) -> Collection[Site]:
+        """The sites at which something is steered or monitored in the forward that was begun last."""
+        return self._steps.keys()
 
     def _planned(self, layout: Layout) -> tuple[dict[Site, SiteStep], int]:
         acting = [self._acting(piece.request) for piece in layout.pieces]

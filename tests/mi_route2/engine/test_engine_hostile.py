@@ -17,7 +17,7 @@ from mi_route2.adapters import Adapters
 from mi_route2.engine.controllers import Action, Controllers, SetTier, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Work
-from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.request import Capture, EngineRequest, Request, Result
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
@@ -959,6 +959,33 @@ class Interrupting:
         if self.texts == 3:
             raise KeyboardInterrupt
         return "a" * len(ids)
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_an_interrupt_while_values_are_stored_stores_none_of_them_twice(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of three requests is run again: the first ones had their values already, in memory and in a run."""
+    host, store = open_host("torch", make_family("MicroGPT", torch.float64)), RunStore()
+    engine, usual, calls = Engine(host, store=store), EngineRequest.keep, 0
+
+    def keep(self: EngineRequest, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        usual(self, *args)
+
+    monkeypatch.setattr(EngineRequest, "keep", keep)
+    numbers = [engine.submit(Request(PROMPT, ASK, capture=(Capture(SITE),), run=run)) for run in (None, "run", None)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    found = {one.request: one for _ in range(3) for one in engine.step()}
+    assert [(found[one].finish, found[one].error) for one in numbers] == [("length", None)] * 3
+    first, _, last = (found[one] for one in numbers)
+    positions = list(range(len(PROMPT) + ASK.max_new - 1))
+    assert list(first.captured[SITE].positions) == list(last.captured[SITE].positions) == positions
+    assert store.positions("run", SITE) == positions
+    assert far(first.captured[SITE].rows, last.captured[SITE].rows) < CLOSE
+    assert far(first.captured[SITE].rows, store.rows("run", SITE, positions)) < CLOSE
 
 
 def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_ever() -> None:
