@@ -250,6 +250,8 @@ class Requests:
     def override(self, request: int, config: str | None) -> None:
         known = {name: Held(name, spec) for name, spec in self.of(request).configs.items()}
         known = self.held | known
+        if (now := self.of(request).override) is not None:
+            known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
         if config is not None and config not in known:
             raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
         self.route(request, None if config is None else known[config])

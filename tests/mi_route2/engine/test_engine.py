@@ -197,7 +197,7 @@ def test_exact_has_the_same_bits_in_any_company_and_any_cut(family: str, how: st
 
 
 def test_exact_has_the_same_bits_whatever_neighbors_do_at_the_unembedding() -> None:
-    """Its adapters are read and written at every column of a prompt, and a product of many rows rounds otherwise than one of one."""
+    """Its adapters are read and written at every column of a prompt, and a product of many rows rounds otherwise."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = LlamaConfig(**{**FAMILIES["Llama"].to_diff_dict(), "hidden_size": 64, "vocab_size": 1000})
