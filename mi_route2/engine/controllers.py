@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mi_route2.checks import checked
 from mi_route2.sites import Site
-from mi_route2.steering.specs import Monitor, Number, Steer, Vector, VectorLike, score
-from mi_route2.steering.state import GLOBAL, Held, Reading, SteeringState
+from mi_route2.steering.specs import GLOBAL, Monitor, Number, Steer, Vector, VectorLike, score
+from mi_route2.steering.state import Held, Reading, SteeringState
 from mi_route2.steering.table import demand_fit
 
 
@@ -129,12 +129,12 @@ ACTIONS = (SetTier, ClearTier, Override, ClearOverride, SetScale, SetMonitor, Cl
 def apply_all(state: SteeringState, actions: Iterable[object], source: str = "") -> list[Outcome]:
     """Apply the actions of one source in one step, in order.
 
-    An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates. So it fails closed:
-    a rejected ``SetMonitor`` of a request restores the row and scale that it had before this call, and a later override of that
-    request is rejected.
+    An override whose monitor is rejected would act on every token instead of the tokens that the monitor gates, and the scale of an
+    override that is rejected on the request's own vectors. So both fail closed: a rejected ``SetMonitor`` or ``Override`` of a
+    request restores the row and scale that it had before this call, and a later override or scale of that request is rejected.
     """
     before: dict[int, tuple[Held | None, float]] = {}
-    closed: set[int] = set()
+    closed: dict[int, str] = {}
     outcomes: list[Outcome] = []
     for action in actions:
         request: Any = getattr(action, "request", None) if isinstance(action, ACTIONS) else None
@@ -142,13 +142,15 @@ def apply_all(state: SteeringState, actions: Iterable[object], source: str = "")
             outcomes.append(apply(state, action, source))
             continue
         if isinstance(action, Override | SetScale) and request in closed:
-            outcomes.append(Rejected(action, source, f"the monitor of request {request} was rejected, and this goes with it"))
+            outcomes.append(
+                Rejected(action, source, f"the {closed[request]} of request {request} was rejected, and this goes with it")
+            )
             continue
         if isinstance(action, Override | ClearOverride | SetScale) and request not in before:
             before[request] = state.routing(request), state.scale_of(request)
         outcomes.append(apply(state, action, source))
-        if isinstance(action, SetMonitor) and isinstance(outcomes[-1], Rejected):
-            closed.add(request)
+        if isinstance(action, SetMonitor | Override) and isinstance(outcomes[-1], Rejected):
+            closed[request] = "monitor" if isinstance(action, SetMonitor) else "override"
             if request in before:
                 routing, scale = before[request]
                 state.route(request, routing)
@@ -542,8 +544,7 @@ class ProbePolicy:
             return []
         if not follow.engaged:
             return [ClearOverride(request), SetScale(1.0, request)]
-        scale = SetScale(gain, request)
-        return [scale] if was else [Override(request, self.config), scale]
+        return [Override(request, self.config), SetScale(gain, request)]  # together, because the scale is the configuration's
 
     def _gain(self, above: float) -> float:
         return self.gain * min(max(above / self.hysteresis, 0.0), 1.0) if self.proportional else self.gain

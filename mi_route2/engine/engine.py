@@ -15,7 +15,7 @@ cache. An engine must be used from one thread.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from math import isfinite
 from time import monotonic
@@ -276,11 +276,14 @@ class Engine:
         most: dict[int, int] = {}
         found: dict[int, Result] = {}
         others: list[Result] = []
+        owners = set(self._owners)
         try:
             for request in requests:
                 most[self.submit(request)] = request.sampling.max_new
             with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
                 while len(found) < len(most):
+                    if not self.busy:
+                        raise RuntimeError("the engine was paused while these requests ran: call resume() and submit them again")
                     before = self.tokens
                     done = self.step()
                     ended = {one.request: one for one in done if one.request in most}
@@ -289,7 +292,7 @@ class Engine:
                     # a request that stopped early counts as complete
                     bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
         except BaseException:
-            self._withdraw(most)
+            self._withdraw(most, owners)
             raise
         finally:
             self._done = others + self._done
@@ -458,11 +461,16 @@ class Engine:
         self._steering.found(self.decoder.quarantines())
         self._refit = True
 
-    def _withdraw(self, requests: Iterable[int]) -> None:
-        """Remove requests as if they had never been submitted."""
+    def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
+        """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
         gone = set(requests)
         for number in gone & self._sequences.keys():
-            self._end(self._sequences[number], "error", "withdrawn")  # its unfinished run is not kept
+            one = self._sequences[number]
+            new = {one.request.owner} - owners
+            self._owners.update(new)  # so that what the owner held before does not end with this request
+            self._end(one, "error", "withdrawn")  # its unfinished run is not kept
+            self._owners.subtract(new)
+        self._owners = +self._owners
         self._residents.rules.withdraw(gone)
         self._done = [one for one in self._done if one.request not in gone]
 

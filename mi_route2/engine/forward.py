@@ -76,10 +76,13 @@ class Forward:
         self._steered = False
 
     def run(
-        self, layout: Layout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None
+        self, layout: Layout, tokens: Tensor, cache: View, work: dict[Site, Work], keep: Tensor | None, steered: bool
     ) -> tuple[Tensor, Readings | None]:
-        """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings."""
-        self._steered = self._steering.begin(layout)
+        """Return the logits ``[b n v]`` at the columns ``keep``, and the monitor readings.
+
+        ``steered`` is the answer of ``SteeringState.begin(layout)``.
+        """
+        self._steered = steered
         self._need(work.keys() | self._steering.sites() if self._steered else work.keys())
         self._work = work
         self._fired.clear()
@@ -252,28 +255,24 @@ class Runner:
         """Run one forward and advance each request's ``computed``; return the logits at the end of each piece."""
         device = self.decoder.device
         layout = Layout.of([Piece(one.id, start, count, one.prompt) for one, start, count in group], device)
-        width = layout.positions.shape[1]
+        width, steered = layout.positions.shape[1], self.steering.begin(layout)
         if width == 1:
             tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
         else:
             rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
             tokens = torch.tensor(rows, device=device)
             columns = sorted({count - 1 for _, _, count in group})
-            if self._unembedding(work):
+            if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):
                 columns = list(range(width))  # the unembedding's adapters are read and written at every column
             keep = torch.tensor(columns, device=device)
         cache = self.slots.view(layout, [one.row for one, *_ in group], aligned=self._exact)
-        logits, readings = self._forward.run(layout, tokens, cache, work, keep)
+        logits, readings = self._forward.run(layout, tokens, cache, work, keep, steered)
         for one, start, count in group:
             one.computed = start + count
         if keep is None:
             return logits[:, 0], readings
         ends = torch.searchsorted(keep, torch.tensor([count - 1 for *_, count in group], device=device))
         return logits[torch.arange(len(group), device=device), ends], readings
-
-    def _unembedding(self, work: dict[Site, Work]) -> bool:
-        """Return whether there is work at the unembedding's adapters."""
-        return any(site.layer is None for site in (*work, *self.steering.sites()))
 
     def _work(self, group: Group) -> dict[Site, Work]:
         """Return the captures and patches of the forward, by site."""

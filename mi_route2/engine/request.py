@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from math import nan
 from types import MappingProxyType
 from typing import Annotated, Literal, NamedTuple
@@ -143,7 +144,7 @@ class EngineRequest:
     ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it runs;
     ``saved`` holds its keys and values while it is preempted. ``lost`` is called if the run that it writes cannot go on.
     ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are looked for. ``noted`` is the steering
-    state's change count when ``acts`` was last updated for generated tokens.
+    state's change count when ``acts`` was last updated for generated tokens. ``kept`` is the last position that each capture has.
     """
 
     id: int
@@ -166,8 +167,8 @@ class EngineRequest:
     published: int = 0
     writer: Writer | None = None
     lost: Callable[["EngineRequest", str], object] | None = None
-    captured: dict[int, tuple[list[int], list[Tensor]]] = field(default_factory=dict)
-    kept: set[int] = field(default_factory=set)
+    captured: dict[int, list[tuple[list[int], Tensor]]] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -198,14 +199,16 @@ class EngineRequest:
         return min((row for rows in first for row in rows), default=self.prompt)
 
     def keep(self, number: int, positions: list[int], rows: Tensor) -> None:
-        """Store the activations of capture ``number``."""
-        self.kept.add(number)
+        """Store the activations of capture ``number``, but for positions that are stored: an interrupted forward is run again."""
+        stored = sum(position <= self.kept.get(number, -1) for position in positions)
+        positions, rows = positions[stored:], rows[stored:].detach()
+        if not positions:
+            return
         if self.request.run is not None:
             self._write(self.request.capture[number].site, positions, rows)
-            return
-        held = self.captured.setdefault(number, ([], []))
-        held[0].extend(positions)
-        held[1].append(rows.detach())
+        else:
+            self.captured.setdefault(number, []).append((positions, rows))
+        self.kept[number] = positions[-1]
 
     def note(self, position: int, readings: Mapping[str, Reading]) -> None:
         """Store what monitors read at a position."""
@@ -244,8 +247,9 @@ class EngineRequest:
         """Move the captures into the result, or close the run; the run of a failed request is discarded."""
         result = self.result
         result.unfired = self.unfired()
-        for number, (positions, rows) in self.captured.items():
-            result.captured[self.request.capture[number].site] = Captured(tuple(positions), torch.cat(rows))
+        for number, stored in self.captured.items():
+            positions = tuple(chain.from_iterable(some for some, _ in stored))
+            result.captured[self.request.capture[number].site] = Captured(positions, torch.cat([rows for _, rows in stored]))
         if self.writer is not None and result.finish == "error":
             self.writer.abort()
         elif self.writer is not None:

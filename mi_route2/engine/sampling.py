@@ -119,7 +119,10 @@ def _greatest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
 def _truncated(logits: Float[Tensor, "n v"], how: Sequence[Sampling]) -> Float[Tensor, "n v"]:
     """Return each row's probabilities at its temperature, 0 outside of its top k and its nucleus."""
     temperature = torch.tensor([one.temperature for one in how], dtype=logits.dtype, device=logits.device)
-    probabilities = (logits / temperature[:, None]).softmax(-1)
+    scaled = logits / temperature[:, None]
+    # Quotients by a temperature near 0 may all be infinite; those of the distances from the greatest logit never are.
+    distances = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    probabilities = torch.where(scaled.amax(-1, keepdim=True).isfinite(), scaled, distances).softmax(-1)
     for i, one in enumerate(how):
         if not one.top_k and one.top_p == 1.0:
             continue

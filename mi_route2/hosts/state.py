@@ -30,10 +30,11 @@ class ModelState:
         self._modules: list[nn.Module] = []
         self._tensors: list[Tensor] = []
         self._settings: list[tuple[Mapping[str, object], str]] = []
+        self._classes: list[type[nn.Module]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
         self.opaque = False
-        """True if a function of somebody else's (a hook, a forward on a module itself) acts: its own numbers are not compared."""
+        """True if somebody else's function (a hook, a forward put on a module or class) acts: its own numbers are not compared."""
         self.current: tuple[object, ...] = ()
         self.digest = b""
         """SHA-256 of ``current``, of which every block of the prefix cache is named."""
@@ -47,7 +48,9 @@ class ModelState:
         self._modules, self._tensors = list(model.modules()), list(named.values())
         self._settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
-        self.opaque = any("forward" in vars(m) for m in self._modules) or any(not _of_bridge(hook) for hook in self._functions())
+        self._classes = list(dict.fromkeys(map(type, self._modules)))
+        functions = any(not _of_bridge(hook) for hook in self._functions())
+        self.opaque = functions or any("forward" in vars(m) for m in self._modules) or any(map(_given_forward, self._classes))
         content = checksum(named)
         self.current = (*self._quick(), content)
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
@@ -81,8 +84,9 @@ class ModelState:
         # torch never uses the id of a hook again
         hooks = tuple(n for m in self._modules for n in (*m._forward_hooks, *m._forward_pre_hooks))
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
-        # A forward that was put on the module itself, another class, another scale or epsilon.
-        code = (*map(type, self._modules), *(own.get(name) for own, name in self._settings))
+        # A forward that was put on the module itself or on its class, another class, another scale or epsilon.
+        forwards = (one.forward for one in self._classes)
+        code = (*map(type, self._modules), *forwards, *(own.get(name) for own, name in self._settings))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         kind = self._tensors[0].device.type if self._tensors else "cpu"
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
@@ -92,6 +96,12 @@ class ModelState:
 def _of_bridge(hook: object) -> bool:
     """Return whether a bridge has put the hook on its own modules (hooks that users add are functions of ``hook_points``)."""
     return str(getattr(hook, "__module__", "")).startswith("transformer_lens.model_bridge.")
+
+
+def _given_forward(kind: type[nn.Module]) -> bool:
+    """Return whether a class has a forward that was not written in it, but put on it later."""
+    owner = next(one for one in kind.__mro__ if "forward" in vars(one))
+    return owner is not nn.Module and getattr(owner.forward, "__qualname__", "") != f"{owner.__qualname__}.forward"
 
 
 def _settings(module: nn.Module) -> list[str]:

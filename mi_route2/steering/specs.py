@@ -126,6 +126,8 @@ TIERS = ("base", "prefill", "decode")
 KINDS = (*TIERS, "clamps", "monitors")
 ZEROS = "zeros"
 """Built-in name, which no vector may take: as the source of a patch it stands for zeros."""
+GLOBAL = "global:"
+"""Prefix, in readings, of the names of monitors that watch every request."""
 CLAMPS = 4
 """Maximum number of clamps of one request at a site."""
 
@@ -384,6 +386,10 @@ class Monitor:
     name: Annotated[str, AfterValidator(_called), Field(validate_default=True)] = ""
 
     def __post_init__(self) -> None:
+        if self.name.startswith(GLOBAL):
+            raise ValueError(
+                f"{self.name!r} is read as the monitor {self.name.removeprefix(GLOBAL)!r} of all requests: give it another name"
+            )
         named = (*(self.gates or ()), *(self.quarantined or ()), *(entry.site for entry in self.adds))
         for site in named:
             if not self.reaches(site):

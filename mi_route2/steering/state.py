@@ -1,7 +1,7 @@
 """Steering state of many requests at once, and its application in one forward over a batch of them."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from sys import float_info
 from typing import Any
@@ -25,7 +25,20 @@ from mi_route2.steering.plan import (
     requarantined,
     watch_of,
 )
-from mi_route2.steering.specs import ZEROS, Monitor, Number, Steer, Steering, Vector, VectorLike, looker, plain, summed, term
+from mi_route2.steering.specs import (
+    GLOBAL,
+    ZEROS,
+    Monitor,
+    Number,
+    Steer,
+    Steering,
+    Vector,
+    VectorLike,
+    looker,
+    plain,
+    summed,
+    term,
+)
 from mi_route2.steering.table import Full, Rows, row_key
 
 
@@ -237,6 +250,8 @@ class Requests:
     def override(self, request: int, config: str | None) -> None:
         known = {name: Held(name, spec) for name, spec in self.of(request).configs.items()}
         known = self.held | known
+        if (now := self.of(request).override) is not None:
+            known.setdefault(now.name, now)  # a configuration that was dropped stays in effect where it acts
         if config is not None and config not in known:
             raise ValueError(f"request {request} cannot be routed to {config!r}; there are: {_listed(known)}")
         self.route(request, None if config is None else known[config])
@@ -257,8 +272,6 @@ def _listed(names: Mapping[str, object]) -> str:
 
 __all__ = ["Full", "Reading", "Readings", "SteeringState"]
 
-GLOBAL = "global:"
-"""Prefix, in readings, of the names of monitors that watch every request."""
 PLANS = 128
 """Number of cached plans of single-token layouts; exact mode needs several, because requests run in turn in batches of one."""
 
@@ -628,6 +641,11 @@ class SteeringState:
         self._steps, slots = plan
         self._layout, self._forward = layout, Forward(layout.positions.shape, slots)
         return bool(self._steps)
+
+    @property
+    def acting(self) -> Collection[Site]:
+        """The sites at which something is steered or monitored in the forward that was begun last."""
+        return self._steps.keys()
 
     def _planned(self, layout: Layout) -> tuple[dict[Site, SiteStep], int]:
         acting = [self._acting(piece.request) for piece in layout.pieces]

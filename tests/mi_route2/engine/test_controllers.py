@@ -235,6 +235,17 @@ def test_an_override_fails_closed_with_its_monitor():
         assert any(isinstance(outcome, Rejected) and "the site has 16" in outcome.reason for outcome in outcomes)
 
 
+@pytest.mark.parametrize("batch", [[Override(0, "calmm"), SetScale(0.5, 0)], [SetScale(0.5, 0), Override(0, "calmm")]])
+def test_a_scale_goes_with_the_override_that_is_rejected(batch):
+    """It was meant for the configuration, and would scale the request's own vectors."""
+    state = new_state()
+    state.admit(0, Steering(base=(Steer(SITE, V[:16]),)))
+    before = state.content(0, decode=True)
+    outcomes = apply_all(state, batch, "test")
+    assert "calmm" in " ".join(one.reason for one in outcomes if isinstance(one, Rejected))
+    assert (state.content(0, decode=True), state.scale_of(0)) == (before, 1.0)
+
+
 def test_sites_that_are_taken_back_between_steps_are_explained_and_end_no_step(host):
     script = Script({})
     found = stepper(host, script)

@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
@@ -18,7 +19,7 @@ from mi_route2.runs.record import Where
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Steer, Steering
 from tests.support.alone import alone
-from tests.support.families import SPECS, VOCAB, make_family, move
+from tests.support.families import FAMILIES, SPECS, VOCAB, make_family, move
 
 HOSTS = ("torch", "transformer_lens")
 POINTS = ("resid_pre", "resid_mid", "resid_post", "attn_in", "attn_out", "q", "k", "v", "z", "mlp_in", "mlp_out")
@@ -193,6 +194,20 @@ def test_exact_has_the_same_bits_in_any_company_and_any_cut(family: str, how: st
     found = exactly(made, [*others, *mine])[3:] if how not in EXACT else exactly(made, mine, **EXACT[how])
     for one, other in zip(found, truth, strict=True):
         assert torch.equal(one, other)
+
+
+def test_exact_has_the_same_bits_whatever_neighbors_do_at_the_unembedding() -> None:
+    """Its adapters are read and written at every column of a prompt, and a product of many rows rounds otherwise."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(**{**FAMILIES["Llama"].to_diff_dict(), "hidden_size": 64, "vocab_size": 1000})
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    made = open_host("torch", model)
+    move(made.attach("unembed", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7)), 0.2)
+    prompt, ask = tuple(range(3, 27)), Sampling(max_new=2, logprob_token_ids=tuple(range(1000)))
+    steering = Steering(base=(Steer(Site(None, "kept_a", "unembed"), random((4,))),))
+    (truth,) = exactly(made, [Request(prompt, ask)])
+    assert torch.equal(exactly(made, [Request(prompt[1:], ask, steering=steering), Request(prompt, ask)])[1], truth)
 
 
 def test_a_preempted_request_goes_on_as_if_nothing_had_been() -> None:

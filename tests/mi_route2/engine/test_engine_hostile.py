@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mi_route2.adapters import Adapters
 from mi_route2.engine.controllers import Action, Controllers, SetTier, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.forward import Work
-from mi_route2.engine.request import Capture, Request, Result
+from mi_route2.engine.request import Capture, EngineRequest, Request, Result
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
@@ -109,7 +110,14 @@ def replace_number(host: Host) -> Callable[[], object]:
     return lambda: setattr(norm, "variance_epsilon", old)
 
 
-CODE = [replace_forward, replace_class, replace_number]
+def replace_forward_of_the_class(host: Host) -> Callable[[], object]:
+    kind: Any = type(host.model.get_submodule("model.layers.0.mlp"))
+    usual = kind.forward
+    kind.forward = lambda self, x: 2 * usual(self, x)
+    return lambda: setattr(kind, "forward", usual)
+
+
+CODE = [replace_forward, replace_class, replace_forward_of_the_class, replace_number]
 
 
 @pytest.mark.parametrize("change", CODE)
@@ -385,6 +393,23 @@ def test_a_buffer_that_is_written_again_changes_no_patch() -> None:
     assert far(table(result), fresh) < CLOSE
 
 
+def test_a_controller_that_pauses_the_engine_ends_a_generate_and_not_the_process() -> None:
+    class Pauses:
+        name = "pauses"
+
+        def on_step(self, view: StepView) -> list[Action]:
+            if view.step == 1:
+                engine.pause("keep")
+            return []
+
+    host, _ = adapted()
+    engine = Engine(host, controllers=Controllers([Pauses()]))
+    with pytest.raises(RuntimeError, match="paused"):
+        engine.generate([Request(PROMPT, ASK)], progress=False)
+    engine.resume()
+    assert not engine.busy
+
+
 def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
     class Canceller:
         name = "canceller"
@@ -608,30 +633,35 @@ def test_a_shorter_piece_writes_no_padding_behind_the_end_of_its_row(family: str
         assert far(table(result)[0], wanted) < CLOSE
 
 
-@pytest.mark.parametrize(("name", "own"), [("torch", False), ("torch", True), ("transformer_lens", False)])
-def test_nothing_is_reused_under_a_function_that_may_hold_numbers_of_its_own(name: str, own: bool) -> None:
-    """A hook, or a forward that was put on a module, whose vector changes between two requests: torch counts nothing."""
+@pytest.mark.parametrize(
+    ("name", "where"), [("torch", "hook"), ("torch", "module"), ("torch", "class"), ("transformer_lens", "hook")]
+)
+def test_nothing_is_reused_under_a_function_that_may_hold_numbers_of_its_own(name: str, where: str) -> None:
+    """A hook, or a forward that was put on a module or a class, whose vector changes between two requests: torch counts nothing."""
     host = open_host(name, make_family("Qwen3", torch.float64))
     vector = VECTOR.clone()
     engine = Engine(host, block=4)
     before = generated(engine, Request(PROMPT, ASK))[0]
     block: Any = Decoder(host).blocks[0]
     site = Site(0, "mlp_out")
-    usual = block.mlp.forward
+    owner: Any = type(block.mlp) if where == "class" else block.mlp
+    usual = owner.forward
 
     def adds(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return usual(*args, **kwargs) + vector
+        return usual(*args, **kwargs) + vector * float(where != "class" or args[0] is block.mlp)
 
-    with host.hooks({} if own else {site: lambda h: h + vector}):
-        if own:
-            block.mlp.forward = adds
+    with host.hooks({site: lambda h: h + vector}) if where == "hook" else nullcontext():
+        if where != "hook":
+            owner.forward = adds
         for _ in range(2):
             found, anew = (generated(one, Request(PROMPT, ASK))[0] for one in (engine, Engine(host, block=4)))
             assert far(found, anew) < CLOSE
             assert far(found, before) > 0.01
             vector.mul_(-3)
-    if own:
+    if where == "module":
         del block.mlp.forward
+    elif where == "class":
+        owner.forward = usual
     hits = engine.prefixes.hits
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
@@ -676,6 +706,27 @@ def test_an_action_that_cannot_be_read_is_rejected_and_no_request_outlives_its_l
     (result,) = engine.generate([Request((3, 4, 5), sampling)], progress=False)
     assert (result.finish, len(result.tokens)) == ("length", 3)
     assert engine.controllers.ledger.counts["forgetful"]["rejected"] == 3
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_generate_that_is_withdrawn_ends_nothing_that_an_owner_held_before(runs: bool) -> None:
+    """As if its requests had never been submitted; but an owner whose own last request ended meanwhile is gone."""
+    host, _ = adapted()
+    engine, calm = Engine(host), Steering(decode=(Steer(SITE, VECTOR),))
+    if runs:
+        engine.submit(Request(PROMPT, Sampling(max_new=1), owner="alice"))
+    engine.steering.hold("calm", calm, owner="alice")
+
+    def several():
+        yield Request(PROMPT, ASK, owner="alice")
+        engine.step()
+        yield Request((VOCAB,))
+
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        engine.generate(several(), progress=False)
+    assert list(engine.steering.snapshot()["configs"]) == ([] if runs else ["calm"])
+    engine.generate([Request(PROMPT, ASK, owner="alice")], progress=False)
+    assert not engine.steering.snapshot()["configs"]
 
 
 def test_an_owner_stays_as_long_as_requests_of_its_wait_and_no_longer() -> None:
@@ -867,12 +918,8 @@ def test_an_interrupt_in_a_forward_loses_nothing_of_what_a_step_has_computed(for
     monitor = Steering(monitors=(Monitor(SITE, VECTOR, name="m"),))
     requests = [Request(PROMPT, ASK), Request(PROMPT[:9], ASK, capture=(Capture(SITE),), readings=True, steering=monitor)]
     truth = [Engine(host, exact=True).generate([one], progress=False)[0] for one in requests]
-    engine, count, interrupts = Engine(host, exact=exact), 0, 0
-    numbers, results = [engine.submit(requests[0])], {}
-    engine.step()
-    numbers.append(engine.submit(requests[1]))
     kind: Any = type(Decoder(host).blocks[1])
-    usual = kind.forward
+    usual, count, interrupts = kind.forward, -100, 0
 
     def interrupted(self: Any, *args: Any, **given: Any) -> Any:
         nonlocal count
@@ -882,6 +929,11 @@ def test_an_interrupt_in_a_forward_loses_nothing_of_what_a_step_has_computed(for
         return usual(self, *args, **given)
 
     monkeypatch.setattr(kind, "forward", interrupted)
+    engine = Engine(host, exact=exact)
+    numbers, results = [engine.submit(requests[0])], {}
+    engine.step()
+    numbers.append(engine.submit(requests[1]))
+    count = 0
     for _ in range(20):
         try:
             results |= {one.request: one for one in engine.step()}
@@ -907,6 +959,33 @@ class Interrupting:
         if self.texts == 3:
             raise KeyboardInterrupt
         return "a" * len(ids)
+
+
+@pytest.mark.parametrize("call", [2, 3])
+def test_an_interrupt_while_values_are_stored_stores_none_of_them_twice(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of three requests is run again: the first ones had their values already, in memory and in a run."""
+    host, store = open_host("torch", make_family("MicroGPT", torch.float64)), RunStore()
+    engine, usual, calls = Engine(host, store=store), EngineRequest.keep, 0
+
+    def keep(self: EngineRequest, *args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise KeyboardInterrupt
+        usual(self, *args)
+
+    monkeypatch.setattr(EngineRequest, "keep", keep)
+    numbers = [engine.submit(Request(PROMPT, ASK, capture=(Capture(SITE),), run=run)) for run in (None, "run", None)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    found = {one.request: one for _ in range(3) for one in engine.step()}
+    assert [(found[one].finish, found[one].error) for one in numbers] == [("length", None)] * 3
+    first, _, last = (found[one] for one in numbers)
+    positions = list(range(len(PROMPT) + ASK.max_new - 1))
+    assert list(first.captured[SITE].positions) == list(last.captured[SITE].positions) == positions
+    assert store.positions("run", SITE) == positions
+    assert far(first.captured[SITE].rows, last.captured[SITE].rows) < CLOSE
+    assert far(first.captured[SITE].rows, store.rows("run", SITE, positions)) < CLOSE
 
 
 def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_ever() -> None:

@@ -309,6 +309,15 @@ def test_a_drawn_token_is_that_of_the_walk_by_hand(temperature: float, top_k: in
     assert torch.equal(values, rows.gather(1, chosen[:, None])[:, 0])
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("temperature", [1e-200, 1e-308, 5e-324])
+def test_a_temperature_near_0_is_greedy_also_where_a_quotient_is_infinite(temperature: float, sign: float) -> None:
+    """Logits of one sign: all quotients are infinite, and their softmax is no number."""
+    rows = sign * LOGITS.abs()
+    for how in (Sampling(temperature=temperature), Sampling(temperature=temperature, top_k=3, top_p=0.5)):
+        assert torch.equal(choose(rows, [how] * 5, [0.3] * 5)[0], rows.argmax(-1))
+
+
 def test_draws_have_the_distribution_and_belong_to_the_request() -> None:
     """20,000 draws at temperature 1 against the softmax: chi-squared at 39 degrees of freedom stays below its 1 - 1e-4 quantile."""
     how = Sampling(temperature=1.0, max_new=20_000, seed=3)

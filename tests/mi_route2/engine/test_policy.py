@@ -62,7 +62,7 @@ def test_it_is_its_equations(scores, hysteresis, gain, proportional, smoothing):
         elif was and not engaged:
             assert answers[n] == [ClearOverride(0), SetScale(1.0, 0)]
         elif abs(wanted - said) >= STEP * gain + 1e-9:
-            assert (others, scales) == ([], [pytest.approx(wanted)])
+            assert (others, scales) == ([Override(0, "c")], [pytest.approx(wanted)])
         elif abs(wanted - said) < STEP * gain - 1e-9:
             assert answers[n] == []
         said = next(iter(scales), said) if engaged else 0.0
@@ -170,6 +170,27 @@ def test_a_monitor_that_is_set_on_every_request_is_read_too():
     stepper = Stepper(host, state, Controllers([policy])).run(2)
     assert all("m" not in view.readings for view in stepper.views[0].requests)
     assert {one.request for one in policy.decisions if one.engaged} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("when", ["never", "dropped"])
+def test_a_configuration_that_is_not_held_leaves_the_requests_own_vectors_alone(when):
+    """Whatever the gain becomes; where it was dropped after the request engaged, it stays in effect and its gain follows."""
+    state, probe = new_state(), direction(1)
+    watch = Monitor(SITE, probe, gates=(), name="m")
+    policy = ProbePolicy("c", -1.0, 4.0, monitor=watch, gain=2.0, proportional=True, smoothing=1.0)
+    if when == "dropped":
+        state.hold("c", Steering(decode=(Steer(LATE, direction(2)),)))
+    state.admit(0, Steering(decode=(Steer(LATE, direction(3)),), monitors=(watch,)))
+    before, controllers = state.content(0, decode=True), Controllers([policy])
+    for step, score in enumerate((0.5, -2.0, -3.0)):
+        controllers.after_step(seen(step, score), state)
+        if when == "never":
+            assert state.content(0, decode=True) == before
+        else:
+            assert (state.routing(0).name, state.scale_of(0)) == ("c", policy.decisions[-1].gain)
+            if step == 0:
+                state.drop("c")
+    assert [one.gain for one in policy.decisions] == [2.0, 1.5, 1.0]
 
 
 @pytest.mark.parametrize("captured", [False, True])

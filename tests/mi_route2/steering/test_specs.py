@@ -62,6 +62,7 @@ V = [1.0, -2.0, 0.5]
         (lambda: Monitor(SITE, V, quarantine="shut"), "quarantine must be one of open, close or none"),
         (lambda: Monitor(SITE, V, prompt=True), "gates no quarantine"),
         (lambda: Monitor(SITE, V, depth=0.5), "only mode='attenuate' uses"),
+        (lambda: Monitor(SITE, V, name="global:m"), "'global:m' is read as the monitor 'm' of all requests"),
         (lambda: Monitor(SITE, V, mode="attenuate", depth=1.5), "between 0 and 1"),
         (lambda: Steering(clamps=(Clamp(SITE, V, low=0),) * (CLAMPS + 1)), f"at most {CLAMPS}"),
         (lambda: Steering(monitors=(Monitor(SITE, V), Monitor(SITE, [1.0]))), "two monitors"),
