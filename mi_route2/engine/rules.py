@@ -332,17 +332,20 @@ class RuleBook:
                 "a rule for the rest of the conversation needs a conversation: give the request its field conversation "
                 "(conversation_id over HTTP)"
             )
-        latched = self._holding(state, conversation)
+        contents, named = [rule.content() for rule in rules], {**state.vectors, **(vectors or {})}
+        # a rule that holds with newer vectors than those that its names stood for when this request came is not this request's
+        newer = {name for name in vectors or {} if name in state.vectors and named[name].digest != state.vectors[name].digest}
+        latched = [
+            rule for rule in self._holding(state, conversation) if rule.content() not in contents or newer.isdisjoint(rule.names)
+        ]
         known = {rule.content() for rule in latched}
         # a rule that already holds is not added again, and one for the rest of the conversation that is given twice is one rule
-        contents = [rule.content() for rule in rules]
         rules = [
             rule
             for i, rule in enumerate(rules)
             if contents[i] not in known and not (rule.scope == LASTING and contents[i] in contents[:i])
         ]
         self._refuse_full(conversation, known, rules)
-        named = {**state.vectors, **(vectors or {})}
         look = looker(named)
         digests = {name: named[name].digest for rule in rules for name in rule.names if name in named}
         own_adds = [tuple(entry.resolved(look) for entry in rule.add) for rule in rules]
@@ -403,9 +406,11 @@ class RuleBook:
         latches = self._latches.setdefault(run.conversation, {})
         self._latches.move_to_end(run.conversation)
         key, digests = rule.content(), {name: run.digests[name] for name in rule.names}
-        if key not in latches or latches[key].digests != digests:
-            latches[key] = Latch(rule, digests)
-        latches[key].requests.add(request)
+        held = latches.get(key)
+        if held is None or (held.digests != digests and request > max(held.requests, default=-1)):
+            held = latches[key] = Latch(rule, digests)  # a later request has the newer vectors of its names
+        if held.digests == digests:
+            held.requests.add(request)
         assert len(latches) <= RULES, len(latches)  # all that may come to hold are counted when a request is admitted
         while len(self._latches) > self.capacity:
             self._latches.popitem(last=False)

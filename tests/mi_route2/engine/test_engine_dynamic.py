@@ -325,6 +325,22 @@ def test_rules_on_a_request_act_as_the_steering_that_they_say() -> None:
     close(plain, by_hand(host, PROMPT, 6, {SITE: lambda h: h.clone()}))
 
 
+def test_a_request_keeps_its_vector_also_where_its_conversation_holds_the_rule_with_a_newer_one() -> None:
+    """An urgent request overtakes it after the name was registered anew; later requests have the newer vector."""
+    host = host_of()
+    engine, rule = Engine(host, rows=1), Rule("rest_of_conversation", add=(Steer(SITE, "v"),))
+    engine.steering.register("v", VECTOR)
+    engine.submit(Request((3, 4, 5), greedy(3)))
+    engine.step()
+    first = engine.submit(Request(PROMPT, greedy(3), rules=(rule,), conversation="c"))
+    engine.steering.register("v", -3 * VECTOR)
+    second = engine.submit(Request(PROMPT, greedy(3), rules=(rule,), conversation="c", priority=1))
+    found = {result.request: result for _ in range(12) for result in engine.step()}
+    (later,) = engine.generate([Request(PROMPT, greedy(3), conversation="c")], progress=False)
+    for result, vector in ((found[second], -3 * VECTOR), (found[first], VECTOR), (later, -3 * VECTOR)):
+        close(table(result), by_hand(host, PROMPT, 3, {SITE: adding(vector, len(PROMPT))}))
+
+
 def test_a_rule_for_a_conversation_adds_the_vector_that_its_name_had_at_submission() -> None:
     """Registered anew while the request waits; later requests of the conversation are steered by neither vector."""
     host = host_of()
