@@ -32,11 +32,9 @@ from mi_route2.patching.sweep import Finished, Sweep, prepare
 T = TypeVar("T")
 
 GONE = "the engine's thread has ended"
-CREDIT = 0.1
-"""Seconds of sweeps that running requests may be behind at most."""
 IDLE, FRESH = 0.5, 0.05
 """Seconds after which a snapshot is taken anew by a thread that has nothing to do, and by one that is busy."""
-PACE, LONGEST_PACE = 0.002, 0.05
+PACE, LONGEST_PACE = 0.003, 0.1
 """Seconds between two deliveries to the clients, for each stream and at most: a delivery takes as long as several tokens do."""
 LONG = 256
 """Tokens from which on a step takes so long that what was held back is delivered before it."""
@@ -172,7 +170,7 @@ class Owner:
     the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow.
 
     A stream's first token and its end are delivered at once. What comes between is delivered to all clients together, at most every
-    two milliseconds for each stream, up to 50: with many streams of a fast model, several tokens arrive at a time and cost little
+    three milliseconds for each stream, up to 100: with many streams of a fast model, several tokens arrive at a time and cost little
     more than one.
 
     Args:
@@ -269,8 +267,10 @@ class Owner:
 
         def admit(engine: Engine) -> Job:
             self._open()
+            began = time.perf_counter()
             job = Job(self, loop, max(self._backlog, 1 << 20), prepare(engine.host, **{"tokens": self._tokens, **given}))
             self._jobs.append(job)
+            self._spend(time.perf_counter() - began)
             return job
 
         return await self.call(admit)
@@ -345,7 +345,7 @@ class Owner:
         began = time.perf_counter()
         results = self._engine.step()
         now = time.perf_counter()
-        self._credit = min(self._credit + self._share * (now - began), CREDIT)
+        self._credit = min(self._credit + self._share * (now - began), 0.0)
         self._step_seconds += now - began
         for event in self._engine.events:
             if (stream := self._streams.get(event.request)) is not None:
@@ -355,7 +355,7 @@ class Owner:
             if (stream := self._streams.pop(result.request, None)) is not None:
                 stream.result = result
                 at_once[stream] = self._held.pop(stream, []), True
-        if now >= self._due or self._jobs or not self._engine.busy:
+        if now >= self._due or not self._engine.busy:
             self._deliver_held(now, at_once)
         else:
             first = [stream for stream in self._held if not stream._begun]
@@ -389,12 +389,16 @@ class Owner:
         """Run one forward of the sweep whose turn it is, unless running requests have to come first."""
         if not self._jobs or (self._engine.busy and self._credit < 0):
             return
+        self._deliver_held(time.perf_counter())  # a forward may take as long as many tokens
         job, began = self._jobs.popleft(), time.perf_counter()
         if job._forward():
             self._jobs.append(job)
-        took = time.perf_counter() - began
-        self._credit = self._credit - took if self._engine.busy else 0.0
-        self._sweep_seconds += took
+        self._spend(time.perf_counter() - began)
+
+    def _spend(self, seconds: float) -> None:
+        """Note what sweeps took; running requests are owed it."""
+        self._credit = self._credit - seconds if self._engine.busy else 0.0
+        self._sweep_seconds += seconds
 
     def _publish(self) -> None:
         engine, now = self._engine, time.monotonic()

@@ -163,7 +163,7 @@ class Sides:
     def jobs(self) -> list[tuple[list[int], int]]:
         """Return prompts and how many tokens each is to be continued by: the same lengths at each call, for both sides."""
         draw = torch.Generator().manual_seed(0)
-        least, most = self.size.new // 4, self.size.new
+        least, most = self.size.new // 2, self.size.new + self.size.new // 2
         prompts = torch.randint(PROMPT // 2, PROMPT + 1, (2 * STREAMS,), generator=draw).tolist()
         lengths = torch.randint(least, most + 1, (2 * STREAMS,), generator=draw).tolist()
         return [(one[:some], new) for one, some, new in zip(self.prompts(2 * STREAMS), prompts, lengths, strict=True)]
