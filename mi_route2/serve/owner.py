@@ -170,8 +170,8 @@ class Owner:
     the thread has ended, if it has. ``slow`` counts the streams that were cancelled because their readers were too slow.
 
     A stream's first token and its end are delivered at once. What comes between is delivered to all clients together, at most every
-    three milliseconds for each stream, up to 100: with many streams of a fast model, several tokens arrive at a time and cost little
-    more than one.
+    three milliseconds for each stream, up to 100: with many streams of a fast model, several tokens arrive at a time and cost
+    little more than one.
 
     Args:
         engine: the engine; after ``start`` nothing else may touch it or its model.
