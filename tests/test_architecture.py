@@ -216,7 +216,7 @@ def test_the_wheel_holds_every_module_and_nothing_else(monkeypatch: pytest.Monke
 
 
 def test_what_is_imported_is_declared() -> None:
-    """A fresh install must be able to import all of the wheel but the benchmarks and what has extras (lanes, server, trl, slurm)."""
+    """A fresh install can import all of the wheel but the benchmarks and what has extras (lanes, server, TRL, Slurm)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared, lanes, serve, trl = (
