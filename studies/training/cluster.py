@@ -31,12 +31,12 @@ LOOKS = 0.5
 """Seconds between two looks at the logs and the queue."""
 WARNING = 120
 """Seconds before the time limit at which a job is told to go back to the queue."""
-ELSEWHERE = "its job ended without a result ({state}): see {log}; run the same command again to go on"
+LOST = "its job ended without a result ({state}): see {log}; run the same command again to go on"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where jobs are queued.
+    """Cluster, and the shape of a job on it.
 
     Attributes:
         partition: Slurm's partition; ``None`` for the cluster's default.
@@ -192,7 +192,7 @@ class _Queue:
         except Exception as error:  # the job's own, with its trace, or submitit's if it ended without a result
             told = re.search(r"JobError: (.*)", str(error))
             if told or not job.finished:
-                lost = ELSEWHERE.format(state=handle.state.lower(), log=handle.paths.stderr)
+                lost = LOST.format(state=handle.state.lower(), log=handle.paths.stderr)
                 failure = f"{job.name} at seed {job.seed} failed: {told[1] if told else lost}"
         if failure is None:
             display.moved(job, 1 if job.arm is None else 0)
