@@ -14,7 +14,7 @@ request runs alone in chunks of one fixed size, and no bit depends on other requ
 cache. An engine must be used from one thread.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from math import isfinite
@@ -79,7 +79,7 @@ class Engine:
         controllers: controllers that change steering between steps.
         exact: see the module.
         queue: number of requests that may wait; ``None``: any.
-        patience: steps after which a waiting request gains a level of priority; ``None``: never.
+        patience: steps without one of its priority after which the first waiting request gains a level; ``None``: never.
         generator: draws the seeds of sampled requests that give none. ``None``: seeded nondeterministically.
 
     Raises:
@@ -170,7 +170,10 @@ class Engine:
         self.controllers.sync.insert(0, book)
         self.queue, self.paused = queue, False
         self.events: list[Event] = []
-        self._shares = Shares()
+        self._shares: defaultdict[int, Shares] = defaultdict(Shares)
+        """By priority, because what waits or runs at one of them costs nobody a turn at another."""
+        self._moved: set[tuple[int, str]] = set()
+        """Priorities and owners of requests that have left without having run."""
         self._refit = False
         """Whether the model changed, and what acts on all requests or is held was not compared with it."""
         self._kept = False
@@ -232,7 +235,7 @@ class Engine:
         sampling = self._seeded(asked.sampling)
         named = {name: self._steering.vectors[name] for rule in asked.rules for name in rule.names}
         sequence = EngineRequest(number, number, asked, Result(number, seed=sampling.seed), sampling, patches, named)
-        sequence.turn = self._shares.turn(asked.owner, sequence.reach)
+        sequence.turn = self._shares[asked.priority].turn(asked.owner, number, sequence.reach)
         if asked.deadline is not None:
             self._deadlines[sequence] = monotonic() + asked.deadline
         if sampling.stop:
@@ -314,9 +317,10 @@ class Engine:
                     "end before, cancel them, or pause the engine around a change of weights"
                 )
             self.controllers.before_step(self._steering)
+            self._move_up()
             turn = self._residents.plan(self.scheduler)
             for one in turn.admitted:
-                self._shares.served(one.request.owner, one.turn)
+                self._shares[one.request.priority].served(one.request.owner, one.id)
             self._drop_failed()
             if turn.pieces:
                 self._run(turn.pieces)
@@ -360,6 +364,16 @@ class Engine:
                     self._end(one, finish, error)
         if ran.interrupt is not None:
             raise ran.interrupt
+
+    def _move_up(self) -> None:
+        """Give waiting requests the turns of those of their owner that have left without having run."""
+        moved = {number: turn for priority, owner in self._moved for number, turn in self._shares[priority].turns(owner).items()}
+        self._moved.clear()
+        for number, turn in moved.items():
+            one = self._sequences[number]
+            one.turn = min(one.turn, turn)  # one that has gained a level stays the first there
+        if moved:
+            self.scheduler.sort()
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
@@ -657,7 +671,8 @@ class Engine:
         if not self._owners[one.request.owner]:
             del self._owners[one.request.owner]
             self._steering.leave(one.request.owner)
-        self._shares.left(one.request.owner, one.turn)
+        if self._shares[one.request.priority].left(one.request.owner, one.id) is not None:
+            self._moved.add((one.request.priority, one.request.owner))
         self._deadlines.pop(one, None)
         result = one.result
         result.finish, result.error = finish, error

@@ -1,8 +1,9 @@
 """Scheduling: choose the pieces of the next step. Pure logic over lengths and priorities, without tensors.
 
 Running requests come before waiting ones, single tokens before prompt chunks, higher priority before lower, then the owner with the
-smaller share so far, then first come, first served. A request that waits for ``patience`` steps gains a level of priority. A step
-computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
+smaller share so far, then first come, first served. If no request of a priority was admitted for ``patience`` steps while more
+urgent ones were there, the first of those that wait gains a level; it goes first there, but preempts no more than it did before. A
+step computes at most ``budget`` tokens and holds at most ``rows`` requests and ``room`` key-value positions. If room runs out, or a
 request of higher priority waits for a row, the last request of the lowest priority is preempted and keeps its state. The first
 waiting request that lacks a row or room blocks those behind it, so that no request starves. A request that lacks another resource
 is passed by: ``admit`` ensures that no later request takes that resource.
@@ -11,6 +12,7 @@ is passed by: ``admit`` ensures that no later request takes that resource.
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 Answer = Literal["run", "wait", "drop"]
@@ -46,8 +48,21 @@ def urgency(job: Job) -> tuple[int, float, int]:
     return -job.priority, job.turn, job.arrival
 
 
+@dataclass
+class Asked:
+    """Tokens that a waiting request asks for, its turn, and where the engine was when it came."""
+
+    tokens: int
+    came: float
+    turn: float
+
+    @property
+    def end(self) -> float:
+        return self.turn + self.tokens
+
+
 class Shares:
-    """Turns of requests, by which owners that wait get equal shares of the engine.
+    """Turns of requests of one priority, by which owners that wait get equal shares of the engine.
 
     The turns of an owner's requests are as far apart as the tokens that they ask for, and begin where the engine is now (start-time
     fair queueing; Goyal, Vin and Cheng 1996). Requests of a single owner keep their order, and those that end without having run
@@ -57,31 +72,40 @@ class Shares:
     def __init__(self) -> None:
         self._now = 0.0
         self._served: dict[str, float] = {}
-        self._waiting: dict[str, dict[float, float]] = {}
-        """Turn of each waiting request, and the end of its tokens, in order."""
+        self._waiting: dict[str, dict[int, Asked]] = {}
+        """By owner, the waiting requests in order."""
 
-    def turn(self, owner: str, tokens: int) -> float:
+    def turn(self, owner: str, request: int, tokens: int) -> float:
         """Return the turn of an owner's next request."""
         waiting = self._waiting.setdefault(owner, {})
-        last = waiting[next(reversed(waiting))] if waiting else 0.0
+        last = waiting[next(reversed(waiting))].end if waiting else 0.0
         turn = max(self._now, self._served.get(owner, 0.0), last)
-        waiting[turn] = turn + tokens
+        waiting[request] = Asked(tokens, self._now, turn)
         return turn
 
-    def served(self, owner: str, turn: float) -> None:
+    def turns(self, owner: str) -> dict[int, float]:
+        """Return the turns of an owner's waiting requests as if those that left without having run had never been there."""
+        last, waiting = self._served.get(owner, 0.0), self._waiting.get(owner, {})
+        for asked in waiting.values():
+            asked.turn = max(asked.came, last)
+            last = asked.end
+        return {request: asked.turn for request, asked in waiting.items()}
+
+    def served(self, owner: str, request: int) -> None:
         """Note that a request runs now; owners who are behind its turn start here."""
-        end = self.left(owner, turn)
-        self._now = max(self._now, turn)
-        self._served[owner] = max(self._served.get(owner, 0.0), end)
+        if (asked := self.left(owner, request)) is None:
+            return  # it ran before and was preempted
+        self._now = max(self._now, asked.turn)
+        self._served[owner] = max(self._served.get(owner, 0.0), asked.end)
         self._served = {one: after for one, after in self._served.items() if after > self._now}
 
-    def left(self, owner: str, turn: float) -> float:
-        """Note that a request waits no more; return the end of its tokens, 0 if it ran before."""
+    def left(self, owner: str, request: int) -> Asked | None:
+        """Note that a request waits no more; return what it asked for, ``None`` if it ran before."""
         waiting = self._waiting.get(owner, {})
-        end = waiting.pop(turn, 0.0)
+        asked = waiting.pop(request, None)
         if not waiting:
             self._waiting.pop(owner, None)
-        return end
+        return asked
 
 
 class Scheduler(Generic[J]):
@@ -103,7 +127,9 @@ class Scheduler(Generic[J]):
         self.patience = patience
         self._turns = 0
         self._since: dict[int, int] = {}
-        """Arrival number of each waiting request, and the turn since which it has had its priority."""
+        """Priority that waiting requests ask for, and the turn since which none of them was admitted."""
+        self._gained: dict[int, int] = {}
+        """Levels that requests have gained, by arrival number."""
         self.waiting: list[J] = []
         self.running: list[J] = []
         self._lacking: set[int] = set()
@@ -112,13 +138,16 @@ class Scheduler(Generic[J]):
     def add(self, job: J) -> None:
         """Queue a new or preempted request."""
         insort(self.waiting, job, key=urgency)
-        self._since[job.arrival] = self._turns
+
+    def sort(self) -> None:
+        """Sort the waiting requests after some turns have changed."""
+        self.waiting.sort(key=urgency)
 
     def remove(self, job: J) -> None:
         """Remove a request that ended, waiting or running."""
         (self.running if job in self.running else self.waiting).remove(job)
         self._lacking.discard(job.arrival)
-        self._since.pop(job.arrival, None)
+        self._gained.pop(job.arrival, None)
 
     def put_back(self, job: J) -> None:
         """Move a running request back to the waiting queue."""
@@ -147,22 +176,39 @@ class Scheduler(Generic[J]):
                 self._lacking.add(job.arrival)
                 continue
             self.waiting.remove(job)
-            self._since.pop(job.arrival, None)
             if answer == "drop":
+                self._gained.pop(job.arrival, None)
                 continue
+            self._since[self._asked(job)] = self._turns
             self.running.append(job)
             turn.admitted.append(job)
             left -= self._give(turn, job, left)
         return turn
 
+    def _asked(self, job: J) -> int:
+        """Return the priority that a request had when it came."""
+        return job.priority - self._gained.get(job.arrival, 0)
+
     def _promote(self) -> None:
-        """Raise the priority of requests that have waited for ``patience`` steps, so that none waits for ever."""
-        late = [job for job in self.waiting if self.patience and self._turns - self._since[job.arrival] > self.patience]
-        for job in late:
-            job.priority += 1
-            self._since[job.arrival] = self._turns
+        """Raise the first request of a priority of which none was admitted for ``patience`` steps, so that none waits for ever.
+
+        Only the first: if all were raised that have waited for long, one owner's many requests would go before all newcomers.
+        """
+        if self.patience is None or not self.waiting:
+            return
+        first: dict[int, J] = {}
+        for job in self.waiting:
+            first.setdefault(self._asked(job), job)
+        self._since = {asked: self._since.get(asked, self._turns) for asked in first}
+        highest = max(job.priority for job in (*self.running, *self.waiting))
+        late = [one for one in first if self._turns - self._since[one] > self.patience and first[one].priority < highest]
+        for asked in late:
+            job = first[asked]
+            job.priority, job.turn = job.priority + 1, -inf
+            self._gained[job.arrival] = job.priority - asked
+            self._since[asked] = self._turns
         if late:
-            self.waiting.sort(key=urgency)
+            self.sort()
 
     def _preempt(self, job: J, turn: Turn[J], put_back: Callable[[J], None]) -> None:
         """Move a running request back to the waiting queue and out of this turn."""
@@ -181,6 +227,8 @@ class Scheduler(Generic[J]):
             least = max(self.running, key=urgency, default=None)
             if least is None or least.priority >= job.priority:
                 return
+            if least.priority >= self._asked(job):
+                continue  # what it has gained by waiting gives it the next row, and nobody else's
             self._preempt(least, turn, put_back)
             taken += 1
 

@@ -191,7 +191,7 @@ def test_owners_that_wait_take_turns_and_one_owner_is_served_in_order() -> None:
 def test_while_two_owners_wait_neither_gets_more_than_its_share_and_one_request(asked: list[tuple[str, int]]) -> None:
     """The bound of start-time fair queueing: the tokens of two owners that both wait differ by at most a request of each."""
     shares = Shares()
-    queue = sorted((shares.turn(owner, tokens), i, owner, tokens) for i, (owner, tokens) in enumerate(asked))
+    queue = sorted((shares.turn(owner, i, tokens), i, owner, tokens) for i, (owner, tokens) in enumerate(asked))
     given_to = dict.fromkeys("abc", 0)
     left = {owner: sum(one == owner for *_, one, _ in queue) for owner in "abc"}
     longest = {owner: max((tokens for one, tokens in asked if one == owner), default=0) for owner in "abc"}
@@ -206,11 +206,11 @@ def test_while_two_owners_wait_neither_gets_more_than_its_share_and_one_request(
 
 def test_an_owner_that_comes_late_has_no_claim_on_the_time_before() -> None:
     shares = Shares()
-    turns = [shares.turn("a", 10) for _ in range(5)]
-    for turn in turns[:3]:
-        shares.served("a", turn)
+    turns = [shares.turn("a", i, 10) for i in range(5)]
+    for i in range(3):
+        shares.served("a", i)
     assert turns == [0, 10, 20, 30, 40]
-    assert [shares.turn("b", 10) for _ in range(2)] == [20, 30]
+    assert [shares.turn("b", i, 10) for i in (5, 6)] == [20, 30]
 
 
 def test_a_low_priority_does_not_wait_for_ever() -> None:
@@ -228,6 +228,80 @@ def test_a_low_priority_does_not_wait_for_ever() -> None:
     found = steps(5)
     assert found is not None
     assert 15 <= found <= 25
+
+
+@pytest.mark.parametrize("patience", [1, 8])
+def test_requests_of_one_priority_never_preempt_each_other_however_long_they_wait(patience: int) -> None:
+    """Otherwise all of a long queue would be begun, and keep its keys and values, before any of it has ended."""
+    engine = Engine(host_of(), rows=2, patience=patience)
+    numbers = [engine.submit(Request(PROMPT[:3], Sampling(max_new=20))) for _ in range(12)]
+    results = finish(engine, 300)
+    assert list(results) == numbers
+    assert sum(result.preemptions for result in results.values()) == 0
+
+
+def test_what_waits_for_its_turn_by_patience_preempts_nobody_whom_it_could_not_preempt_before() -> None:
+    engine = Engine(host_of(), rows=1, patience=2)
+    urgent = [engine.submit(Request(PROMPT[:3], Sampling(max_new=15), priority=3)) for _ in range(3)]
+    low = engine.submit(Request(PROMPT[:3], Sampling(max_new=2)))
+    lower = engine.submit(Request(PROMPT[:3], Sampling(max_new=2), priority=-1))
+    results = finish(engine, 300)
+    assert list(results) == [urgent[0], low, lower, *urgent[1:]]
+    assert not any(result.preemptions for result in results.values())
+
+
+class Queue:
+    """Requests of owners in a row of one, and in which order they ended."""
+
+    def __init__(self, **given: Any):
+        self.engine, self.owners = Engine(host_of(), rows=1, **given), {}
+
+    def submit(self, owner: str, count: int, max_new: int = 4, **given: Any) -> list[int]:
+        request = Request(PROMPT[:3], Sampling(max_new=max_new), owner=owner, **given)
+        numbers = [self.engine.submit(request) for _ in range(count)]
+        self.owners |= dict.fromkeys(numbers, owner)
+        return numbers
+
+    def order(self) -> str:
+        return "".join(self.owners[number] for number in finish(self.engine, 1000))
+
+
+def test_an_owner_that_comes_late_gets_its_share_beside_many_requests_that_have_waited_for_long() -> None:
+    queue = Queue(patience=8)
+    queue.submit("a", 20)
+    for _ in range(12):
+        queue.engine.step()
+    queue.submit("b", 4)
+    assert queue.order()[:8] == "babababa"
+
+
+def test_an_urgent_request_moves_none_of_its_owners_others_ahead_of_newcomers() -> None:
+    queue = Queue(patience=None)
+    queue.submit("a", 8)
+    queue.submit("a", 1, priority=1)
+    queue.engine.step()
+    queue.submit("b", 4)
+    assert queue.order() == "aababababaaaa"
+
+
+def test_many_requests_of_low_priority_cost_an_owner_no_turn_at_a_high_one() -> None:
+    queue = Queue(patience=None)
+    queue.submit("a", 8)
+    queue.submit("b", 4, priority=1)
+    queue.submit("a", 2, priority=1)
+    assert queue.order() == "bababb" + "a" * 8
+
+
+@pytest.mark.parametrize("stays", [0, 5, 9])
+def test_cancelled_requests_cost_those_behind_them_no_turn(stays: int) -> None:
+    queue = Queue(patience=None)
+    numbers = queue.submit("a", 10, max_new=40)
+    queue.submit("b", 3, max_new=40)
+    for number in numbers[:stays] + numbers[stays + 1 :]:
+        queue.engine.cancel(number)
+    queue.submit("a", 1, max_new=40)
+    queue.owners |= {number: "" for number in numbers if number != numbers[stays]}
+    assert queue.order() == "abbab"
 
 
 def test_patience_of_nothing_is_refused() -> None:
