@@ -31,6 +31,7 @@ from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, StepView
 from mi_route2.engine.forward import Ran, Runner
+from mi_route2.engine.interrupts import unbroken
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
 from mi_route2.engine.rules import RuleBook
@@ -189,8 +190,8 @@ class Engine:
     def steering(self) -> SteeringState:
         """Globals, tiers, held configurations, monitors and named vectors, for the model as it is now."""
         still = not (self._going if self.paused else self._sequences)
-        if still and self._state.changed and self._state.look():
-            self._changed()  # so that what is set next is compared with the adapters that are attached
+        if still and self._state.changed:
+            self._look()  # so that what is set next is compared with the adapters that are attached
         return self._steering
 
     @property
@@ -227,6 +228,11 @@ class Engine:
             RuntimeError, OSError: the model is in training mode, or the store cannot be read.
         """
         asked, patches = self._checked(request)
+        with unbroken():
+            return self._queued(asked, patches)
+
+    def _queued(self, asked: Request, patches: tuple[Resolved, ...]) -> int:
+        """Queue a request that was checked."""
         waiting = len(self.scheduler.waiting) + len(self._late)
         if self.queue is not None and waiting >= self.queue:
             raise QueueFullError(f"{waiting} requests wait already, which is the limit: submit this one again later")
@@ -252,10 +258,12 @@ class Engine:
         """Return the result so far of a request that has not ended. ``KeyError`` if it is not in the engine."""
         return self._find(request).result
 
+    @unbroken()
     def cancel(self, request: int) -> None:
         """End a request at once; it still gets a result. ``KeyError`` if the request is not in the engine."""
         self._end(self._find(request), "cancelled")
 
+    @unbroken()
     def preempt(self, request: int) -> None:
         """Preempt a running request, as happens if room runs out. ``KeyError`` if it is not running."""
         one = self._find(request)
@@ -280,34 +288,47 @@ class Engine:
         found: dict[int, Result] = {}
         others: list[Result] = []
         owners = set(self._owners)
-        try:
-            for request in requests:
-                most[self.submit(request)] = request.sampling.max_new
-            with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
-                while len(found) < len(most):
-                    if not self.busy:
-                        raise RuntimeError("the engine was paused while these requests ran: call resume() and submit them again")
-                    before = self.tokens
-                    done = self.step()
-                    ended = {one.request: one for one in done if one.request in most}
-                    others += [one for one in done if one.request not in most]
-                    found |= ended
-                    # a request that stopped early counts as complete
-                    bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
-        except BaseException:
-            self._withdraw(most, owners)
-            raise
-        finally:
-            self._done = others + self._done
+        with unbroken() as let_through:
+            try:
+                for request in requests:
+                    most[self.submit(request)] = request.sampling.max_new
+                    let_through()
+                with tqdm(total=sum(most.values()), unit="token", delay=3, leave=False, disable=None if progress else True) as bar:
+                    while len(found) < len(most):
+                        if not self.busy:
+                            raise RuntimeError(
+                                "the engine was paused while these requests ran: call resume() and submit them again"
+                            )
+                        before = self.tokens
+                        done = self.step()
+                        ended = {one.request: one for one in done if one.request in most}
+                        others += [one for one in done if one.request not in most]
+                        found |= ended
+                        # a request that stopped early counts as complete
+                        bar.update(self.tokens - before + sum(most[number] - len(one.tokens) for number, one in ended.items()))
+                        let_through()
+            except BaseException:
+                self._withdraw(most, owners)
+                raise
+            finally:
+                self._done = others + self._done
         return [found[number] for number in most]
 
     @torch.no_grad()
     def step(self) -> list[Result]:
         """Run one step and return the results of the requests that ended since the last one.
 
+        An interrupt (Ctrl-C) is raised when the step is done; the next one goes on and returns the results.
+
         Raises:
             RuntimeError: the model changed while requests run, so that their keys and values are those of another model.
         """
+        with unbroken():
+            self._step()
+        done, self._done = self._done, []
+        return done
+
+    def _step(self) -> None:
         self.events = []
         self._expire()
         if self._going if self.paused else self._sequences:
@@ -328,8 +349,6 @@ class Engine:
                 # a request that was preempted just now comes back in the next step, and may hold what the first one lacks
                 self._end(first := self.scheduler.waiting[0], "error", self._residents.lacking(first))
             self.steps += 1
-        done, self._done = self._done, []
-        return done
 
     def _run(self, pieces: list[tuple[EngineRequest, int]]) -> None:
         """Run the step's forwards, append one token to each request that is ready to sample, and end the finished ones."""
@@ -405,6 +424,7 @@ class Engine:
                 self.events.append(Event(one.id, new, read, norms))
 
     @checked
+    @unbroken()
     def pause(self, mode: Literal["abort", "finish", "keep"] = "finish") -> None:
         """Stop admitting requests, so that the model's weights may be changed; new requests wait for ``resume``.
 
@@ -425,6 +445,7 @@ class Engine:
             self.scheduler.put_back(one)
             self._residents.put_back(one)
 
+    @unbroken()
     def resume(self) -> None:
         """Go on after ``pause``. If the model has changed, whatever depended on it is dropped.
 
@@ -440,8 +461,7 @@ class Engine:
             raise RuntimeError("the engine is not paused")
         if self._going:
             raise RuntimeError("requests that may finish are still running: call step() while the engine is busy, then resume()")
-        if self._state.look():
-            self._changed()
+        self._look()
         if self._refit:
             self._steering.refit()
             self._refit = False
@@ -463,17 +483,20 @@ class Engine:
         """True if a step can run: no weight, module, hook or switch changed while requests are in the engine."""
         return not (self._sequences and self._state.changed)
 
+    @unbroken()
     def close(self) -> None:
         """Cancel all remaining requests."""
         for one in list(self._sequences.values()):
             self._end(one, "cancelled")
 
-    def _changed(self) -> None:
-        """Drop everything that depends on the model, which has changed."""
-        self.prefixes.clear()
-        self.decoder.forget()
-        self._steering.found(self.decoder.quarantines())
-        self._refit = True
+    @unbroken()
+    def _look(self) -> None:
+        """Compare the model with what it was, and drop everything that depends on it if it has changed."""
+        if self._state.look():
+            self.prefixes.clear()
+            self.decoder.forget()
+            self._steering.found(self.decoder.quarantines())
+            self._refit = True
 
     def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:
         """Remove requests as if they had never been submitted; ``owners`` are those that had other requests before."""
@@ -495,8 +518,8 @@ class Engine:
 
     def _checked(self, request: Request) -> tuple[Request, tuple[Resolved, ...]]:
         """Return the request with its names resolved, and its patches with their sources; raise if it could never run."""
-        if not self._sequences and not self.paused and self._state.look():
-            self._changed()
+        if not self._sequences and not self.paused:
+            self._look()
         model, residents, store = self.decoder, self._residents, self._residents.store
         model.refuse_dropout()
         refuse(request, model.context, model.vocabulary)

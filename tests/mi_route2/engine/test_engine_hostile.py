@@ -1,9 +1,10 @@
 """What would be wrong in silence, and whom one request may harm: nobody."""
 
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,15 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mi_route2.adapters import Adapters
+from mi_route2.engine.cache import Slots
 from mi_route2.engine.controllers import Action, Controllers, SetTier, StepView
 from mi_route2.engine.engine import Engine
-from mi_route2.engine.forward import Work
+from mi_route2.engine.forward import Runner, Work
 from mi_route2.engine.request import Capture, EngineRequest, Request, Result
+from mi_route2.engine.residents import Residents
 from mi_route2.engine.sampling import Sampling, choose
+from mi_route2.engine.scheduler import Scheduler
+from mi_route2.engine.text import Growing
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import Decoder
@@ -28,6 +33,8 @@ from mi_route2.runs import RunStore
 from mi_route2.runs.record import record
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering, patch
+from mi_route2.steering.state import SteeringState
+from mi_route2.steering.table import Rows
 from tests.support.families import SPECS, VOCAB, make_family, move
 
 PROMPT, ASK = tuple(range(3, 23)), Sampling(max_new=3, logprob_token_ids=tuple(range(VOCAB)))
@@ -986,6 +993,110 @@ def test_an_interrupt_while_values_are_stored_stores_none_of_them_twice(call: in
     assert store.positions("run", SITE) == positions
     assert far(first.captured[SITE].rows, last.captured[SITE].rows) < CLOSE
     assert far(first.captured[SITE].rows, store.rows("run", SITE, positions)) < CLOSE
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Workers of a test run ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+class Letters:
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+
+def interruptible() -> tuple[list[Result], list[int], int]:
+    """Run four requests of every kind step by step; return their results, the run's positions, and the number of interrupts."""
+    store, interrupts = RunStore(), 0
+    steering = Steering(decode=(Steer(SITE, VECTOR),), monitors=(Monitor(SITE, VECTOR, name="m"),))
+    sampled = replace(ASK, temperature=1.0, seed=3, stop=("never",))
+    engine = Engine(
+        open_host("torch", make_family("MicroGPT", torch.float64)),
+        rows=2, block=4, chunk=8, budget=16, store=store, tokenizer=Letters(),
+    )  # fmt: skip
+    numbers = [
+        engine.submit(Request(PROMPT, ASK)),
+        engine.submit(Request(PROMPT[:9], sampled, capture=(Capture(SITE),), readings=True, steering=steering)),
+        engine.submit(Request(PROMPT[:5], ASK, capture=(Capture(SITE),), run="run", priority=1)),
+        engine.submit(Request(PROMPT[:7], replace(ASK, stop_tokens=tuple(range(0, VOCAB, 2))))),
+    ]
+    results: dict[int, Result] = {}
+    told: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(40):
+        try:
+            results |= {one.request: one for one in engine.step()}
+        except KeyboardInterrupt:
+            interrupts += 1
+        for event in engine.events:
+            told[event.request] += [] if event.token is None else [event.token.token]
+    assert not engine.busy
+    assert told == {number: results[number].ids for number in numbers}
+    assert not any(engine.resources.values())
+    assert not engine.steering.requests
+    return [results[number] for number in numbers], store.positions("run", SITE), interrupts
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> tuple[list[Result], list[int], int]:
+    return interruptible()
+
+
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (Scheduler, "plan"), (Slots, "take"), (Slots, "free"), (Rows, "effective"), (Rows, "release"), (SteeringState, "admit"),
+        (EngineRequest, "lowest_capture"), (EngineRequest, "note"), (EngineRequest, "settle"), (Residents, "publish"),
+        (Growing, "push"), (Letters, "decode"), (Engine, "_tell"),
+    ],
+)  # fmt: skip
+def test_ctrl_c_anywhere_in_a_step_comes_after_it_and_loses_nothing(
+    of: Any, name: str, uninterrupted: tuple[list[Result], list[int], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps go on after it, to the same tokens, texts, readings, captures, run and events as without it."""
+    usual, calls = getattr(of, name), 0
+
+    def interrupted(*args: Any, **given: Any) -> Any:
+        nonlocal calls
+        result, calls = usual(*args, **given), calls + 1
+        if calls == 2:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(of, name, interrupted)
+    (found, positions, interrupts), (truth, right, _) = interruptible(), uninterrupted
+    assert (positions, interrupts) == (right, 1)
+    for one, wanted in zip(found, truth, strict=True):
+        assert (one.finish, one.ids, one.text, list(one.readings)) == (
+            wanted.finish,
+            wanted.ids,
+            wanted.text,
+            list(wanted.readings),
+        )
+        for token, same in zip(one.tokens, wanted.tokens, strict=True):
+            assert token.asked == pytest.approx(same.asked, rel=0, abs=CLOSE)
+        assert [rows.positions for rows in one.captured.values()] == [rows.positions for rows in wanted.captured.values()]
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, usual, forwards = Engine(open_host("torch", make_family("MicroGPT", torch.float64))), Runner.run, 0
+
+    def hung(*args: Any, **given: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return usual(*args, **given)
+
+    monkeypatch.setattr(Runner, "run", hung)
+    engine.submit(Request(PROMPT, ASK))
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert (forwards, engine.tokens) == (1, 0)
 
 
 def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_ever() -> None:
