@@ -6,7 +6,7 @@ from typing import Any
 SPLIT = "\ufffd"
 """What a tokenizer decodes the bytes of an unfinished character to."""
 WAITS = 8
-"""Tokens after which bytes that still are no character are taken as they are: a character of UTF-8 has at most four bytes."""
+"""Tokens without a new character after which bytes are taken as they are: a character of UTF-8 has at most four bytes."""
 
 
 class Growing:
@@ -29,7 +29,7 @@ class Growing:
     def __init__(self, tokenizer: Any, stop: Iterable[str] = ()):
         self._decode, self._stop = tokenizer.decode, tuple(stop)
         self._ids: list[int] = []
-        self._from = self._read = self._ahead = 0
+        self._from = self._read = self._ahead = self._grew = 0
         self._whole, self._given = "", 0
         self.stopped = False
 
@@ -44,10 +44,12 @@ class Growing:
             return ""
         self._ids.append(token)
         piece = self._unread()
-        if piece.endswith(SPLIT) and len(self._ids) - self._read < WAITS:
-            piece = piece.rstrip(SPLIT)  # what comes before an unfinished character is certain
-            self._add(piece[self._ahead :])
-            self._ahead = max(self._ahead, len(piece))
+        certain = piece.rstrip(SPLIT)  # what comes before an unfinished character
+        if len(certain) > self._ahead:
+            self._grew = len(self._ids)
+        if certain != piece and len(self._ids) - self._grew < WAITS:
+            self._add(certain[self._ahead :])
+            self._ahead = max(self._ahead, len(certain))
         else:
             self._finish(piece)
         return self._give(self._held())
@@ -77,6 +79,7 @@ class Growing:
         """Add what is new in ``piece``, and take its tokens as read."""
         self._add(piece[self._ahead :])
         self._from, self._read, self._ahead = self._read, len(self._ids), 0
+        self._grew = self._read
 
     def _add(self, piece: str) -> None:
         first = max(0, len(self._whole) - max(map(len, self._stop), default=0) + 1)

@@ -505,6 +505,17 @@ def test_a_text_stops_where_its_whole_text_does_wherever_its_tokens_cut_its_char
     assert shown == growing.text == (whole[: min(places)] if places else whole)
 
 
+@pytest.mark.parametrize("stop", [(), ("😀é",)])
+def test_characters_come_out_whole_however_many_tokens_in_a_row_end_within_one(stop: tuple[str, ...]) -> None:
+    text = "b" + "😀€é" * 20
+    raw = text.encode()
+    places = [0, *(place for place in range(2, len(raw)) if raw[place] & 0xC0 == 0x80 and raw[place - 1] & 0xC0 == 0xC0), len(raw)]
+    tokenizer = Bytes([raw[a:b] for a, b in pairwise(places)])
+    assert all(tokenizer.decode([i]).endswith(SPLIT) for i in range(len(places) - 2))
+    growing = Growing(tokenizer, stop)
+    assert "".join(growing.push(i) for i in range(len(places) - 1)) + growing.end() == text
+
+
 class Cut:
     """A tokenizer whose odd tokens are a stop text with the first byte of a character behind it."""
 
