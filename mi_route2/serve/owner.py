@@ -195,7 +195,8 @@ class Owner:
         self._streams: dict[int, Stream] = {}
         self._jobs: deque[Job] = deque()
         self._thread = threading.Thread(target=self._live, name="engine", daemon=True)
-        self._closing = self._stop = False
+        self._closing = self._stop = self._buried = False
+        self._lock = threading.Lock()
         self._held: dict[Stream, list[Event]] = {}
         """Events that were not delivered yet."""
         self._due = 0.0
@@ -233,9 +234,8 @@ class Owner:
             except BaseException as error:  # handed to the caller
                 future.set_exception(error)
 
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() or not self._post(run):
             raise RuntimeError(self.failure or GONE)
-        self._post(run)
         return await asyncio.wrap_future(future)
 
     async def submit(self, request: Request) -> Stream:
@@ -297,8 +297,12 @@ class Owner:
         if self._closing:
             raise RuntimeError("the server is shutting down: send this again to another one, or later")
 
-    def _post(self, command: Callable[[], object]) -> None:
-        self._commands.put(command)
+    def _post(self, command: Callable[[], object]) -> bool:
+        """Queue a command; return False if the thread looks for none any more."""
+        with self._lock:
+            if not self._buried:
+                self._commands.put(command)
+            return not self._buried
 
     def _cancel(self, stream: Stream) -> None:
         if stream.number in self._streams:
@@ -426,6 +430,8 @@ class Owner:
     def _bury(self) -> None:
         """End every stream and sweep that is left, and refuse the commands that come."""
         self.failure = reason = self.failure or GONE
+        with self._lock:
+            self._buried = True
         ends: dict[Source[Any], tuple[list[Any], bool]] = {}
         for stream in self._streams.values():
             stream.result = Result(stream.number, finish="error", error=reason)

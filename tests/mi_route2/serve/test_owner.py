@@ -1,6 +1,7 @@
 """One thread owns the engine: what clients get is what the engine alone gives, and no client disturbs another."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -293,6 +294,32 @@ def test_closing_drains_what_runs_and_refuses_what_comes() -> None:
             await owner.call(lambda engine: 1)
 
     asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def test_what_comes_while_the_thread_ends_is_refused_and_never_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread still lives, but has looked for commands for the last time."""
+
+    async def main() -> None:
+        owner, buried, release = Owner(Engine(host_of())), threading.Event(), threading.Event()
+        usual = owner._bury
+
+        def bury() -> None:
+            usual()
+            buried.set()
+            release.wait(60)
+
+        monkeypatch.setattr(owner, "_bury", bury)
+        owner.start()
+        closing = asyncio.create_task(owner.close(drain=0.0))
+        await asyncio.to_thread(buried.wait, 60)
+        try:
+            with pytest.raises(RuntimeError, match="the engine's thread has ended"):
+                await asyncio.wait_for(owner.call(lambda engine: engine.steps), 3)
+        finally:
+            release.set()
+            await closing
+
+    asyncio.run(main())
 
 
 def test_the_snapshot_is_plain_data_of_now() -> None:
