@@ -72,6 +72,7 @@ bench: $(STAMP)  ## paired speed and memory ratios
 	$(PY) -m studies.benchmarks.engine
 	$(PY) -m studies.benchmarks.tapin
 	$(PY) -m studies.benchmarks.packed
+	$(PY) -m studies.benchmarks.cost
 	$(PY) -m studies.benchmarks.serve
 	$(PY) -m studies.benchmarks.serve --memory
 

@@ -106,9 +106,12 @@ class InputReader(Protocol):
 
 @runtime_checkable
 class OutputReader(Protocol):
-    """Reader that receives the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout."""
+    """Reader that receives the pair (x, dL/dy) at every site in the backward: the full-weight gradient of each rollout.
 
-    def read(self, site: str, pair: FactorGradient) -> None: ...
+    ``last`` is True if no call of the site is left to report.
+    """
+
+    def read(self, site: str, pair: FactorGradient, last: bool) -> None: ...
 
 
 @checked
@@ -223,6 +226,10 @@ class Tape:
         if again or self._reports[site, what] > self._calls[site]:
             raise RuntimeError(f"{site} reported twice to one tape: {_ONE_BACKWARD}")
 
+    def reported(self, site: str, what: str) -> bool:
+        """Return whether every call of ``site`` has reported the gradient of ``what``."""
+        return self._reports[site, what] >= self._calls[site]
+
     def assert_fired(self, sites: Iterable[str], *, backward: bool) -> None:
         """Raise ``RuntimeError`` naming each site that did not run in the forward (or report in the backward)."""
         missing = [site for site in sites if site not in (self._backward if backward else self._calls)]
@@ -329,7 +336,7 @@ class ReadOutput(torch.autograd.Function):
         (dy,) = grads
         x = ctx.saved_tensors[0].detach().to(dy.dtype)
         report(ctx, ctx.tape, ctx.site, "output")
-        ctx.tape.outputs.read(ctx.site, ctx.tape.pair(x, dy.detach()))
+        ctx.tape.outputs.read(ctx.site, ctx.tape.pair(x, dy.detach()), ctx.tape.reported(ctx.site, "output"))
         return dy, None, None, None
 
 

@@ -1,6 +1,7 @@
 """Persona directions, one unit vector per site, and the features of rollouts that directions and scores are computed from."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -72,33 +73,81 @@ def _mean(calls: list[Written]) -> Written:
     )
 
 
+@dataclass(frozen=True)
+class Compared:
+    """What a cosine with one direction needs of a feature: three numbers per rollout."""
+
+    direction: Tensor
+    products: Float[Tensor, " b"]
+    lengths: Float[Tensor, " b"]
+    terms: Float[Tensor, " b"]
+
+    @staticmethod
+    def of(feature: Feature, direction: Tensor) -> "Compared":
+        return Compared(direction, feature.inner(direction), feature.norms(), feature.magnitude())
+
+    def values(self) -> Tensor:
+        raise RuntimeError("of a feature that was compared with a direction only the comparison is left")
+
+    def inner(self, v: Tensor) -> Float[Tensor, " b"]:
+        if v is not self.direction:
+            raise RuntimeError("this feature was compared with another direction")
+        return self.products
+
+    def norms(self) -> Float[Tensor, " b"]:
+        return self.lengths
+
+    def magnitude(self) -> Float[Tensor, " b"]:
+        return self.terms
+
+
 class GradientReader:
-    """Gate that passes no gradient and stores each rollout's gradient of the scored factor."""
+    """Gate that passes no gradient and stores each rollout's gradient of the scored factor.
+
+    With ``directions``, only its comparison is kept, so that the memory does not grow with the model.
+    """
 
     detach = False
 
-    def __init__(self) -> None:
-        self.features: dict[str, FactorGradient | Written] = {}
+    def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
+        self.features: dict[str, FactorGradient | Written | Compared] = {}
+        self._directions = directions
+        self._left: Counter[str] = Counter()
 
     def called(self, site: str, point: Hooks) -> None:
-        return None
+        self._left[site] += 1
 
     def gradient(self, site: str, factor: str, pair: FactorGradient) -> None:
         if factor in SCORED:
-            self.features[site] = added(self.features.get(site), compact(pair, scored=True))
+            self._left[site] -= 1
+            store(self.features, site, compact(pair, scored=True), None if self._left[site] else self._directions)
 
     def mask(self, site: str) -> Tensor:
         raise RuntimeError(f"a gate that only reads has no mask (requested at {site})")
 
 
 class FullGradientReader:
-    """Reader of full-weight gradients: the pair (x, dL/dy) of each site, with the inner products and norms of ``G_b``."""
+    """Reader of full-weight gradients: the pair (x, dL/dy) of each site; with ``directions``, only its comparison."""
 
-    def __init__(self) -> None:
-        self.features: dict[str, FactorGradient | Written] = {}
+    def __init__(self, directions: Mapping[str, Tensor] | None = None) -> None:
+        self.features: dict[str, FactorGradient | Written | Compared] = {}
+        self._directions = directions
 
-    def read(self, site: str, pair: FactorGradient) -> None:
-        self.features[site] = added(self.features.get(site), pair)
+    def read(self, site: str, pair: FactorGradient, last: bool) -> None:
+        store(self.features, site, pair, self._directions if last else None)
+
+
+def store(
+    features: dict[str, FactorGradient | Written | Compared],
+    site: str,
+    gradient: FactorGradient | Written,
+    directions: Mapping[str, Tensor] | None,
+) -> None:
+    """Add a gradient to the site's; with ``directions``, replace the sum by its comparison with the site's."""
+    before = features.get(site)
+    assert not isinstance(before, Compared)
+    whole = added(before, gradient)
+    features[site] = whole if directions is None else Compared.of(whole, directions[site])
 
 
 def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
@@ -111,8 +160,17 @@ def floors(features: Features, kind: FeatureKind) -> dict[str, Tensor]:
     return dict.fromkeys(features, rounding(features.values())) if features else {}
 
 
-def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mapping[str, Tensor]) -> Features:
-    """Compute the features of ``rollouts`` at every site with the quarantine off; no parameter's ``.grad`` is touched."""
+def collect(
+    policy: Policy,
+    rollouts: Rollouts,
+    kind: FeatureKind,
+    basis: Mapping[str, Tensor],
+    directions: Mapping[str, Tensor] | None = None,
+) -> Features:
+    """Compute the features of ``rollouts`` at every site with the quarantine off; no parameter's ``.grad`` is touched.
+
+    With ``directions``, gradients are compared with them one module at a time, and only the comparisons are returned.
+    """
     (b, s), real = rollouts.tokens.shape, rollouts.attention
     with policy.adapters.deployed():
         if kind == "act":
@@ -120,7 +178,7 @@ def collect(policy: Policy, rollouts: Rollouts, kind: FeatureKind, basis: Mappin
             with torch.no_grad(), policy.adapters.recording(Tape(b, s, inputs=acts, real=real)):
                 policy.forward(policy.model, rollouts.tokens, rollouts.attention)
             return acts.features
-        grad, full = GradientReader(), FullGradientReader()
+        grad, full = GradientReader(directions), FullGradientReader(directions)
         tape = Tape(b, s, kept=LearnNothing(), outputs=full, real=real) if kind == "full" else Tape(b, s, kept=grad, real=real)
         with _untouched(policy.model.parameters()), torch.enable_grad(), policy.adapters.recording(tape):
             (-policy.logprobs(rollouts).sum()).backward()

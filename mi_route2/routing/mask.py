@@ -233,7 +233,7 @@ class MaskGate:
         waits, scored = self._spec.decided_at == "finish", self._spec.score == "grad" and factor in SCORED
         # Scored gradients are read three times (inner product, norm, weighted sum), so the product over tokens is computed once.
         small = compact(pair, scored=scored) if waits or scored else pair
-        if scored:
+        if scored and self._spec.decided_at in ("backward", "finish"):
             self._gradients[site] = added(self._gradients.get(site), small)
         if waits:
             self.waiting[site, factor] = added(self.waiting.get((site, factor)), small)
@@ -297,6 +297,7 @@ class MaskGate:
         if self._spec.score == "act":
             return cosine(feature, v)
         # The backward starts at the loss, so rounding errors come only from modules that have already reported.
+        self._gradients.pop(site, None)  # the flag of a module is decided once
         size = feature.magnitude()
         self._largest = size if self._largest is None else torch.maximum(self._largest, size)
         return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)
@@ -573,13 +574,14 @@ class MaskRoute(OneCall):
         assert self.directions is not None
         basis = self._basis_of(policy)
         if spec.score_policy == "ablated":
-            return None, None, module_scores(collect(policy, piece.rollouts, self._kind, basis), self.directions)
+            return None, None, module_scores(self._compared(policy, piece.rollouts, basis), self.directions)
         if spec.unit == "token":
             reader = TokenReader(predictors, basis, self.directions)
             return reader, None, reader.scores
         if spec.score == "act":
             return ActivationReader(predictors, basis), None, None
-        return None, FullGradientReader() if spec.score == "full" else None, None  # the gate itself receives factor gradients
+        # for "grad" the gate itself receives factor gradients
+        return None, FullGradientReader(self.directions.vectors) if spec.score == "full" else None, None
 
     @property
     def _kind(self) -> FeatureKind:
@@ -590,7 +592,11 @@ class MaskRoute(OneCall):
         if self.directions is None or not self.spec.needs_direction:
             return None
         self._check_directions(policy)
-        return pooled(collect(policy, rollouts, self._kind, self._basis_of(policy)), self.directions)
+        return pooled(self._compared(policy, rollouts, self._basis_of(policy)), self.directions)
+
+    def _compared(self, policy: Policy, rollouts: Rollouts, basis: Mapping[str, Tensor]) -> Features:
+        assert self.directions is not None
+        return collect(policy, rollouts, self._kind, basis, self.directions.vectors)
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}

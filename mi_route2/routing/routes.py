@@ -272,6 +272,7 @@ class OneCall:
                 given = replace(part.batch, advantages=part.advantages)
                 loss = summed(loss_fn(policy.logits(given.rollouts), given), given)
                 loss.backward()
+            step.settle(part)
         return step.finish(reduce)
 
 

@@ -7,6 +7,7 @@ o, gate, up, down and moved off their initial values, so that no factor is 0. Th
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,19 @@ from torch.nn import functional
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import Directions, MaskRoute, MaskSpec, StepContext, TrainBatch, group_advantages
+from mi_route2.routing import (
+    Directions,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    OpenSpec,
+    Route,
+    StepContext,
+    TrainBatch,
+    group_advantages,
+)
 from mi_route2.routing.directions import FeatureKind, Provenance, coordinates, feature_shapes, unit
+from mi_route2.routing.routes import RouteStep
 from studies.benchmarks.flops import Size
 from studies.benchmarks.paired import Contender
 
@@ -36,7 +48,7 @@ def decoder(size: Size, seed: int, attention: str) -> nn.Module:
         intermediate_size=size.mlp,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
-        num_key_value_heads=size.heads,
+        num_key_value_heads=size.heads if size.kv is None else size.heads * size.kv // size.d,
         head_dim=size.d // size.heads,
         max_position_embeddings=size.tokens,
         use_cache=False,
@@ -100,20 +112,45 @@ class Bench:
 
     def routed(self, name: str, policy: Policy, spec: MaskSpec, work: int) -> Contender:
         """Return a forward and backward under the mask route ``spec`` with random directions, as in training."""
-        route = MaskRoute(spec, NoFitter())
-        assert spec.score in ("act", "grad", "full")
-        route.directions = random_directions(policy.adapters, spec.score, self._seed)
-        context = StepContext(torch.Generator().manual_seed(self._seed))
+        begin = self.route(policy, spec)
 
         def step() -> None:
-            routing = route.begin(policy, self.batch, context)
-            for part in routing.parts:
-                with policy.adapters.recording(part.tape):
-                    rollouts = part.batch.rollouts
-                    loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
+            routing = begin()
+            self.backward(policy, routing)
             routing.finish()
 
         return Contender(name, work, step, policy.model.zero_grad)
+
+    def route(self, policy: Policy, spec: MaskSpec | None) -> Callable[[], RouteStep]:
+        """Return a function that begins a step under ``spec`` with random directions; ``None`` for no route."""
+        route, context = self._route(policy, spec), StepContext(torch.Generator().manual_seed(self._seed))
+        return lambda: route.begin(policy, self.batch, context)
+
+    def whole(self, policy: Policy, spec: MaskSpec, micro: int | None) -> Callable[[], object]:
+        """Return a whole step under ``spec`` in one call, in micro-batches."""
+        route, context = self._route(policy, spec), StepContext(torch.Generator().manual_seed(self._seed), micro=micro)
+        size = self.batch.rollouts.tokens.numel()
+        return lambda: route.backward(
+            policy,
+            self.batch,
+            lambda out, part: weigh(out, part.rollouts.tokens, part.rollouts.completion, part.advantages) / size,
+            context,
+        )
+
+    def _route(self, policy: Policy, spec: MaskSpec | None) -> Route:
+        if spec is None:
+            return OpenRoute(OpenSpec())
+        assert spec.score in ("act", "grad", "full")
+        route = MaskRoute(spec, NoFitter())
+        route.directions = random_directions(policy.adapters, spec.score, self._seed)
+        return route
+
+    def backward(self, policy: Policy, routing: RouteStep) -> None:
+        """Run the forward and backward of every part of a step."""
+        for part in routing.parts:
+            with policy.adapters.recording(part.tape):
+                rollouts = part.batch.rollouts
+                loss(policy.forward(policy.model, rollouts.tokens, rollouts.attention), rollouts, part.advantages).backward()
 
     def vmap(self, name: str, spec: AdapterSpec, work: int) -> Contender:
         """Return ``torch.func``'s ``vmap(grad)`` over rollouts.

@@ -396,7 +396,9 @@ def memory(server: Process, requests: int, seed: int) -> list[tuple[int, int]]:
 
         def send(_: int) -> None:
             path, body = drawn[rng.randrange(POOL)]
-            http.post(path, json=body).raise_for_status()
+            while (answer := http.post(path, json=body)).status_code == 429:  # sweeps queue up behind each other
+                time.sleep(float(answer.headers["retry-after"]))
+            answer.raise_for_status()
 
         with tqdm(total=requests, unit="request", desc="memory") as bar:
             while answered < requests:

@@ -1,0 +1,389 @@
+"""Cost of routing on paper: FLOPs, bytes held and bytes on the wire, predicted, measured on small cases, and told for large models.
+
+    python -m studies.benchmarks.cost [--quick] [--out FILE.json]
+
+With ``P`` the parameters of the kept adapter, ``Q`` those of the quarantine and ``b`` rollouts in a micro-batch of one process:
+
+    FLOPs     those of ``studies.benchmarks.flops``: the training pass, what gates add to it, and a scoring pass if there is one
+    held      bytes after the backward of a micro-batch, beyond the gradients of the quarantine:
+                  4 P                    a flag that is known by then (activations, one per module, or a scoring pass)
+                  4 b P                  a pooled gradient flag (LoRA; a pair of sides where that is smaller)
+    wire      2 (w - 1) / w * 4 (P + Q)  bytes that each of w processes sends in a step (ring all-reduce); flags are not sent
+
+FLOPs are measured by torch's own counter, bytes held by the profiler's record of allocations, bytes on the wire by the kernel's
+counter of the loopback device, in a network namespace of its own where the system allows one.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.multiprocessing.spawn import start_processes
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.routing import MaskSpec
+from mi_route2.routing.optimizer import sum_over_ranks
+from studies.benchmarks import command, flops
+from studies.benchmarks.contenders import Bench
+from studies.benchmarks.flops import Size
+from studies.benchmarks.paired import machine
+
+Kept = Literal["svd", "lora"]
+SMALL = Size(layers=2, d=96, heads=4, mlp=160, vocab=128, rollouts=4, tokens=48, prompt=16, kept_rank=8, quarantine_rank=4)
+SIZES = {
+    "base case": SMALL,
+    "twice the rollouts": replace(SMALL, rollouts=8),
+    "twice the tokens": replace(SMALL, tokens=96),
+    "twice the layers": replace(SMALL, layers=4),
+    "twice the width": replace(SMALL, d=192, mlp=320),
+    "fewer keys": replace(SMALL, kv=48),
+    "rank above the tokens": replace(SMALL, tokens=12, prompt=4, kept_rank=48),
+}
+ROUTES: dict[str, MaskSpec | None] = {
+    "no route": None,
+    "activation flags": MaskSpec(score="act"),
+    "gradient flags, one per module": MaskSpec(score="grad", unit="rollout"),
+    "gradient flags, pooled": MaskSpec(score="grad"),
+    "gradient flags, a scoring pass": MaskSpec(score="grad", score_policy="ablated"),
+    "full score": MaskSpec(score="full"),
+    "full score, a scoring pass": MaskSpec(score="full", score_policy="ablated"),
+}
+RANKS = (2, 4)
+
+
+class Cost(NamedTuple):
+    """FLOPs of a forward and backward, and bytes held after it beyond the gradients of the quarantine."""
+
+    flops: int
+    held: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A quantity of one case, predicted and measured."""
+
+    what: str
+    case: str
+    route: str
+    predicted: int | float
+    measured: int | float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+# ---- the prediction
+
+
+def parameters(size: Size, kept: Kept) -> tuple[int, int]:
+    """Return the numbers of parameters of the kept adapter and of a LoRA quarantine."""
+    r, k = size.kept_rank, size.quarantine_rank
+    sides = size.layers * sum(d_in + d_out for d_in, d_out in size.adapted)
+    return (size.layers * len(size.adapted) * r if kept == "svd" else r * sides), k * sides
+
+
+def predict(size: Size, kept: Kept, spec: MaskSpec | None) -> Cost:
+    """Return the cost of a forward and backward of one micro-batch, its scoring pass included; activations are in float32."""
+    r, k = size.kept_rank, size.quarantine_rank
+    work = flops.frozen(size) + flops.lora(size, k) + (flops.svd(size, r) if kept == "svd" else flops.lora(size, r))
+    own, _ = parameters(size, kept)
+    if spec is None:
+        return Cost(work, 4 * own)
+    work += flops.gates(size, kept, spec.score, spec.decided_at)
+    if spec.score == "act":
+        work += sum(size.layers * 2 * size.rollouts * (r if kept == "svd" else min(d)) * d[0] for d in size.adapted)
+    if spec.score_policy == "ablated":
+        work += flops.deployed_pass(size) + (flops.full_score(size) if spec.score == "full" else flops.grad_score(size, kept))
+    elif spec.score == "full":
+        work += flops.full_score(size)
+    return Cost(work, held(size, kept, spec))
+
+
+def held(size: Size, kept: Kept, spec: MaskSpec | None) -> int:
+    """Return the bytes that are left after the backward: kept gradients, or those of every rollout, and numbers per rollout."""
+    own, _ = parameters(size, kept)
+    if spec is None:
+        return 4 * own
+    b, r, sites = size.rollouts, size.kept_rank, size.layers * len(size.adapted)
+    if spec.decided_at != "finish":  # at each module a mask; and what it was decided on, if that was read in this pass
+        read = 0
+        if spec.score_policy == "live":
+            coordinates = sum(r if kept == "svd" else min(d) for d in size.adapted) * size.layers
+            read = 4 * b * (coordinates + sites) + 5 * b if spec.score == "act" else b * (5 * sites + 4)
+        return 4 * own + 4 * b * sites + read
+    if kept == "svd":
+        waiting, written = 4 * b * own, sites
+    else:
+        inputs = (True, False, False, True, True, False, True)  # q, k and v have one input; so have gate and up
+        floats = written = 0
+        for (d_in, d_out), first in zip(size.adapted, inputs):
+            floats += size.n * (r + d_in * first) if flops.as_pair(size, r, d_in) else b * r * d_in
+            floats += size.n * (r + d_out) if (pair := flops.as_pair(size, r, d_out)) else b * r * d_out
+            written += not pair
+        waiting, written = 4 * size.layers * floats, size.layers * written
+    return waiting + 4 * b * (written if spec.score == "grad" else 3 * sites)
+
+
+def wire(count: int, ranks: int) -> float:
+    """Return the bytes that each process sends when ``count`` float32 gradients are summed in a ring."""
+    return 2 * (ranks - 1) / ranks * 4 * count
+
+
+# ---- the measurement
+
+
+def spec_of(size: Size, kept: Kept) -> AdapterSpec:
+    return AdapterSpec(kept, rank=size.kept_rank, quarantine_rank=size.quarantine_rank)
+
+
+def measure(size: Size, kept: Kept, spec: MaskSpec | None, seed: int, cache_dir: Path) -> Cost:
+    """Return the cost that torch counts. Eager attention, because the counter does not know the fused kernel of a CPU."""
+    bench = Bench(size, seed, cache_dir, attention="eager")
+    policy = bench.policy(spec_of(size, kept))
+    begin = bench.route(policy, spec)
+    with FlopCounterMode(display=False) as counter:
+        routing = begin()
+        bench.backward(policy, routing)
+        routing.finish()
+    policy.model.zero_grad()
+    routing = begin()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        bench.backward(policy, routing)
+    result = record.profiler and record.profiler.kineto_results
+    assert result is not None
+    left = sum(e.nbytes() for e in result.events() if e.name() == "[memory]")  # pyright: ignore[reportAttributeAccessIssue]
+    quarantine = sum(p.numel() for p in policy.adapters.quarantine_parameters().values())
+    return Cost(counter.get_total_flops(), left - 4 * quarantine)
+
+
+class Step(NamedTuple):
+    """A step that several ranks take together."""
+
+    size: Size
+    kept: Kept
+    spec: MaskSpec | None
+
+
+def sent(steps: Sequence[Step], ranks: int, seed: int) -> list[float]:
+    """Return the bytes that each of ``ranks`` processes sends in each step, from the kernel's counter of the loopback device."""
+    with TemporaryDirectory() as folder:
+        plain = [[asdict(one.size), one.kept, None if one.spec is None else asdict(one.spec)] for one in steps]
+        (Path(folder) / "order.json").write_text(json.dumps({"steps": plain, "ranks": ranks, "seed": seed}))
+        command_line = [sys.executable, "-W", "ignore", "-c", f"from {MODULE} import launch; launch({folder!r})"]
+        if isolated():
+            command_line = ["unshare", *_NAMESPACE, "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command_line]
+        done = subprocess.run(command_line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{ranks} processes could not take a step together: {done.stderr.strip().splitlines()[-1]}")
+        return [count / ranks for count in json.loads((Path(folder) / "sent.json").read_text())]
+
+
+MODULE = "studies.benchmarks.cost"
+_NAMESPACE = ("--user", "--map-root-user", "--net")
+
+
+def isolated() -> bool:
+    """Return whether a process may have a network of its own, in which nothing else is sent."""
+    if which("unshare") is None or which("ip") is None:
+        return False
+    return (
+        subprocess.run(["unshare", *_NAMESPACE, "ip", "link", "set", "lo", "up"], capture_output=True, check=False).returncode == 0
+    )
+
+
+def launch(folder: str) -> None:
+    """Take the steps of an order on all of its ranks, each in a process of its own."""
+    given = json.loads((Path(folder) / "order.json").read_text())
+    # forked before torch has used a thread, because each process would import torch anew otherwise
+    start_processes(take, args=(given, folder), nprocs=given["ranks"], start_method="fork")
+
+
+def take(rank: int, given: dict[str, Any], folder: str) -> None:
+    """Take the steps on this rank's rollouts; rank 0 writes what all ranks have sent in each."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=given["ranks"])
+    for _ in range(2):  # opens the connections
+        dist.all_reduce(torch.ones(2**16))
+        dist.barrier()
+    counts = []
+    for size, kept, spec in given["steps"]:
+        bench = Bench(Size(**size), given["seed"] + rank, Path(folder) / f"svd-{rank}", attention="eager")
+        policy = bench.policy(spec_of(bench.size, kept))
+        begin = bench.route(policy, None if spec is None else MaskSpec(**spec))
+        dist.barrier()
+        before = loopback()
+        dist.barrier()
+        routing = begin()
+        bench.backward(policy, routing)
+        routing.finish(sum_over_ranks)
+        dist.barrier()
+        counts.append(loopback() - before)
+    if rank == 0:
+        (Path(folder) / "sent.json").write_text(json.dumps(counts))
+    dist.destroy_process_group()
+
+
+def loopback() -> int:
+    """Return the bytes that the loopback device has sent."""
+    (line,) = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[9])
+
+
+# ---- large models
+
+
+@dataclass(frozen=True)
+class Large:
+    """A model on many processes; sizes are those of a published model of its class."""
+
+    name: str
+    weights: float
+    processes: int
+    size: Size
+
+
+def large(layers: int, d: int, heads: int, kv: int, mlp: int, vocab: int, attention_only: bool = False) -> Size:
+    """Return a micro-batch of 4 rollouts of 4,096 tokens, with LoRA r16 and a quarantine r16."""
+    return Size(layers, d, heads, mlp, vocab, 4, 4096, 512, 16, 16, kv, attention_only)
+
+
+LARGE = (
+    Large("7B", 7.6e9, 64, large(28, 3584, 28, 512, 18944, 152064)),
+    Large("70B", 70.6e9, 512, large(80, 8192, 64, 1024, 28672, 128256)),
+    Large("400B, 17B active", 400e9, 4096, large(48, 5120, 40, 1024, 16384, 202048, attention_only=True)),
+)
+MICRO_BATCHES = 4
+"""Micro-batches of a process in one step."""
+
+
+def flops_table() -> str:
+    """Return a Markdown table of the FLOPs of a forward and backward, relative to the one without a route."""
+    lines = ["| route | " + " | ".join(one.name for one in LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
+    plain = [predict(one.size, "lora", None).flops for one in LARGE]
+    for name, spec in ROUTES.items():
+        cells = [f"{predict(one.size, 'lora', spec).flops / base:.4f}" for one, base in zip(LARGE, plain)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def memory_table() -> str:
+    """Return a Markdown table of bytes in each process: adapters, waiting gradients, directions."""
+    lines = ["| what | " + " | ".join(one.name for one in LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
+    rows: dict[str, Callable[[Size], int]] = {
+        "both adapters": lambda size: 4 * sum(parameters(size, "lora")),
+        "kept gradients that wait, pooled gradient flags": lambda size: held(size, "lora", ROUTES["gradient flags, pooled"]),
+        "kept gradients, any other route": lambda size: held(size, "lora", ROUTES["full score, a scoring pass"]),
+        "a direction of `grad`": lambda size: 4 * size.layers * size.kept_rank * sum(d_out for _, d_out in size.adapted),
+        "a direction of `act`, with its coordinates": lambda size: 4 * size.layers * sum(min(d) * (d[0] + 1) for d in size.adapted),
+        "a direction of `full`": lambda size: 4 * size.layers * sum(d_in * d_out for d_in, d_out in size.adapted),
+    }
+    lines += [f"| {name} | {' | '.join(told(of(one.size)) for one in LARGE)} |" for name, of in rows.items()]
+    return "\n".join(lines)
+
+
+def wire_table(rate: float, link: float) -> str:
+    """Return a Markdown table of one step of each process.
+
+    Args:
+        rate: FLOPs per second that a process sustains.
+        link: bytes per second that it sends.
+    """
+    lines = [
+        "| model | processes | forward and backward | base weights gathered | adapters' gradients | of which after the backward |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in LARGE:
+        work = MICRO_BATCHES * predict(one.size, "lora", None).flops / rate
+        gathered = 2 * MICRO_BATCHES * 2 * one.weights * (one.processes - 1) / one.processes  # bf16, in each forward and backward
+        kept, quarantine = (wire(count, one.processes) for count in parameters(one.size, "lora"))
+        cells = [one.name, f"{one.processes:,}", f"{work:,.1f} s", told(gathered), told(kept + quarantine)]
+        lines.append(f"| {' | '.join(cells)} | {told(kept)}, {1e3 * kept / link:,.1f} ms |")
+    return "\n".join(lines)
+
+
+def told(count: int | float) -> str:
+    """Return bytes in the largest unit of which there is one."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+# ---- the command
+
+
+def table(rows: Sequence[Compared]) -> str:
+    """Return a Markdown table: for each quantity and route, over all cases, the range of predicted over measured."""
+    lines = ["| what | route | cases | predicted / measured |", "|---|---|---|---|"]
+    for what in dict.fromkeys(row.what for row in rows):
+        for route in dict.fromkeys(row.route for row in rows if row.what == what):
+            ratios = [row.ratio for row in rows if (row.what, row.route) == (what, route)]
+            low, high = f"{min(ratios):.3f}", f"{max(ratios):.3f}"
+            lines.append(f"| {what} | {route} | {len(ratios)} | {low if low == high else f'{low} - {high}'} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Options(command.Benchmark):
+    """FLOPs, bytes held and bytes sent by routed steps: predicted over measured on small cases, and predicted for large models.
+
+    Counts, not times: one run says it all, and other work on the machine changes nothing. Three minutes; --quick one.
+    """
+
+    rounds: Annotated[int | None, tyro.conf.Suppress] = None
+    rate: Annotated[float, tyro.conf.arg(help="FLOPs per second that a process of a large model sustains")] = 4e14
+    link: Annotated[float, tyro.conf.arg(help="bytes per second that it sends")] = 5e10
+
+    def check(self) -> None:
+        super().check()
+        if not (self.rate > 0 and self.link > 0):
+            raise ValueError("--rate and --link are FLOPs and bytes per second: give positive numbers")
+
+    def run(self) -> None:
+        sizes = dict(list(SIZES.items())[:: 6 if self.quick else 1])
+        rows = compare(sizes, RANKS[: 1 if self.quick else None], self.seed)
+        print(table(rows))
+        print(f"\nFLOPs of a forward and backward over those without a route\n\n{flops_table()}")
+        print(f"\nbytes in each process\n\n{memory_table()}")
+        print(f"\na step of {MICRO_BATCHES} micro-batches, in each process\n\n{wire_table(self.rate, self.link)}")
+        self.write({"machine": machine(), "isolated": isolated(), "rows": [asdict(row) for row in rows]})
+
+
+def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[Compared]:
+    """Return every quantity of every case, predicted and measured."""
+    kinds: tuple[Kept, ...] = ("svd", "lora")
+    rows: list[Compared] = []
+    with TemporaryDirectory() as folder, tqdm(total=len(sizes) * len(ROUTES) * 2 + len(ranks), desc="counting", leave=False) as bar:
+        for (case, size), kept, (route, spec) in itertools.product(sizes.items(), kinds, ROUTES.items()):
+            predicted, measured = predict(size, kept, spec), measure(size, kept, spec, seed, Path(folder))
+            for what, own, other in zip(("FLOPs", "bytes held"), predicted, measured):
+                rows.append(Compared(f"{what}, {kept}", case, route, own, other))
+            bar.update()
+        size = SIZES["twice the width"]
+        together = [Step(size, kept, spec) for kept, spec in itertools.product(kinds, ROUTES.values())]
+        for count in ranks:
+            for one, route, found in zip(together, itertools.cycle(ROUTES), sent(together, count, seed)):
+                own = wire(sum(parameters(size, one.kept)), count)
+                rows.append(Compared(f"bytes sent, {one.kept}", f"{count} processes", route, own, found))
+            bar.update()
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, MODULE))

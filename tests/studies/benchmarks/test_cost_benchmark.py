@@ -1,0 +1,91 @@
+"""The cost of routing on paper is what torch and the kernel count, and the page prints it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.routing import MaskSpec
+from studies.benchmarks import cost
+from studies.benchmarks.contenders import Bench
+from studies.benchmarks.cost import LARGE, ROUTES, SIZES, Compared, Options, table
+from studies.benchmarks.paired import peak_bytes
+
+pytestmark = pytest.mark.study
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+def test_quick_predicts_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """FLOPs and bytes held to the last one; on the wire come headers, and the bytes of barriers."""
+    Options(quick=True, out=tmp_path / "out.json").run()
+    rows = [Compared(**row) for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
+    counted = [row for row in rows if not row.what.startswith("bytes sent")]
+    assert len(counted) == 2 * 2 * 2 * len(ROUTES)
+    assert [row for row in counted if row.predicted != row.measured] == []
+    sent = [row for row in rows if row.what.startswith("bytes sent")]
+    assert len(sent) == 2 * len(ROUTES)
+    assert all(0.9 < row.ratio < 1.1 for row in sent)
+    assert table(rows) in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable")
+@pytest.mark.parametrize("score", ["grad", "full"])
+def test_a_scoring_pass_needs_the_memory_of_a_training_pass_and_no_more(score: str, tmp_path: Path) -> None:
+    """Gradients are compared module by module: held until the end, they would be larger than what checkpointing stores."""
+    size = replace(SIZES["base case"], layers=6, kept_rank=48, tokens=64)
+    bench = Bench(size, 0, tmp_path)
+    policy = bench.policy(AdapterSpec("lora", rank=size.kept_rank, quarantine_rank=1))
+    model: Any = policy.model
+    model.gradient_checkpointing_enable()
+    begin = bench.route(policy, MaskSpec(score=score, score_policy="ablated"))  # pyright: ignore[reportArgumentType]
+    training = peak_bytes(bench.plain("plain", policy, 0).step)
+    policy.model.zero_grad()
+    assert peak_bytes(begin) < 1.02 * training
+
+
+def test_a_whole_step_in_one_call_holds_the_gradients_of_one_micro_batch(tmp_path: Path) -> None:
+    size = replace(SIZES["base case"], rollouts=8, kept_rank=32)
+    bench = Bench(size, 0, tmp_path)
+    policy = bench.policy(AdapterSpec("lora", rank=size.kept_rank, quarantine_rank=1))
+    small, whole = (peak_bytes(bench.whole(policy, MaskSpec(), micro)) for micro in (2, None))
+    one_by_one = peak_bytes(bench.whole(policy, MaskSpec(score="act"), 2))
+    assert small < one_by_one + cost.held(replace(size, rollouts=2), "lora", MaskSpec()) < whole
+
+
+@pytest.mark.parametrize("name", ["cost", "cost FLOPs", "cost memory", "cost wire"])
+def test_the_page_prints_what_was_counted(name: str) -> None:
+    document = json.loads((DOCS / "results/benchmarks/cost.json").read_text(encoding="utf-8"))
+    rows = [Compared(**row) for row in document["rows"]]
+    expected = {
+        "cost": table(rows),
+        "cost FLOPs": cost.flops_table(),
+        "cost memory": cost.memory_table(),
+        "cost wire": cost.wire_table(Options.rate, Options.link),
+    }[name]
+    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8"))
+    assert found
+    assert found[1] == expected + "\n", f"docs/scale.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    assert len(rows) == (2 * len(SIZES) * 2 + 2 * len(cost.RANKS)) * len(ROUTES)
+    assert all(0.9 < row.ratio < 1.1 for row in rows)
+    assert document["isolated"]
+
+
+def test_large_models_have_the_parameters_of_their_class() -> None:
+    """Dense models: Linears, embeddings and unembedding; the experts of the third are not among its adapted Linears."""
+    for one in LARGE[:2]:
+        size = one.size
+        count = size.layers * sum(d_in * d_out for d_in, d_out in size.linears) + 2 * size.vocab * size.d
+        assert count == pytest.approx(one.weights, rel=0.02)
+    assert len(LARGE[2].size.adapted) == 4
+
+
+@pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"link": -1.0}, {"rate": torch.nan}])
+def test_rates_must_be_positive(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="give positive numbers"):
+        Options(**wrong).check()
