@@ -267,7 +267,7 @@ def malformed(rng: random.Random) -> tuple[str, Any]:
             ("/v1/completions", {**good, "patch": [{"site": "blocks.0.resid_pre", "position": 999, "source": "zeros"}]}),
             ("/v1/completions", {**good, "steering_vectors": {"blocks.0.resid_pre": [1.0]}}),
             ("/v1/completions", {**good, "steering_vectors": {"blocks.0.resid_pre": "missing"}}),
-            ("/v1/completions", {**good, "capture": ["blocks.77.z"], "run": "r"}),
+            ("/v1/completions", {**good, "capture": ["blocks.77.z"], "run": f"r{rng.randrange(10**9)}"}),  # two at once may clash
             ("/v1/completions", {**good, "unknown": 1}),
             ("/v1/completions", {**good, "prompt": []}),
             ("/v1/completions", {**good, "prompt": [10**6]}),

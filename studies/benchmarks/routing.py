@@ -1,20 +1,24 @@
 """Cost of routing: paired ratios of time and peak memory, each with the floor in FLOPs.
 
-    python -m studies.benchmarks.routing [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks.routing [--quick | --smollm2 [--dtype bfloat16] [--checkpointing]] [--rounds 15] [--out FILE.json]
 
 One thread, all sides interleaved in one process.
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Literal
 
 import numpy as np
+import tyro
+from torch import nn
 from tqdm import tqdm
 
 from mi_route2.adapters import AdapterSpec
+from mi_route2.models import smollm2
 from mi_route2.routing import MaskSpec
 from studies.benchmarks import command, flops
 from studies.benchmarks.contenders import Bench
@@ -53,6 +57,14 @@ ROWS = (
     Row(UNFOLDED, FROZEN),
     Row(SVD, FROZEN),
     Row(PEFT, FROZEN),
+)
+
+SMOLLM2 = Size(30, 576, 9, 1536, 49152, rollouts=8, tokens=512, prompt=64, kept_rank=16, quarantine_rank=16, kv=192)
+SMOLLM2_ROWS = (
+    Row(LORA, PEFT, 1.00),
+    Row(LORA, PEFT_SPLIT, 1.00),
+    Row(f"{LORA}: {POOLED}", LORA, 1.05, 1.10),
+    Row(f"{LORA}: {MODULE}", LORA, 1.05, 1.10),
 )
 
 
@@ -115,10 +127,11 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     return {name: lambda name=name, side=side: side(name) for name, side in sides.items()}
 
 
-def build(bench: Bench) -> tuple[list[Contender], dict[str, str]]:
-    """Return the sides that work here, each run once, and the reason for each foreign library that does not."""
-    ready, missing = [], {}
-    for name, side in tqdm(builders(bench).items(), desc="building", unit="side", leave=False):
+def build(bench: Bench, rows: Sequence[Row]) -> tuple[list[Contender], dict[str, str]]:
+    """Return the sides of ``rows`` that work here, each run once, and the reason for each foreign library that does not."""
+    ready, missing, named = [], {}, {FROZEN, *(name for row in rows for name in (row.over, row.under))}
+    sides = {name: side for name, side in builders(bench).items() if name in named}
+    for name, side in tqdm(sides.items(), desc="building", unit="side", leave=False):
         try:
             contender = side()
             contender.step()
@@ -132,10 +145,12 @@ def build(bench: Bench) -> tuple[list[Contender], dict[str, str]]:
     return ready, missing
 
 
-def compare(size: Size, rounds: int, seed: int) -> tuple[list[Result], dict[str, Measured], dict[str, int]]:
-    """Return all rows, and of every side the measurements and the floor in FLOPs."""
+def compare(
+    size: Size, rounds: int, seed: int, *, rows: Sequence[Row] = ROWS, model: nn.Module | None = None
+) -> tuple[list[Result], dict[str, Measured], dict[str, int]]:
+    """Return ``rows``, and of every side the measurements and the floor in FLOPs; ``model`` in place of a random one."""
     with TemporaryDirectory() as folder:
-        ready, missing = build(Bench(size, seed, Path(folder)))
+        ready, missing = build(Bench(size, seed, Path(folder), model=model), rows)
     measured = measure(ready, rounds, np.random.default_rng(seed))
     work = {c.name: c.flops for c in ready}
     rng = np.random.default_rng(seed)
@@ -153,7 +168,7 @@ def compare(size: Size, rounds: int, seed: int) -> tuple[list[Result], dict[str,
             memory=over.peak_bytes / under.peak_bytes,
         )
 
-    return [result(row) for row in ROWS], measured, work
+    return [result(row) for row in rows], measured, work
 
 
 def table(results: list[Result], judge: bool = True) -> str:
@@ -182,18 +197,48 @@ def table(results: list[Result], judge: bool = True) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
 class Options(command.Benchmark):
-    """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients."""
+    """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients.
+
+    --smollm2 takes five minutes a round in float32 and two in bfloat16.
+    """
+
+    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M on 8 rollouts of 512 tokens in place of a random model")] = (
+        False
+    )
+    dtype: Annotated[Literal["float32", "bfloat16"], tyro.conf.arg(help="type of its weights; adapters stay float32")] = "float32"
+    checkpointing: Annotated[bool, tyro.conf.arg(help="run it with gradient checkpointing")] = False
+
+    def check(self) -> None:
+        super().check()
+        if self.quick and self.smollm2:
+            raise ValueError("--quick shows that every row runs on a tiny model: leave out --smollm2")
+        if not self.smollm2 and (self.checkpointing or self.dtype != "float32"):
+            raise ValueError("--dtype and --checkpointing are settings of the real model: give --smollm2 too")
 
     def run(self) -> None:
-        size = MICRO if self.quick else Size()
-        results, measured, work = compare(size, self.turns, self.seed)
-        r, k = size.kept_rank, size.quarantine_rank
-        print(f"{size.layers} layers, d {size.d}, mlp {size.mlp}; {size.rollouts} rollouts of {size.tokens} tokens")
-        print(f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {self.turns} rounds, 1 thread")
+        size, rows = MICRO if self.quick else Size(), ROWS
+        model: Any = None
+        if self.smollm2:
+            size, rows, model = SMOLLM2, SMOLLM2_ROWS, smollm2(dtype=self.dtype).model.train().requires_grad_(False)
+            if self.checkpointing:
+                model.gradient_checkpointing_enable()
+        results, measured, work = compare(size, self.turns, self.seed, rows=rows, model=model)
+        print(headline(size, self.turns))
         print("so small a model times Python, not arithmetic: nothing is judged\n" if self.quick else "")
         print(table(results, judge=not self.quick))
-        self.write(document(size, self.turns, results, measured, work))
+        settings = {"smollm2": self.smollm2, "dtype": self.dtype, "checkpointing": self.checkpointing}
+        self.write(document(size, self.turns, results, measured, work) | settings)
+
+
+def headline(size: Size, rounds: int) -> str:
+    """Return the sizes that were measured."""
+    r, k = size.kept_rank, size.quarantine_rank
+    return (
+        f"{size.layers} layers, d {size.d}, mlp {size.mlp}; {size.rollouts} rollouts of {size.tokens} tokens\n"
+        f"kept r{r}, quarantine r{k}; {PEFT} r{r + k}, {PEFT_SPLIT} r{r} and r{k}; {rounds} rounds, 1 thread"
+    )
 
 
 def document(
