@@ -19,6 +19,7 @@ from studies.benchmarks.host_contenders import (
     NNSIGHT,
     SETTINGS,
     SIDES,
+    SMOLLM2,
     STEP,
     TASKS,
     TOKEN,
@@ -153,13 +154,14 @@ def test_the_table_has_a_line_a_row_and_a_cell_a_task() -> None:
     assert len(lines) == 3 + len(ROWS)
 
 
-def test_the_page_prints_what_was_measured() -> None:
-    document = json.loads((DOCS / "results/benchmarks/hosts.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "settings"), [("hosts", SETTINGS), ("hosts_smollm2", SMOLLM2)])
+def test_the_page_prints_what_was_measured(name: str, settings: tuple[Setting, ...]) -> None:
+    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     expected = table([Result.read(row) for row in document["rows"]])
-    found = re.search(r"<!-- table: hosts -->\n\n((?:\|.*\n)+)", (DOCS / "hosts.md").read_text(encoding="utf-8"))
+    found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "hosts.md").read_text(encoding="utf-8"))
     assert found
-    assert found[1] == expected, f"docs/hosts.md must have, below <!-- table: hosts -->:\n\n{expected}"
-    assert document["settings"].keys() == {setting.name for setting in SETTINGS}
+    assert found[1] == expected, f"docs/hosts.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    assert document["settings"].keys() == {setting.name for setting in settings}
     assert document["rounds"] >= 9
 
 
