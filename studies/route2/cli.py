@@ -32,7 +32,7 @@ class Run:
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
     seeds: Seeds = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
-    workers: Annotated[int, tyro.conf.arg(help="processes, one thread each")] = 2
+    workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
     config: Annotated[Path | None, tyro.conf.arg(help="settings to change, in a TOML file; --override comes after it")] = None
