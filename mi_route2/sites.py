@@ -141,10 +141,26 @@ class Slot:
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
-        """Weight ``[d_out d_in]`` as an ``nn.Linear`` would store it; a view unless the module is fused."""
-        weight = self.module.get_parameter("weight")
-        weight = weight.mT if self.transposed else weight
-        return weight if self.rows is None else weight[self.rows.to(weight.device)]
+        """Weight ``[d_out d_in]`` as an ``nn.Linear`` would store it; a view unless the module is fused or its weight sharded."""
+        return self.part(whole(self.module.get_parameter("weight")))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``d_out`` and ``d_in``; unlike ``weight``, one process alone may ask for it if the weight is sharded."""
+        sides = self.module.get_parameter("weight").shape
+        d_out, d_in = sides[::-1] if self.transposed else sides
+        return d_out if self.rows is None else len(self.rows), d_in
+
+    def part(self, t: Tensor) -> Tensor:
+        """Return the part of the module's weight or bias ``t`` that belongs to this Linear."""
+        t = t.mT if self.transposed and t.ndim == 2 else t
+        return t if self.rows is None else t[self.rows.to(t.device)]
+
+
+def whole(t: Tensor) -> Tensor:
+    """Return ``t``, gathered from all processes if it is sharded (a ``DTensor``); then each of them must call this."""
+    gather = getattr(t, "full_tensor", None)
+    return t if gather is None else gather()
 
 
 def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out"] | None:

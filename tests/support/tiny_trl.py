@@ -139,12 +139,13 @@ def make_trainer(
     own: Mapping[str, Any] | None = None,
     model: Any = None,
     texts: Sequence[str] = TEXTS,
+    kind: type[RoutedGRPOTrainer] = RoutedGRPOTrainer,
     **settings: Any,
 ) -> tuple[RoutedGRPOTrainer, Seen]:
     """Return a trainer with its callback; ``sampled`` lets the model write the completions itself."""
     seen = Seen()
     direction = isinstance(route, EraseSpec) or (isinstance(route, MaskSpec) and route.needs_direction)
-    trainer = RoutedGRPOTrainer(
+    trainer = kind(
         make_family("Llama") if model is None else model,
         reward,
         config(folder, **settings),
