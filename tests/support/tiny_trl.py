@@ -57,7 +57,8 @@ def drawn(text: str, number: int) -> list[int]:
 
 def rollouts(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
     """TRL's ``rollout_func``."""
-    count: Counter[str] = Counter()
+    first = trainer.accelerator.process_index * len(prompts) % GROUP  # a group may lie on several processes
+    count: Counter[str] = Counter(dict.fromkeys(prompts, first))
     completions = []
     for text in prompts:
         completions.append(drawn(text, count[text]))
