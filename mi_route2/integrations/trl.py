@@ -289,7 +289,6 @@ class RoutedGRPOTrainer(GRPOTrainer):
         for branch in branches:
             branch.to(self.accelerator.device)  # FSDP2 moves what it shards
         self.accelerator.state.fsdp_plugin.ignored_modules = branches
-        self.model._is_fsdp_managed_module = True  # generate() goes on until the last process is done: each forward gathers weights
 
     def _built(self, route: RouteSpec | Route, pairs: PairBatch | Sequence[Mapping[str, Any]] | None) -> Route:
         """Return the route of a rule, with the fitter of its directions."""
