@@ -27,6 +27,7 @@ from mi_route2.architectures import (
     LinearAt,
     architecture_of,
     heads,
+    unwrapped,
 )
 from mi_route2.checks import checked
 
@@ -246,9 +247,13 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
     Raises:
         ValueError: A known architecture whose module tree was changed, or whose layers share a module, or a model that a
-            TransformerLens bridge wraps.
+            TransformerLens bridge, ``torch.compile`` or DDP wraps.
     """
     refuse_booted(model)
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"a {type(model).__name__} is a wrapper: attach adapters to the model in it, before or after it is wrapped"
+        )
     row = architecture_of(model)
     if row is None:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_
 
 try:
-    from accelerate.utils import gather_object, is_peft_model
+    from accelerate.utils import DynamoBackend, gather_object, is_peft_model
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
@@ -70,6 +70,7 @@ ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safeten
 """Files of a checkpoint folder: both adapters, and the route's directions."""
 
 DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
+COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -351,6 +352,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             )
         if self.is_deepspeed_enabled:
             raise ValueError(DEEPSPEED)
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(COMPILED)
         if self.is_fsdp_enabled:
             _refuse_fsdp(self.accelerator.state.fsdp_plugin)
         if getattr(self.accelerator, "parallelism_config", None) is not None:
@@ -701,7 +704,7 @@ def _refuse_settings(args: GRPOConfig) -> None:
         "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
         "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
-        "torch_compile": "the routed backward was not tested in compiled graphs: leave torch_compile out",
+        "torch_compile": COMPILED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
     for name, reason in reasons.items():

@@ -16,6 +16,7 @@ from mi_route2.adapters import Adapters, export_merged, export_peft, load_adapte
 from mi_route2.adapters.weights import _keys, _sums, checksum
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
+from mi_route2.rollouts import call_with_mask
 
 CPU = torch.device("cpu")
 
@@ -127,6 +128,7 @@ def test_a_sharded_base_has_the_hash_and_the_files_of_the_whole_one(name: str, m
     adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator()))
     whole, tokens = adapters.base_hash, make_tokens()[0]
     save_adapters(adapters, tmp_path / "whole")
+    export_peft(adapters, tmp_path / "lora")
     shard(adapters, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     with pytest.raises(RuntimeError, match=r"their hash needs every process: read adapters\.base_hash in all of them"):
         save_adapters(adapters, tmp_path / "sharded")
@@ -140,6 +142,8 @@ def test_a_sharded_base_has_the_hash_and_the_files_of_the_whole_one(name: str, m
     assert adapters.base_hash == whole
     for write in (save_pretrained, export_peft):
         write(adapters, tmp_path / write.__name__)
+    for file in (tmp_path / "lora").iterdir():
+        assert (tmp_path / "export_peft" / file.name).read_bytes() == file.read_bytes()
     with pytest.raises(ValueError, match="merge it where the model is whole"):
         export_merged(adapters, tmp_path / "merged")
 
@@ -153,6 +157,21 @@ def test_weights_that_are_merged_of_shards_are_the_whole_ones(name: str, mesh: A
     shard(adapters, mesh)
     with torch.no_grad(), adapters.merged():
         assert torch.equal(host.model(tokens).logits, merged)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_positions_under_left_padding_reach_a_model_that_others_wrap(how: str, mesh: Any) -> None:
+    """Which gives it another class, and positions are for the model's own."""
+    host, (tokens, attention) = hosted("GPT2", "torch"), make_tokens(side="left")
+    adapters = host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator())
+    with torch.no_grad():
+        expected = call_with_mask(host.model, tokens, attention)
+        wrapped: Any = host.model
+        if how == "DDP":
+            wrapped = torch.nn.parallel.DistributedDataParallel(wrapped)
+        else:
+            shard(adapters, mesh)
+        assert torch.equal(call_with_mask(wrapped, tokens, attention), expected)
 
 
 @pytest.mark.parametrize("directly", [False, True])

@@ -502,7 +502,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
     "vllm": (MaskSpec(), {"use_vllm": True}, "base weights without adapters"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
-    "compile": (MaskSpec(), {"torch_compile": True}, "compiled graphs"),
+    "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
@@ -550,6 +550,12 @@ def test_settings_of_fsdp_that_a_route_does_not_survive_are_refused(
     monkeypatch.setenv(f"FSDP_{setting}", value)
     with pytest.raises(ValueError, match=why):
         make_trainer(tmp_path, OpenSpec(), kind=Sharding)
+
+
+def test_a_compiler_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ValueError, match="leave torch_compile out"):
+        make_trainer(tmp_path, OpenSpec())
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
