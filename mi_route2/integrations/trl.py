@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
 from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.weights import sharded_modules
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
     Directions,
@@ -590,6 +591,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """Evaluate the deployed model, with the quarantine off."""
+        if self.is_fsdp_enabled and not sharded_modules(self.model):
+            raise ValueError("FSDP2 shards a model together with its optimizer, in train(): call evaluate() after it")
         with self.adapters.deployed():
             return super().evaluate(*given, **named)
 

@@ -552,6 +552,13 @@ def test_settings_of_fsdp_that_a_route_does_not_survive_are_refused(
         make_trainer(tmp_path, OpenSpec(), kind=Sharding)
 
 
+def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), kind=Sharding)
+    with pytest.raises(ValueError, match=r"in train\(\): call evaluate\(\) after it"):
+        trainer.evaluate()
+
+
 def test_a_compiler_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     with pytest.raises(ValueError, match="leave torch_compile out"):
