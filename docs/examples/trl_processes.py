@@ -68,7 +68,7 @@ def step(comparison: Comparison) -> None:
     seen = Gradients(comparison.out / f"gradients-{processes}.safetensors")
     settings = Settings(comparison.out / "trainer", steps=1, prompts=comparison.prompts, group=comparison.group)
     trainer = make_trainer(settings, comparison.dtype, callbacks=[seen], rollout_func=given if stored else None)
-    (reward,) = trainer.reward_funcs
+    reward: Any = trainer.reward_funcs[0]
 
     def heard(prompts: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any) -> Any:
         if not stored:
