@@ -27,12 +27,14 @@ class Comparison:
     Attributes:
         out: Output folder.
         dtype: Type of the weights and of the computation.
+        seed: Seed of prompts, adapters and samples.
         prompts: Prompts of the step.
         group: Completions of each prompt.
     """
 
     out: Path = Path("runs/trl_processes")
     dtype: Literal["float32", "float64"] = "float32"
+    seed: int = 0
     prompts: int = 2
     group: int = 4
 
@@ -66,7 +68,7 @@ def step(comparison: Comparison) -> None:
         return {"prompt_ids": ids, "completion_ids": [row["completion"] for row in own], "logprobs": None}
 
     seen = Gradients(comparison.out / f"gradients-{processes}.safetensors")
-    settings = Settings(comparison.out / "trainer", steps=1, prompts=comparison.prompts, group=comparison.group)
+    settings = Settings(comparison.out / "trainer", 1, comparison.seed, comparison.prompts, comparison.group)
     trainer = make_trainer(settings, comparison.dtype, callbacks=[seen], rollout_func=given if stored else None)
     reward: Any = trainer.reward_funcs[0]
 
