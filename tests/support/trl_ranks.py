@@ -60,8 +60,11 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
     "flagged": (MaskRoute.from_flags(lambda batch: torch.ones(len(batch.rollouts), dtype=torch.bool)), LORA, {}),
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
-HOWS = {"ddp-2": [*RANKED], "fsdp-2": [*RANKED], "fsdp-4": [case for case in RANKED if case != "unflagged"]}
-"""Four processes have no whole group each, which ``unflagged`` needs."""
+HOWS = {
+    "ddp-2": ["pooled", "detached", "tokens", "unflagged", "erase"],
+    "fsdp-2": [*RANKED],
+    "fsdp-4": ["pooled", "detached", "tokens", "erase", "flagged"],  # unflagged needs a whole group in each process
+}
 
 
 def ranked(out: Path, processes: int, kind: type[RoutedGRPOTrainer], cases: list[str]) -> None:
