@@ -351,12 +351,27 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
 
 def config_of(model: object) -> object:
     """Return the model's config, from its attribute ``config`` or ``cfg``; ``None`` if it has neither."""
+    model = unwrapped(model)
     return getattr(model, "config", None) or getattr(model, "cfg", None)
+
+
+def unwrapped(model: object) -> object:
+    """Return the model inside of the wrappers of ``torch.compile`` and DDP."""
+    inside = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module"}
+    while name := inside.get(type(model).__name__):
+        model = getattr(model, name)
+    return model
+
+
+def _class_name(model: object) -> str:
+    """Return the name of the model's class; FSDP2 puts a class of its own before it."""
+    kinds = type(unwrapped(model)).__mro__
+    return kinds[2 if kinds[1].__name__ == "FSDPModule" else 0].__name__
 
 
 def architecture_of(model: object) -> Architecture | None:
     """Return the row for a model's class and config; ``None`` if there is none."""
-    name, config = type(model).__name__, config_of(model)
+    name, config = _class_name(model), config_of(model)
     for row in ARCHITECTURES.values():
         if name in row.classes and all(getattr(config, key, value) == value for key, value in row.requires.items()):
             return row

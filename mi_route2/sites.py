@@ -27,6 +27,7 @@ from mi_route2.architectures import (
     LinearAt,
     architecture_of,
     heads,
+    unwrapped,
 )
 from mi_route2.checks import checked
 
@@ -141,10 +142,26 @@ class Slot:
 
     @property
     def weight(self) -> Float[Tensor, "d_out d_in"]:
-        """Weight ``[d_out d_in]`` as an ``nn.Linear`` would store it; a view unless the module is fused."""
-        weight = self.module.get_parameter("weight")
-        weight = weight.mT if self.transposed else weight
-        return weight if self.rows is None else weight[self.rows.to(weight.device)]
+        """Weight ``[d_out d_in]`` as an ``nn.Linear`` would store it; a view unless the module is fused or its weight sharded."""
+        return self.part(whole(self.module.get_parameter("weight")))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``d_out`` and ``d_in``; unlike ``weight``, one process alone may ask for it if the weight is sharded."""
+        sides = self.module.get_parameter("weight").shape
+        d_out, d_in = sides[::-1] if self.transposed else sides
+        return d_out if self.rows is None else len(self.rows), d_in
+
+    def part(self, t: Tensor) -> Tensor:
+        """Return the part of the module's weight or bias ``t`` that belongs to this Linear."""
+        t = t.mT if self.transposed and t.ndim == 2 else t
+        return t if self.rows is None else t[self.rows.to(t.device)]
+
+
+def whole(t: Tensor) -> Tensor:
+    """Return ``t``, gathered from all processes if it is sharded (a ``DTensor``); then each of them must call this."""
+    gather = getattr(t, "full_tensor", None)
+    return t if gather is None else gather()
 
 
 def fused_rows(at: LinearAt, width: int, head_count: int) -> Int[Tensor, " d_out"] | None:
@@ -230,9 +247,13 @@ def slots(model: nn.Module) -> dict[str, Slot]:
 
     Raises:
         ValueError: A known architecture whose module tree was changed, or whose layers share a module, or a model that a
-            TransformerLens bridge wraps.
+            TransformerLens bridge, ``torch.compile`` or DDP wraps.
     """
     refuse_booted(model)
+    if unwrapped(model) is not model:
+        raise ValueError(
+            f"a {type(model).__name__} is a wrapper: attach adapters to the model in it, before or after it is wrapped"
+        )
     row = architecture_of(model)
     if row is None:
         return {name: Slot(name, name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights and tokenizer come from a package: nothing is asked of the network
 
@@ -108,7 +109,7 @@ class Settings:
     beta: float = 0.0
 
 
-def main(settings: Settings) -> None:
+def make_trainer(settings: Settings, dtype: str = "float32", **more: Any) -> RoutedGRPOTrainer:
     problem, tokenizer = Sentences(), ChatTokenizer(smollm2_folder(), Sentences.system)
     world = ChatWorld(problem, tokenizer, max_new=16, context=512)
     asked = world.prompts(settings.prompts * settings.steps, np.random.default_rng(settings.seed), none_fraction=0.25)
@@ -131,8 +132,8 @@ def main(settings: Settings) -> None:
         report_to=[],
         use_cpu=not torch.cuda.is_available(),  # without a GPU and without this, each process would train for itself
     )
-    trainer = RoutedGRPOTrainer(
-        smollm2().model,
+    return RoutedGRPOTrainer(
+        smollm2(dtype=dtype).model,
         world.reward_funcs(),
         args,
         Dataset.from_list(world.rows(asked)),
@@ -141,7 +142,12 @@ def main(settings: Settings) -> None:
         route=rule,
         pairs=world.encode_pairs(world.make_pairs(settings.seed, 10, "hack")),
         record=trl_record(world, ChatWitness(world, problem.judge()), rule),
+        **more,
     )
+
+
+def main(settings: Settings) -> None:
+    trainer = make_trainer(settings)
     trainer.train()
     trainer.save_model(str(settings.out / "deployed"))
     if trainer.is_world_process_zero():

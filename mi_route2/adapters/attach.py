@@ -21,7 +21,7 @@ from tqdm import tqdm
 from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, RoutedLinear, SharedQuarantine, SVDKept, Switchboard
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
-from mi_route2.adapters.weights import weights_hash
+from mi_route2.adapters.weights import Versions, named, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
 from mi_route2.sites import Slot, matching, no_adapter, slots
 from mi_route2.validation import AtLeastOne, validated
@@ -83,6 +83,7 @@ class Adapters:
         self.sites = {branch.site: branch for module in modules.values() for branch, _ in module.branches}
         self._thawed = thawed  # what was trainable before attach() froze the model
         self._detached = False
+        self._gathered: tuple[Versions, str] | None = None  # the hash of a sharded base, and the shards of which it is
         self.cache_dir: Path | None = None
         """Cache folder for SVDs of the base weights."""
         self.on_detach: list[Callable[[], None]] = []
@@ -136,8 +137,39 @@ class Adapters:
         """Hash of all parameters and persistent buffers of the base model, whether adapted or not.
 
         It identifies the base model of a saved adapter or direction. It is computed on each access, and is the same on every host.
+        If the base is sharded (FSDP2), all processes must read it together, because they gather the weights, one at a time. It is
+        then kept until a weight changes.
         """
-        return weights_hash(self.model, self._linears, adapters=False)
+        if not reshard(self.model):
+            return weights_hash(self.model, self._linears, adapters=False)
+        now = Versions(t for _, t, _ in named(self.model, self._linears, adapters=False))
+        if self._gathered is None or self._gathered[0] != now:
+            self._gathered = now, weights_hash(self.model, self._linears, adapters=False)
+        return self._gathered[1]
+
+    def file_hash(self) -> str:
+        """Return ``base_hash`` for a file, which one process may write alone.
+
+        Raises:
+            RuntimeError: The base is sharded, and its hash was not read by all processes since a weight changed.
+        """
+        if not sharded_modules(self.model):
+            return self.base_hash
+        if self._gathered is None or not self._gathered[0].unwritten:
+            raise RuntimeError(
+                "the base weights are sharded, and their hash needs every process: read adapters.base_hash in all of them, then "
+                "save in one"
+            )
+        return self._gathered[1]
+
+    def demand_replicated(self) -> None:
+        """Raise ``ValueError`` if FSDP2 shards a parameter of the adapters; all processes must call this."""
+        if reshard(self.model) and any(hasattr(p, "full_tensor") for p in self.tensors().values()):
+            raise ValueError(
+                "the adapters are sharded (DTensor), and the flags of a shard would be wrong without an error: keep them whole, "
+                "fully_shard(module, ignored_params={*adapters.kept_parameters().values(), "
+                "*adapters.quarantine_parameters().values()})"
+            )
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that the adapters hold, by kind.

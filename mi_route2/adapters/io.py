@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept
+from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
 from mi_route2.files import parse_json, read_tensors, whole_folder, write_tensors
@@ -65,7 +66,7 @@ def _which(which: str) -> str:
 
 
 def _metadata(adapters: Adapters, which: str) -> dict[str, str]:
-    return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.base_hash}
+    return {"format": FORMAT, "which": which, "spec": json.dumps(asdict(adapters.spec)), "base_hash": adapters.file_hash()}
 
 
 @checked
@@ -375,7 +376,7 @@ def places(adapters: Adapters) -> dict[str, Place]:
         return found
     for site, branch in adapters.sites.items():
         path, at = _path(row, site)
-        width = branch.weight.shape[0] * (at.fused[1] if at.fused else 1)
+        width = branch.shape[0] * (at.fused[1] if at.fused else 1)
         place = found.setdefault(path, Place(width, at.transposed))
         rows = fused_rows(at, width, heads(model, "q") if at.fused else 1)
         place.parts.append(Part(site, branch.kept, branch.quarantine, rows))
@@ -523,6 +524,11 @@ def export_merged(adapters: Adapters, folder: Path | str, *, tokenizer: Any = No
     """
     _refuse_infinite(adapters)
     model: Any = adapters.model
+    if sharded_modules(model):
+        raise ValueError(
+            "the base weights are sharded: write the adapter alone with export_peft, and merge it where the model is whole, with "
+            "from_pretrained and export_merged"
+        )
     if not hasattr(type(model), "save_pretrained") or adapters.modules.keys() != places(adapters).keys():
         raise ValueError(
             f"a {type(model).__name__} cannot be written as a transformers checkpoint: attach or load the adapters on the "

@@ -19,7 +19,7 @@ from torch.nn import functional
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
 from mi_route2.adapters.tape import L1, NO_MASK, Gate, ReadOutput, Refuse, Tape, apply_factor, requested
-from mi_route2.sites import Slot
+from mi_route2.sites import Slot, whole
 
 
 def gaussian(rows: int, weight: Float[Tensor, "d_out d_in"], generator: torch.Generator) -> Float[Tensor, "rows d_in"]:
@@ -217,6 +217,11 @@ class Branch(nn.Module):
         return self._slot[0].weight
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """``d_out`` and ``d_in`` of ``weight``."""
+        return self._slot[0].shape
+
+    @property
     def folded(self) -> bool:
         """True if the kept adapter computes the base matmul too."""
         return self.S is not None and self._board.kept
@@ -360,7 +365,7 @@ class RoutedLinear(nn.Module):
     @torch.no_grad()
     def merge(self) -> None:
         """Merge ``W`` and the adapters that are switched on into one weight, for fast generation without gradients."""
-        weight = self.weight.detach()
+        weight = whole(self.weight.detach())
         total = (weight.mT if self.transposed else weight).to(torch.float64)
         for branch, rows in self.branches:
             total = branch.merged(total) if rows is None else total.index_copy(0, rows, branch.merged(total[rows]))

@@ -375,7 +375,7 @@ def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, gate: Gate | None
     if gate is None or not torch.is_grad_enabled():
         return multiply(h, factor)
     if tape is None:
-        if factor.requires_grad and not torch.compiler.is_compiling():
+        if factor.requires_grad:
             factor = factor.view_as(factor)  # a hook on the parameter itself would stay after this forward
             if factor.grad_fn is not None:  # transforms of torch.func return gradients and store none
                 factor.register_hook(partial(_ask, gate, site, name, factor.grad_fn.next_functions[0][0]))

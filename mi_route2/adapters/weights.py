@@ -12,7 +12,8 @@ over words ``x_i`` of at most 32 bits, with fixed random keys ``k_i`` of 64 bits
 Two different contents have the same pair of sums with a probability below 2^-64.
 """
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 import xxhash
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import WRAPPED
-from mi_route2.sites import Slot
+from mi_route2.sites import Slot, whole
 
 _WORDS = 1 << 22
 _FUSED_COPY = "qkv"  # a bridge keeps the fused module under this name after copying its parts, and never calls it
-_WRAPPERS = (WRAPPED, "inner")  # modules that a bridge inserts between others
+_WRAPPERS = (WRAPPED, "inner", "_checkpoint_wrapped_module", "_orig_mod")
+"""Names of modules that others are put into: by a bridge, by FSDP's checkpointing and by ``torch.compile``."""
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
@@ -46,21 +48,61 @@ def checksum(tensors: Mapping[str, Tensor]) -> str:
 def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> str:
     """Return a hash of every parameter and persistent buffer of ``model``, under names that are independent of the host.
 
+    Sharded tensors are gathered one at a time, so that all processes must call this.
+
     Args:
         model: a torch model, or a bridge around one.
         linears: all of its logical Linears by name.
         adapters: True to include attached adapters, False for the base only.
     """
     found, seen = xxhash.xxh3_128(), {}
-    for name, t in sorted(_named(model, linears, adapters), key=lambda pair: pair[0]):
+    for name, held, part in sorted(named(model, linears, adapters=adapters), key=lambda entry: entry[0]):
+        t = part(whole(held))
         found.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-        if not isinstance(t, nn.Parameter):
+        if t is not held or not isinstance(t, nn.Parameter):
             found.update(_content(t))
             continue
         if id(t) not in seen:  # a tied weight is read once; ids are unique because the model keeps its tensors alive
             seen[id(t)] = _content(t)
         found.update(seen[id(t)])
     return found.hexdigest()
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` whose parameters FSDP2 shards."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was not imported nothing is sharded, and its import takes time
+    return [] if fsdp is None else [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+
+
+def reshard(model: nn.Module) -> bool:
+    """Return whether FSDP2 shards ``model``, with every weight in shards: after a forward it leaves some whole, in another type.
+
+    All processes must call this, or some would gather weights in the next forward that others still have.
+    """
+    modules = sharded_modules(model)
+    for module in modules:
+        module.reshard()  # pyright: ignore[reportCallIssue]
+    return bool(modules)
+
+
+class Versions:
+    """Tensors, and how often torch counts that each was written; equal if they are the same and none was written in between."""
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        # the tensors are kept, so that no other one can have their ids
+        self._seen = [(t, _version(t)) for t in tensors]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Versions) and self._ids == other._ids
+
+    @property
+    def _ids(self) -> list[tuple[int, int]]:
+        return [(id(t), version) for t, version in self._seen]
+
+    @property
+    def unwritten(self) -> bool:
+        """True if none of the tensors was written since."""
+        return self == Versions(t for t, _ in self._seen)
 
 
 def _content(t: Tensor) -> bytes:
@@ -79,16 +121,28 @@ def _sums(t: Tensor, keys: Int[Tensor, "2 n"]) -> Int[Tensor, "parts 2"]:
     return torch.stack([(keys[:, : len(part)] * part).sum(dim=1) for part in words.split(keys.shape[1])])
 
 
-def _named(model: nn.Module, linears: Mapping[str, Slot], adapters: bool) -> Iterator[tuple[str, Tensor]]:
+def _version(t: Tensor) -> int:
+    if t.is_inference():
+        return 0
+    local = getattr(t, "to_local", None)  # the shard of a DTensor counts what is written to it directly
+    return t._version + (0 if local is None else local()._version)
+
+
+Entry = tuple[str, Tensor, Callable[[Tensor], Tensor]]
+"""Name of a tensor, the tensor of the model that holds it, and the function that takes it from there."""
+
+
+def named(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> Iterator[Entry]:
     """Yield every tensor that counts, with its name; Linears are named by site, because hosts fuse and wrap them differently."""
     done: set[int] = set()
     for site, slot in linears.items():
         module = slot.module.base if isinstance(slot.module, RoutedLinear) else slot.module
         done.add(id(module))
-        yield f"{site}.weight", slot.weight
+        yield f"{site}.weight", slot.module.get_parameter("weight"), slot.part
         if (bias := module._parameters.get("bias")) is not None:  # a bridge adds a zero buffer to Linears without a bias
-            yield f"{site}.bias", bias if slot.rows is None else bias[slot.rows.to(bias.device)]
-    yield from _others(getattr(model, "original_model", model), "", done, adapters)
+            yield f"{site}.bias", bias, slot.part
+    others = _others(getattr(model, "original_model", model), "", done, adapters)
+    yield from ((name, t, lambda t: t) for name, t in others)
 
 
 def _others(module: nn.Module, path: str, done: set[int], adapters: bool) -> Iterator[tuple[str, Tensor]]:

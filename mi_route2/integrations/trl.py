@@ -22,8 +22,8 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn.utils import clip_grad_norm_
 
 try:
-    from accelerate.utils import gather_object, is_peft_model
+    from accelerate.utils import DynamoBackend, gather_object, is_peft_model
     from transformers import TrainerCallback, TrainerState
     from trl import GRPOConfig, GRPOTrainer
 except ModuleNotFoundError as error:
@@ -45,6 +45,7 @@ except ModuleNotFoundError as error:
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
 from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.weights import sharded_modules
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
     Directions,
@@ -69,8 +70,8 @@ from mi_route2.routing.routes import Part, RouteStep
 ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safetensors"
 """Files of a checkpoint folder: both adapters, and the route's directions."""
 
-DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP"
-FSDP = "FSDP shards the base weights, of which a route needs the hash, and adapters with them: use DDP"
+DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
+COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -251,6 +252,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self.beta = beta
         self._refuse_machine()
         self.adapters = self._attached(adapters, adapt, cache_dir)
+        if self.is_fsdp_enabled:
+            self._replicate()
         try:
             self.route = self._built(route, pairs)
             self._refuse_route()
@@ -281,6 +284,13 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return adapters
         generator = torch.Generator().manual_seed(self.args.seed)
         return attach(self.model, *adapt, spec=adapters, generator=generator, cache_dir=cache_dir)
+
+    def _replicate(self) -> None:
+        """Leave the adapters out of what FSDP2 will shard: a shard's flags would be wrong, and gradients are averaged here."""
+        branches = list(self.adapters.sites.values())
+        for branch in branches:
+            branch.to(self.accelerator.device)  # FSDP2 moves what it shards
+        self.accelerator.state.fsdp_plugin.ignored_modules = branches
 
     def _built(self, route: RouteSpec | Route, pairs: PairBatch | Sequence[Mapping[str, Any]] | None) -> Route:
         """Return the route of a rule, with the fitter of its directions."""
@@ -343,8 +353,12 @@ class RoutedGRPOTrainer(GRPOTrainer):
             )
         if self.is_deepspeed_enabled:
             raise ValueError(DEEPSPEED)
+        if self.accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(COMPILED)
         if self.is_fsdp_enabled:
-            raise ValueError(FSDP)
+            _refuse_fsdp(self.accelerator.state.fsdp_plugin)
+        if getattr(self.accelerator, "parallelism_config", None) is not None:
+            raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
 
     def _refuse_route(self) -> None:
         spec, args = self.route.spec, self.args
@@ -419,10 +433,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _begin(self) -> None:
         """Begin a step of the route with all rollouts of this optimizer step."""
-        if any(isinstance(p, DTensor) for p in self.adapters.kept_parameters().values()):
-            raise ValueError(
-                "the adapters are sharded (DTensor), and the flags of a shard would be wrong without an error: use DDP"
-            )
+        self.adapters.demand_replicated()
         if self._buffered_inputs is None:
             raise RuntimeError("TRL has sampled no completions for this step")
         every, count = self.args.steps_per_generation, self.current_gradient_accumulation_steps
@@ -580,6 +591,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """Evaluate the deployed model, with the quarantine off."""
+        if self.is_fsdp_enabled and not sharded_modules(self.model):
+            raise ValueError("FSDP2 shards a model together with its optimizer, in train(): call evaluate() after it")
         with self.adapters.deployed():
             return super().evaluate(*given, **named)
 
@@ -602,6 +615,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        if self.is_fsdp_enabled:
+            _ = self.adapters.base_hash  # of all processes, before one of them writes it
         if self.args.should_save and not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             save_adapters(self.adapters, folder / ADAPTERS)
@@ -614,6 +629,23 @@ class RoutedGRPOTrainer(GRPOTrainer):
         done = TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
         if done * self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations):
             warnings.warn(RESUMED, stacklevel=2)
+
+    @contextmanager
+    def _unsharded(self) -> Iterator[None]:
+        """Context: TRL sees no FSDP, because the optimizer holds replicated adapters alone, and the base needs no copy."""
+        enabled, self.is_fsdp_enabled = self.is_fsdp_enabled, False
+        try:
+            yield
+        finally:
+            self.is_fsdp_enabled = enabled
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        with self._unsharded():
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with self._unsharded():
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -654,6 +686,20 @@ def _seed(*purpose: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(purpose).encode()).digest()[:7])
 
 
+def _refuse_fsdp(plugin: Any) -> None:
+    """Raise ``ValueError`` for settings of FSDP that routing does not support, with the remedy."""
+    if plugin.fsdp_version != 2:
+        raise ValueError("FSDP 1 flattens adapters and base into shards, whose flags would be wrong: use fsdp_version=2")
+    if isinstance(plugin.ignored_modules, str):
+        raise ValueError("the adapters are what FSDP must ignore, and the trainer says so itself: leave ignored_modules out")
+    if plugin.cpu_ram_efficient_loading:
+        raise ValueError(
+            "cpu_ram_efficient_loading leaves the other processes without weights, from which adapters are made: set it to false"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError("weights that are offloaded to the CPU cannot be gathered for their hash: set offload_params to false")
+
+
 def _refuse_settings(args: GRPOConfig) -> None:
     """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
     reasons = {
@@ -661,8 +707,7 @@ def _refuse_settings(args: GRPOConfig) -> None:
         "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
         "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
-        "torch_compile": "the routed backward was not tested in compiled graphs: leave torch_compile out",
-        "fsdp": FSDP,
+        "torch_compile": COMPILED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
     for name, reason in reasons.items():

@@ -18,6 +18,7 @@ from mi_route2.adapters.gradients import FactorGradient, Feature, Written, added
 from mi_route2.adapters.linear import Branch, SVDKept
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
+from mi_route2.adapters.weights import Versions, reshard
 from mi_route2.checks import checked
 from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
@@ -172,6 +173,7 @@ def collect(
     With ``directions``, gradients are compared with them one module at a time, and only the comparisons are returned.
     """
     (b, s), real = rollouts.tokens.shape, rollouts.attention
+    policy.adapters.demand_replicated()
     with policy.adapters.deployed():
         if kind == "act":
             acts = ActivationReader(rollouts.predictors, basis)
@@ -204,7 +206,7 @@ def feature_shapes(adapters: Adapters, kind: FeatureKind, basis: Mapping[str, Te
     if kind == "act":
         return {site: tuple(basis[site].shape[:1]) for site in adapters.sites}
     full = kind == "full"
-    return {site: tuple((branch.weight if full else adapters.scored(site)).shape) for site, branch in adapters.sites.items()}
+    return {site: tuple(branch.shape if full else adapters.scored(site).shape) for site, branch in adapters.sites.items()}
 
 
 FORMAT = "mi-route2 directions 1"
@@ -214,15 +216,15 @@ class Bases:
     """Cache of ``coordinates``; one is computed again if torch counts that an adapted base weight was written or replaced."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Adapters, tuple[list[tuple[Tensor, int]], dict[str, Tensor]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Adapters, tuple[Versions, dict[str, Tensor]]] = WeakKeyDictionary()
 
     def of(self, adapters: Adapters) -> dict[str, Tensor]:
-        weights = [module.weight for module in adapters.modules.values()]
-        now = [(weight, 0 if weight.is_inference() else weight._version) for weight in weights]
-        before, basis = self._known.get(adapters, ([], {}))
-        if [(id(weight), version) for weight, version in before] != [(id(weight), version) for weight, version in now]:
+        reshard(adapters.model)
+        now = Versions(module.weight for module in adapters.modules.values())
+        before, basis = self._known.get(adapters, (None, {}))
+        if before != now:
             basis = coordinates(adapters)
-            self._known[adapters] = now, basis  # the weights are kept, so that no other one can have their ids
+            self._known[adapters] = now, basis
         return basis
 
 

@@ -306,6 +306,7 @@ class Once:
 
     def _start(self, adapters: Adapters) -> None:
         """Note the gradients that are there before the step; the backward of the step adds to these very tensors."""
+        adapters.demand_replicated()
         trained = (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values())
         self._before = {p: p.grad for p in trained if p.grad is not None and bool(p.grad.any())}
 

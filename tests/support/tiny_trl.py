@@ -57,7 +57,8 @@ def drawn(text: str, number: int) -> list[int]:
 
 def rollouts(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
     """TRL's ``rollout_func``."""
-    count: Counter[str] = Counter()
+    first = trainer.accelerator.process_index * len(prompts) % GROUP  # a group may lie on several processes
+    count: Counter[str] = Counter(dict.fromkeys(prompts, first))
     completions = []
     for text in prompts:
         completions.append(drawn(text, count[text]))
@@ -139,12 +140,13 @@ def make_trainer(
     own: Mapping[str, Any] | None = None,
     model: Any = None,
     texts: Sequence[str] = TEXTS,
+    kind: type[RoutedGRPOTrainer] = RoutedGRPOTrainer,
     **settings: Any,
 ) -> tuple[RoutedGRPOTrainer, Seen]:
     """Return a trainer with its callback; ``sampled`` lets the model write the completions itself."""
     seen = Seen()
     direction = isinstance(route, EraseSpec) or (isinstance(route, MaskSpec) and route.needs_direction)
-    trainer = RoutedGRPOTrainer(
+    trainer = kind(
         make_family("Llama") if model is None else model,
         reward,
         config(folder, **settings),

@@ -1,55 +1,188 @@
-"""One rank of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
+"""Ranks of TRL's loop with a route, which tests/mi_route2/integrations/test_trl.py runs under ``accelerate launch``.
 
-accelerate launch ... trl_ranks.py OUT      writes OUT/<case>-<rank>.safetensors: gradients of each optimizer step, final weights
+accelerate launch --config_file FSDP.yaml ... trl_ranks.py OUT PORT
+
+    OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
+    OUT/<how>/<case>.json                   what was flagged in each step
+    OUT/run                                 what a run on a sharded model left: see ``run``
+
+How: two processes under DDP; two and four under FSDP2, as the launcher's configuration has it. An import of TRL takes seconds, so
+the four are forks of the two.
 """
 
+import json
+import multiprocessing
+import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, patch_environment
+from datasets import Dataset
+from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
 
-from mi_route2 import AdapterSpec, MaskSpec
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec
+from mi_route2.adapters import save_adapters
+from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.routing import EraseSpec
 
 
-def counted(step: Any) -> dict[str, float]:
-    """Recorder that finds the rollouts of both processes, each with its own reward."""
-    assert len(step.examples) == len(step.flags) == GROUP * PROMPTS
-    assert {row["prompt"] for row in step.examples} == set(TEXTS[step.step * PROMPTS :][:PROMPTS])
-    assert step.rewards == reward(step.completion_ids)
-    return {"recorded": len(step.flags)}
+class Sharding(RoutedGRPOTrainer):
+    """The trainer with accelerate's FSDP, as the launcher's configuration has it.
+
+    accelerate leaves FSDP out where there is no accelerator, without a word; torch shards over gloo as over NCCL.
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        state: Any = self.accelerator.state
+        state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+        self.is_fsdp_enabled = True
 
 
 SVD = AdapterSpec("svd", rank=5, quarantine_rank=2)
 SHARED = AdapterSpec("lora", rank=3, quarantine="shared")
 RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
-    "pooled": (MaskSpec(), LORA, {"own": {"record": counted}}),
+    "pooled": (MaskSpec(), LORA, {}),
     "detached": (MaskSpec(unit="rollout", through="detach"), SVD, {}),
     "tokens": (MaskSpec(score="act", unit="token"), LORA, {"gradient_checkpointing": True}),
     "unflagged": (
         MaskSpec(score="full", score_policy="ablated", kept_advantage="unflagged"), LORA, {"gradient_checkpointing": True},
     ),
     "erase": (EraseSpec(k=2, dispose="quarantine"), SHARED, {}),
+    "flagged": (MaskRoute.from_flags(lambda batch: torch.ones(len(batch.rollouts), dtype=torch.bool)), LORA, {}),
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
+HOWS = {
+    "ddp-2": ["pooled", "detached", "tokens", "unflagged", "erase"],
+    "fsdp-2": [*RANKED],
+    "fsdp-4": ["pooled", "detached", "tokens", "erase", "flagged"],  # unflagged needs a whole group in each process
+}
 
 
-def main(out: Path) -> None:
-    warnings.simplefilter("ignore")
-    for name, (rule, adapters, settings) in RANKED.items():
-        trainer, seen = make_trainer(
-            out / "trainer", rule, adapters, size=2, gradient_accumulation_steps=2, logging_strategy="no", **settings
-        )
-        assert trainer.accelerator.num_processes == 2
+def ranked(out: Path, processes: int, kind: type[RoutedGRPOTrainer], cases: list[str]) -> None:
+    """Train every case on the rollouts of one process."""
+    out.mkdir(exist_ok=True)
+    for name in cases:
+        rule, adapters, settings = RANKED[name]
+        # FSDP has checkpointing of its own, which puts layers into others
+        own = kind is Sharding and name == "detached"
+        with patch_environment(fsdp_activation_checkpointing=str(own)):
+            trainer, seen = make_trainer(
+                out / "trainer",
+                rule,
+                adapters,
+                kind=kind,
+                size=GROUP * PROMPTS // processes // 2,
+                gradient_accumulation_steps=2,
+                logging_strategy="no",
+                own={"record": Told()},
+                **settings,
+            )
+        assert trainer.accelerator.num_processes == processes
         trainer.train()
-        steps = {f"{step}/{n}": g for step, gradients in enumerate(seen.gradients) for n, g in gradients.items()}
+        assert any(hasattr(p, "full_tensor") for p in trainer.model.parameters()) == (kind is Sharding)
+        rank = trainer.accelerator.process_index
+        gradients = {f"{step}/{n}": g for step, found in enumerate(seen.gradients) for n, g in found.items()}
         final = {f"weights/{n}": p for n, p in weights(trainer.adapters).items()}
-        save_file({**steps, **final}, out / f"{name}-{trainer.accelerator.process_index}.safetensors")
-    trainer.accelerator.end_training()
+        save_file({**gradients, **final}, out / f"{name}-{rank}.safetensors")
+        _ = trainer.adapters.base_hash  # of all processes
+        if rank == 0:
+            save_adapters(trainer.adapters, out / f"{name}.adapters")
+            (out / f"{name}.json").write_text(json.dumps(trainer._record.steps))
+
+
+class Told:
+    """Recorder that keeps the flagged completions of all processes, and finds each with its own reward."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[list[int]] | None] = []
+
+    def __call__(self, step: Any) -> dict[str, float | None]:
+        assert len(step.examples) == GROUP * PROMPTS
+        assert {row["prompt"] for row in step.examples} == set(TEXTS[step.step * PROMPTS :][:PROMPTS])
+        assert step.rewards == reward(step.completion_ids)
+        flags = step.flags
+        self.steps.append(flags and sorted(ids for ids, flag in zip(step.completion_ids, flags) if flag))
+        return {}
+
+
+def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
+    """Sample, train, evaluate, save and resume a model of float32 with TRL's fused head.
+
+    Completions are the likeliest ones, and every even token ends one: so processes sample completions of unequal lengths.
+    """
+    asked: dict[str, list[list[int]]] = {"train": [], "evaluated": []}
+
+    def heard(completion_ids: list[list[int]], **_columns: Any) -> list[float]:
+        asked["train" if trainer.model.training else "evaluated"] += completion_ids
+        return [one + i % GROUP for i, one in enumerate(reward(completion_ids))]  # those of a group are equal
+
+    ends = [*range(2, 50, 2)]
+    settings: dict[str, Any] = {
+        "size": GROUP * PROMPTS // processes,
+        "sampled": True,
+        "top_k": 1,
+        "beta": 0.1,
+        "save_strategy": "steps",
+    }
+    settings |= {"save_steps": 1, "generation_kwargs": {"eos_token_id": ends}, "logging_strategy": "no"}
+    found = []
+    for resumed in (None, str(out / "trainer" / "checkpoint-1")):
+        trainer, seen = make_trainer(
+            out / ("again" if resumed else "trainer"), MaskSpec(), kind=kind, model=make_family("Llama", torch.float32), **settings
+        )
+        trainer.reward_funcs, trainer.eval_dataset = [heard], Dataset.from_dict({"prompt": TEXTS})
+        trainer.eos_token_ids = ends
+        move(trainer.adapters)
+        trainer.train(resume_from_checkpoint=resumed)
+        found.append(weights(trainer.adapters))
+        if not resumed:
+            rank, gradients = trainer.accelerator.process_index, seen.gradients
+            trainer.evaluate()
+            trainer.save_model(str(out / "deployed"))
+            (out / f"asked-{rank}.json").write_text(json.dumps(asked))
+            save_file(
+                {f"{step}/{n}": g for step, one in enumerate(gradients) for n, g in one.items()}, out / f"run-{rank}.safetensors"
+            )
+    assert all(torch.equal(found[0][name], p) for name, p in found[1].items())
+
+
+def fork(processes: int, port: str, target: Callable[..., None], *given: Any) -> None:
+    """Run ``target`` in ``processes`` forks of the launched processes, of which each starts its share."""
+    context, share = multiprocessing.get_context("fork"), processes // int(os.environ["WORLD_SIZE"])
+    ranks = range(share * int(os.environ["RANK"]), share * (int(os.environ["RANK"]) + 1))
+    children = [context.Process(target=_forked, args=(rank, processes, port, target, *given)) for rank in ranks]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+        assert child.exitcode == 0
+
+
+def _forked(rank: int, processes: int, port: str, target: Callable[..., None], *given: Any) -> None:
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # the launcher's store is that of the launched processes
+    count = str(processes)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
+    target(*given)
+
+
+def main(out: Path, port: str) -> None:
+    warnings.simplefilter("ignore")
+    fork(4, port, ranked, out / "fsdp-4", 4, Sharding, HOWS["fsdp-4"])  # before torch has started a thread
+    with patch_environment(accelerate_use_fsdp="false"):
+        ranked(out / "ddp-2", 2, RoutedGRPOTrainer, HOWS["ddp-2"])
+    ranked(out / "fsdp-2", 2, Sharding, HOWS["fsdp-2"])
+    run(out / "run", Sharding, 2)
+    PartialState().destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -12,6 +12,7 @@ from mask_oracle import plain_loss
 from safetensors.torch import save_file
 from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from mi_route2.rollouts import Policy
@@ -50,10 +51,10 @@ def grads(policy: Policy) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in named.items() if p.grad is not None and p.grad.any()}
 
 
-def routed(policy: Policy, route: Route, batch: TrainBatch, reduced: bool) -> dict[str, Tensor]:
+def routed(policy: Policy, route: Route, batch: TrainBatch, reduced: bool, micro: int | None = 2) -> dict[str, Tensor]:
     """One step; gradients by name, and the unrouted ones."""
     policy.model.zero_grad(set_to_none=True)
-    step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=2))
+    step = route.begin(policy, batch, StepContext(torch.Generator().manual_seed(0), micro=micro))
     for part in step.parts:
         with policy.adapters.recording(part.tape):
             plain_loss(policy, part.batch, part.advantages).backward()
@@ -73,6 +74,14 @@ def under_ddp(policy: Policy, route: Route, batch: TrainBatch, world: int) -> di
     return grads(policy)
 
 
+def sharded(policy: Policy) -> Policy:
+    """Shard the base over the ranks, block by block, and leave the adapters whole."""
+    whole = {*policy.adapters.kept_parameters().values(), *policy.adapters.quarantine_parameters().values()}
+    for module in (*policy.model.get_submodule("blocks"), policy.model):  # pyright: ignore[reportGeneralTypeIssues]
+        fully_shard(module, ignored_params=whole)
+    return policy
+
+
 def main(out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -86,6 +95,11 @@ def main(out: Path) -> None:
             if case.endswith("-rollout"):
                 for key, g in under_ddp(policy, route, half, dist.get_world_size()).items():
                     results[f"{name}/{case}-ddp/{key}"] = g
+        policy = sharded(make_policy(SPECS[name]))
+        for case, route in cases(policy).items():
+            # one forward each, because a forward gathers weights from all ranks
+            for key, g in routed(policy, route, half, reduced=True, micro=None).items():
+                results[f"{name}/{case}-fsdp/{key}"] = g
     save_file({n: t.contiguous() for n, t in results.items()}, out / f"rank-{rank}.safetensors")
     dist.destroy_process_group()
 

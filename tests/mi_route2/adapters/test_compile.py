@@ -1,5 +1,7 @@
 """``torch.compile`` takes the routed forward without a graph break, and what it makes is the eager forward.
 
+That is a forward without gradients, or under ``unrouted()``. Of any other, the graph breaks at every adapter.
+
 The checks of shapes at run time, under which this suite runs, cannot be traced. So the theorems below are collected under their
 own name in a child without them; to run them by hand:
 
@@ -14,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from mask_oracle import mask_route, run
 from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, call_with_mask
 from mi_route2.routing import MaskSpec
 from mi_route2.sites import Site
 
@@ -72,7 +75,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 def result(adapters: Adapters, forward: Callable[[], Any]) -> Result:
     """The output of a forward, and every adapter gradient of a loss of it (0 where none arrives)."""
     parameters = adapters.kept_parameters() | adapters.quarantine_parameters()
-    out = forward()
+    with nullcontext() if adapters._board.merged else adapters.unrouted():
+        out = forward()
     out = out if isinstance(out, Tensor) else out.logits
     if not out.requires_grad:
         return out, {}
@@ -193,19 +197,25 @@ class Tiny(nn.Module):
         return self.down(torch.nn.functional.gelu(self.up(self.embed(tokens))))
 
 
-def eager_and_compiled(**how: Any) -> tuple[Policy, Policy]:
-    """A policy, and the same model and adapters called through ``torch.compile``."""
-    generator = torch.Generator().manual_seed(1)
-    model = Tiny(generator)
-    adapters = move(attach(model, "up", spec=SPECS["lora"], generator=generator))
-    compiled = torch.compile(model, backend="aot_eager", **how)
-    return Policy(model, adapters), Policy(model, adapters, lambda _model, tokens, _attention: compiled(tokens))
+def eager_and_compiled(how: str = "around", **given: Any) -> tuple[Policy, Policy]:
+    """Two policies of equal models and adapters, the second one compiled: around the model, or in place."""
+    policies = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(1)
+        model = Tiny(generator)
+        policies.append(Policy(model, move(attach(model, "up", spec=SPECS["lora"], generator=generator))))
+    eager, compiled = policies
+    if how == "around":
+        return eager, replace(compiled, model=torch.compile(compiled.model, backend="aot_eager", **given))
+    compiled.model.compile(backend="aot_eager", **given)
+    return eager, compiled
 
 
+@pytest.mark.parametrize("how", ["around", "in place"])
 @pytest.mark.parametrize("spec", ROUTES.values(), ids=list(ROUTES))
-def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(spec: MaskSpec) -> None:
+def check_a_step_under_a_route_breaks_the_graph_and_learns_the_same(spec: MaskSpec, how: str) -> None:
     """A lane is Python with state that the backward calls, and no graph holds that: torch runs the adapters as they are."""
-    policy, compiled = eager_and_compiled()
+    policy, compiled = eager_and_compiled(how)
     batch = make_batch(6)
     with torch.no_grad():
         plain = compiled.logprobs(batch.rollouts)
@@ -226,6 +236,41 @@ def check_a_step_under_a_route_that_may_not_break_is_refused_and_learns_nothing(
     with pytest.raises(torch._dynamo.exc.Unsupported):
         run(compiled, mask_route(compiled, ROUTES["pooled gradient"]), make_batch(6))
     assert all(p.grad is None for p in compiled.model.parameters())
+
+
+def check_a_compiled_forward_that_no_tape_recorded_is_refused_and_learns_nothing() -> None:
+    """As an eager one; reading gradients is allowed."""
+    policy, compiled = eager_and_compiled()
+    parameters = list(compiled.adapters.kept_parameters().values())
+    tokens, _ = make_tokens()
+    read, expected = (
+        torch.autograd.grad(p.model(tokens).square().sum(), list(p.adapters.kept_parameters().values())) for p in (compiled, policy)
+    )
+    assert all(torch.equal(g, right) for g, right in zip(read, expected))
+    with pytest.raises(RuntimeError, match="from a forward that no tape recorded"):
+        compiled.model(tokens).square().sum().backward()
+    assert all(p.grad is None for p in parameters)
+
+
+def check_adapters_that_come_after_a_graph_act() -> None:
+    model, (tokens, _) = Tiny(torch.Generator().manual_seed(1)), make_tokens()
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        before = compiled(tokens)
+        move(attach(model, "up", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0)))
+        assert torch.equal(compiled(tokens), model(tokens))
+        assert not torch.equal(compiled(tokens), before)
+    with pytest.raises(ValueError, match="is a wrapper: attach adapters to the model in it"):
+        attach(torch.compile(Tiny(torch.Generator()), backend="eager"), "up", spec=SPECS["lora"])
+
+
+def check_positions_under_left_padding_reach_a_compiled_model() -> None:
+    """A wrapper has another class than its model, whose architecture says that it needs positions."""
+    host, _ = one_block("GPT2")
+    tokens, attention = make_tokens(side="left")
+    with torch.no_grad():
+        own = call_with_mask(torch.compile(host.model, backend="eager"), tokens, attention)
+        assert torch.equal(own, call_with_mask(host.model, tokens, attention))
 
 
 @pytest.mark.parametrize("guarded", [True, False])

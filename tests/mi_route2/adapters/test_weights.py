@@ -1,18 +1,22 @@
 """Hashes of weights: every bit and every place counts, on every host, and only for what they are of."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SPECS, make_family, move
+from families import FAMILIES, SPECS, make_family, make_tokens, move
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mi_route2.adapters import Adapters, export_merged, export_peft, load_adapters, save_adapters, save_pretrained
 from mi_route2.adapters.weights import _keys, _sums, checksum
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
+from mi_route2.rollouts import call_with_mask
 
 CPU = torch.device("cpu")
 
@@ -96,3 +100,89 @@ def test_every_weight_of_the_base_counts_wherever_the_adapters_are(name: str) ->
         p.data.view(-1).view(torch.int64)[-1] ^= 1
         seen.add(adapters.base_hash)
     assert len(seen) == len(base) + 1
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of one process, whose shards are DTensors as those of many are."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def shard(adapters: Adapters, mesh: Any, **how: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    whole = {*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()}
+    fully_shard(adapters.model, mesh=mesh, ignored_params=whole, **how)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_a_sharded_base_has_the_hash_and_the_files_of_the_whole_one(name: str, mesh: Any, tmp_path: Path) -> None:
+    """Also of Linears that are fused and transposed; and after a forward, which leaves weights whole and in another type."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    host = hosted(name, "torch")
+    adapters = move(host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator()))
+    whole, tokens = adapters.base_hash, make_tokens()[0]
+    save_adapters(adapters, tmp_path / "whole")
+    export_peft(adapters, tmp_path / "lora")
+    shard(adapters, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+    with pytest.raises(RuntimeError, match=r"their hash needs every process: read adapters\.base_hash in all of them"):
+        save_adapters(adapters, tmp_path / "sharded")
+    load_adapters(adapters, tmp_path / "whole")
+    assert adapters.base_hash == whole
+    with torch.no_grad():
+        host.model(tokens)
+        assert next(adapters.model.parameters()).dtype == torch.float32
+    save_adapters(adapters, tmp_path / "sharded")
+    assert (tmp_path / "sharded").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert adapters.base_hash == whole
+    for write in (save_pretrained, export_peft):
+        write(adapters, tmp_path / write.__name__)
+    for file in (tmp_path / "lora").iterdir():
+        assert (tmp_path / "export_peft" / file.name).read_bytes() == file.read_bytes()
+    with pytest.raises(ValueError, match="merge it where the model is whole"):
+        export_merged(adapters, tmp_path / "merged")
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama"])
+def test_weights_that_are_merged_of_shards_are_the_whole_ones(name: str, mesh: Any) -> None:
+    host, tokens = hosted(name, "torch"), make_tokens()[0]
+    adapters = move(host.attach("blocks.*", spec=SPECS["svd-low"], generator=torch.Generator()))
+    with torch.no_grad(), adapters.merged():
+        merged = host.model(tokens).logits
+    shard(adapters, mesh)
+    with torch.no_grad(), adapters.merged():
+        assert torch.equal(host.model(tokens).logits, merged)
+
+
+@pytest.mark.parametrize("how", ["FSDP2", "DDP"])
+def test_positions_under_left_padding_reach_a_model_that_others_wrap(how: str, mesh: Any) -> None:
+    """Which gives it another class, and positions are for the model's own."""
+    host, (tokens, attention) = hosted("GPT2", "torch"), make_tokens(side="left")
+    adapters = host.attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator())
+    with torch.no_grad():
+        expected = call_with_mask(host.model, tokens, attention)
+        wrapped: Any = host.model
+        if how == "DDP":
+            wrapped = torch.nn.parallel.DistributedDataParallel(wrapped)
+        else:
+            shard(adapters, mesh)
+        assert torch.equal(call_with_mask(wrapped, tokens, attention), expected)
+
+
+@pytest.mark.parametrize("directly", [False, True])
+def test_what_is_written_into_a_shard_is_another_base(directly: bool, mesh: Any, tmp_path: Path) -> None:
+    adapters = hosted("Llama", "torch").attach("blocks.*", spec=SPECS["lora"], generator=torch.Generator())
+    shard(adapters, mesh)
+    before = adapters.base_hash
+    save_adapters(adapters, tmp_path / "file")
+    with torch.no_grad():
+        weight: Any = next(p for name, p in adapters.model.named_parameters() if name.endswith("norm.weight"))
+        (weight.to_local() if directly else weight).mul_(2)
+    with pytest.raises(RuntimeError, match=r"read adapters\.base_hash"):
+        save_adapters(adapters, tmp_path / "file")
+    assert adapters.base_hash != before

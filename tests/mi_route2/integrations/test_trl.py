@@ -1,5 +1,7 @@
 """TRL's own loop with a route takes the steps of ours, however its batch is cut, and ships the kept adapter alone."""
 
+import functools
+import json
 import os
 import re
 import socket
@@ -16,14 +18,31 @@ from safetensors.torch import load_file
 pytest.importorskip("trl", reason="the extra trl is not installed: pip install 'mi-route2[trl]'")
 
 import peft
+from accelerate import ParallelismConfig
 from datasets import Dataset
 from families import make_family, make_rollouts, move
 from parity import Parity, parity
-from tiny_trl import LORA, TEXTS, UNEVEN, Ours, Seen, config, make_trainer, our_loop, our_policy, pairs, reward, tokenizer, weights
+from tiny_trl import (
+    LORA,
+    TEXTS,
+    UNEVEN,
+    Ours,
+    Seen,
+    config,
+    make_trainer,
+    our_batch,
+    our_loop,
+    our_policy,
+    pairs,
+    reward,
+    tokenizer,
+    weights,
+)
 from torch import Tensor
-from trl_ranks import RANKED, SHARED, SVD
+from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
+from mi_route2.adapters import load_adapters
 from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
 from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
 from mi_route2.routing.spec import LEGAL, PRIVILEGED
@@ -37,8 +56,10 @@ ALONE = AdapterSpec("lora", rank=3, quarantine="none")
 UNFLAGGED = MaskSpec(score_policy="ablated", kept_advantage="unflagged")
 
 
-def ours(spec: RouteSpec) -> Route:
+def ours(spec: RouteSpec | MaskRoute) -> Route:
     """The route that our own loop would use."""
+    if isinstance(spec, MaskRoute):
+        return spec
     if isinstance(spec, EraseSpec):
         return EraseRoute.from_pairs(pairs(), spec)
     if isinstance(spec, OpenSpec):
@@ -133,16 +154,19 @@ def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of what two processes under ``accelerate launch`` wrote; there is no GPU, so DDP runs on gloo."""
+    """Folder of what processes under ``accelerate launch`` wrote, with the page's configuration; without a GPU they run on gloo."""
     out = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = f"-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port {port}"
-    command += " --mixed_precision no --dynamo_backend no"
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S)
+    (out / "fsdp.yaml").write_text(config)
+    ports = []
+    for _ in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            ports.append(str(probe.getsockname()[1]))
+    launch = f"-m accelerate.commands.launch --config_file {out}/fsdp.yaml --num_processes 2 --main_process_port {ports[0]}"
     path = os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)])
     ran = subprocess.run(
-        [sys.executable, *command.split(), str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out)],
+        [sys.executable, *launch.split(), str(ROOT / "tests" / "support" / "trl_ranks.py"), str(out), ports[1]],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
@@ -152,15 +176,60 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("case", RANKED)
-def test_two_processes_learn_what_one_learns(case: str, ranks: Path) -> None:
+@functools.cache
+def of_one_process(case: str) -> tuple[dict[str, Tensor], list[Any]]:
+    """Gradients and weights of our own loop, and the completions that it flagged in each step."""
     rule, adapters, _ = RANKED[case]
     policy = our_policy(adapters)
-    gradients, _ = our_loop(policy, ours(rule), Ours())
+    gradients, updates = our_loop(policy, ours(rule), Ours())
     expected = {f"{step}/{name}": g for step, found in enumerate(gradients) for name, g in found.items()}
-    expected |= {f"weights/{name}": p for name, p in weights(policy.adapters).items()}
+    flagged = []
+    for step, update in enumerate(updates):
+        flags, completions = update.decision.flags, our_batch(step).rollouts.completions()
+        flagged.append(None if flags is None else sorted(ids for ids, flag in zip(completions, flags.tolist()) if flag))
+    return expected | {f"weights/{name}": p for name, p in weights(policy.adapters).items()}, flagged
+
+
+@pytest.mark.parametrize(("how", "case"), [(how, case) for how, cases in HOWS.items() for case in cases])
+def test_several_processes_learn_what_one_learns(how: str, case: str, ranks: Path) -> None:
+    """And flag what it flags; their adapters are loaded on a model that is whole, by its hash."""
+    expected, flagged = of_one_process(case)
+    for rank in range(int(how.rpartition("-")[2])):
+        found = load_file(ranks / how / f"{case}-{rank}.safetensors")
+        assert_close(found, expected)
+        if case == "flagged":
+            assert all(bool((g == 0).all()) for name, g in found.items() if "/kept." in name and not name.startswith("weights"))
+    assert json.loads((ranks / how / f"{case}.json").read_text()) == flagged
+    policy = our_policy(RANKED[case][1])
+    load_adapters(policy.adapters, ranks / how / f"{case}.adapters")
+    assert_close(
+        {f"weights/{name}": p for name, p in weights(policy.adapters).items()},
+        {name: p for name, p in expected.items() if name.startswith("weights")},
+    )
+
+
+def test_a_sharded_model_samples_evaluates_and_saves_what_a_whole_one_does(ranks: Path, tmp_path: Path) -> None:
+    """With both adapters while it trains, and the kept one alone in evaluation and in the folder; ``run`` itself resumes."""
+    run(tmp_path, RoutedGRPOTrainer, 1)
+    asked = [
+        [json.loads((folder / f"asked-{rank}.json").read_text()) for rank in range(n)]
+        for folder, n in ((tmp_path, 1), (ranks / "run", 2))
+    ]
+    whole, *processes = asked[0] + asked[1]
+    assert whole["train"][:8] != processes[0]["train"]
+    for when, completions in whole.items():
+        assert sorted(completions) == sorted(ids for one in processes for ids in one[when])
+    lengths = [{len(ids) for ids in one["train"][:4]} for one in processes]
+    assert not lengths[0] & lengths[1]  # one process is done with its first completions before the other
     for rank in range(2):
-        assert_close(load_file(ranks / f"{case}-{rank}.safetensors"), expected)
+        own, expected = load_file(ranks / "run" / f"run-{rank}.safetensors"), load_file(tmp_path / "run-0.safetensors")
+        torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
+    names = [{path.name for path in (folder / "deployed").iterdir()} for folder in (tmp_path, ranks / "run")]
+    assert names[0] == names[1]
+    own, expected = (load_file(folder / "deployed" / "adapter_model.safetensors") for folder in (ranks / "run", tmp_path))
+    torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-5)
+    copies = [path.name for path in (ranks / "run" / "trainer" / "checkpoint-1").iterdir() if "model" in path.name]
+    assert copies == ["adapter_model.safetensors"]  # and none of the base
 
 
 def test_flagged_rollouts_leave_exactly_nothing_in_the_kept_adapter(tmp_path: Path) -> None:
@@ -433,12 +502,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
     "vllm": (MaskSpec(), {"use_vllm": True}, "base weights without adapters"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
-    "compile": (MaskSpec(), {"torch_compile": True}, "compiled graphs"),
+    "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
     "straddling": (MaskSpec(), {"size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 2}, "sampled later"),
     "upload": (MaskSpec(), {"push_to_hub": True, "hub_strategy": "checkpoint"}, "must not be uploaded"),
-    "fsdp": (MaskSpec(), {"fsdp": "full_shard"}, "FSDP shards the base weights"),
+    "split": (MaskSpec(), {"parallelism_config": ParallelismConfig()}, "has no whole gradient"),
     "entropy": (UNFLAGGED, {"use_adaptive_entropy": True}, "would count both"),
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
     "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
@@ -465,8 +534,39 @@ def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, 
         make_trainer(tmp_path, OpenSpec(), use_cpu=False)
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "why"),
+    [
+        ("VERSION", "1", "use fsdp_version=2"),
+        ("CPU_RAM_EFFICIENT_LOADING", "true", "leaves the other processes without weights"),
+        ("OFFLOAD_PARAMS", "true", "set offload_params to false"),
+        ("IGNORED_MODULES", ".*norm", "leave ignored_modules out"),
+    ],
+)
+def test_settings_of_fsdp_that_a_route_does_not_survive_are_refused(
+    setting: str, value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(f"FSDP_{setting}", value)
+    with pytest.raises(ValueError, match=why):
+        make_trainer(tmp_path, OpenSpec(), kind=Sharding)
+
+
+def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), kind=Sharding)
+    with pytest.raises(ValueError, match=r"in train\(\): call evaluate\(\) after it"):
+        trainer.evaluate()
+
+
+def test_a_compiler_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    with pytest.raises(ValueError, match="leave torch_compile out"):
+        make_trainer(tmp_path, OpenSpec())
+
+
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
-    """A mesh of one process, whose tensors are DTensors as under FSDP 2."""
+    """A mesh of one process, whose tensors are DTensors as under FSDP 2; after a forward they are plain ones, until the next."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -475,7 +575,10 @@ def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         fully_shard(trainer.model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(ValueError, match=r"sharded \(DTensor\)"):
-            trainer._begin()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"sharded \(DTensor\)"):
+                trainer._begin()
+            with torch.no_grad():
+                trainer.model(torch.tensor([[5, 6]]))
     finally:
         dist.destroy_process_group()

@@ -57,12 +57,16 @@ def of(results: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["svd", "lora-shared"])
 def test_the_reduced_gradient_is_the_single_process_one(name: str, case: str, ranks: list[dict[str, Tensor]]) -> None:
-    """Quarantine and second-moment gradients included: were they a rank's own, weights would drift apart."""
+    """Quarantine and second-moment gradients included: were they a rank's own, weights would drift apart.
+
+    So is that of a base model that FSDP2 shards, with whole adapters.
+    """
     policy = make_policy(SPECS[name])
     single = routed(policy, cases(policy)[case], make_batch(8), reduced=False)
     assert single
     for results in ranks:
         assert_same(of(results, f"{name}/{case}"), single)
+        assert_same(of(results, f"{name}/{case}-fsdp"), single)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.endswith("rollout")])
