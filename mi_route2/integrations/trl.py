@@ -259,7 +259,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             self._refuse_route()
             if vllm:
                 trl_vllm.sample_with_vllm(self)
-        except ValueError:
+        except (ValueError, ImportError):
             if self.adapters is not adapters:
                 self.adapters.detach()
             raise

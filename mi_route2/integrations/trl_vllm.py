@@ -93,7 +93,7 @@ def sample_with_vllm(trainer: Any) -> None:
     args, base = trainer.args, trainer.model.name_or_path
     if trainer.is_fsdp_enabled:
         raise ValueError("vLLM beside a sharded model was never tried: leave use_vllm out, or use DDP")
-    if not Path(base).is_dir():
+    if not base or not Path(base).is_dir():
         raise ValueError(
             f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
             "attached, and give the trainer the folder"
