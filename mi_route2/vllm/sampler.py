@@ -106,14 +106,12 @@ class PolicyLora:
         self.llm.reset_prefix_cache()  # memory only: the prefixes of the former name are never found again
 
     def close(self) -> None:
-        """Remove the LoRA from vLLM, and the folder that it was read from."""
-        self._read = {}
-        if self._request is not None:
-            self.llm.llm_engine.remove_lora(self._request.lora_int_id)
-            self._request = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        """Remove the LoRA from vLLM, and first of all the folder that it was read from."""
+        request, folder, self._request, self._folder, self._read = self._request, self._folder, None, None, {}
+        if folder is not None:
+            folder.cleanup()
+        if request is not None:
+            self.llm.llm_engine.remove_lora(request.lora_int_id)
 
 
 def refuse_stale(theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> None:
@@ -225,10 +223,10 @@ class VllmSampler:
 
     def close(self) -> None:
         """Stop vLLM, and remove the folder of the adapters."""
-        if self._lora is not None:
-            self._lora.close()
-            self._lora.llm.llm_engine.engine_core.shutdown()
-            self._lora = None
+        lora, self._lora = self._lora, None
+        if lora is not None:
+            lora.close()
+            lora.llm.llm_engine.engine_core.shutdown()
 
 
 @contextmanager
