@@ -117,6 +117,16 @@ def test_stale_adapters_end_the_training(base: Path, tmp_path: Path, monkeypatch
     assert trainer.state.global_step == 1  # the first step was sampled from what vLLM had read
 
 
+def test_under_autocast_vllm_computes_in_bfloat16_too(base: Path, tmp_path: Path) -> None:
+    """TRL's default: float32 weights whose products are bfloat16. The check passes, and the log-probabilities are close."""
+    trainer = trainer_of(base, tmp_path, steps=2, bf16=True)
+    assert trainer.vllm_generation.dtype == torch.bfloat16
+    trainer.train()
+    gaps = [log[key] for log in trainer.state.log_history for key in log if key == "sampling/sampling_logp_difference/max"]
+    assert len(gaps) == 2
+    assert max(gaps) < 0.3
+
+
 def test_nothing_is_compared_if_the_distribution_is_cut(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
     trainer = trainer_of(base, tmp_path, steps=1, top_k=4)
