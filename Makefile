@@ -52,7 +52,7 @@ test-all: test test-rest  ## both (some twenty minutes on two cores)
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (six minutes)
+test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (seven minutes)
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
 
 check: $(STAMP)  ## ruff and pyright

@@ -1,7 +1,8 @@
 """TRL's GRPO with vLLM in its process: completions of every step come from both adapters as they are in that step."""
 
+import gc
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +50,25 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def trainer_of(base: Path, out: Path, **settings: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    usual = {"use_vllm": True, "vllm_max_model_length": 64, "temperature": TEMPERATURE}
-    return make_trainer(out, MaskSpec(score="grad"), model=model, sampled=True, **(usual | settings))[0]
+@pytest.fixture
+def trainer_of(base: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Make a trainer; its vLLM, which holds a gigabyte and which TRL never ends, is ended after the test."""
+    made: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        usual = {"use_vllm": True, "vllm_max_model_length": 64, "temperature": TEMPERATURE}
+        made.append(make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, **(usual | settings))[0])
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        generation = trainer.vllm_generation
+        generation._lora.close()
+        generation.llm.llm_engine.engine_core.shutdown()
+        del generation._lora, generation._generate, generation.llm, generation
+    made.clear()
+    gc.collect()
 
 
 class Watch:
@@ -83,11 +99,11 @@ class Watch:
 
 
 def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An evaluation in between samples the deployed model, and the next step both adapters again."""
     evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
-    trainer = trainer_of(base, tmp_path, steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
+    trainer = trainer_of(steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
     watch = Watch(trainer, monkeypatch)
     trainer.train()
     assert watch.modes.count("full") == 3
@@ -108,8 +124,8 @@ def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-def test_stale_adapters_end_the_training(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corrected: bool) -> None:
-    trainer = trainer_of(base, tmp_path, steps=3, vllm_importance_sampling_correction=corrected)
+def test_stale_adapters_end_the_training(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, corrected: bool) -> None:
+    trainer = trainer_of(steps=3, vllm_importance_sampling_correction=corrected)
     load: Callable[..., None] = PolicyLora._load
     monkeypatch.setattr(PolicyLora, "_load", lambda self, mode: None if self._request is not None else load(self, mode))
     with pytest.raises(RuntimeError, match="it runs other weights"):
@@ -117,9 +133,9 @@ def test_stale_adapters_end_the_training(base: Path, tmp_path: Path, monkeypatch
     assert trainer.state.global_step == 1  # the first step was sampled from what vLLM had read
 
 
-def test_under_autocast_vllm_computes_in_bfloat16_too(base: Path, tmp_path: Path) -> None:
+def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., Any]) -> None:
     """TRL's default: float32 weights whose products are bfloat16. The check passes, and the log-probabilities are close."""
-    trainer = trainer_of(base, tmp_path, steps=2, bf16=True)
+    trainer = trainer_of(steps=2, bf16=True)
     assert trainer.vllm_generation.dtype == torch.bfloat16
     trainer.train()
     gaps = [log[key] for log in trainer.state.log_history for key in log if key == "sampling/sampling_logp_difference/max"]
@@ -127,9 +143,9 @@ def test_under_autocast_vllm_computes_in_bfloat16_too(base: Path, tmp_path: Path
     assert max(gaps) < 0.3
 
 
-def test_nothing_is_compared_if_the_distribution_is_cut(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
-    trainer = trainer_of(base, tmp_path, steps=1, top_k=4)
+    trainer = trainer_of(steps=1, top_k=4)
     monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
     trainer.train()
     assert trainer.state.global_step == 1
