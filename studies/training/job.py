@@ -9,7 +9,8 @@ import json
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +36,8 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
+from mi_route2.vllm import VllmSampler
+from mi_route2.vllm.facts import imported
 from studies.common.processes import held
 from studies.common.seeds import derive, torch_generator
 from studies.environments.micro.model import MicroGPT
@@ -45,7 +48,7 @@ from studies.training.grpo import train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.training.settings import Settings
 from studies.training.teacher import TRIES, cached_pool
-from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory
+from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory, vllm_sampler
 
 
 def rates(verdicts: list[Verdict], grades: list[TrainingGrade]) -> dict[str, float]:
@@ -77,11 +80,13 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
 
 MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safetensors", "deployed.safetensors"
 ELSEWHERE = "host.json"
-"""File of a run folder with host and precision, if they are not the default ones."""
+"""File of a run folder with host, precision and sampler, if they are not the default ones."""
 CHECKPOINT_EVERY = 20
 PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 )
+SAMPLERS = ("torch", "vllm")
+RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 
 
 REMEDY = "run the command again that made this folder"
@@ -102,6 +107,8 @@ class Manifest:
     checksums: dict[str, str]
     host: str | None = None
     precision: str | None = None
+    sampler: str | None = None
+    resume: str | None = None
     pairs_sha256: str | None = None
 
 
@@ -113,7 +120,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "pairs_sha256"))
+        return read_record(Manifest, read_object(path, REMEDY), optional=("host", "precision", "sampler", "resume", "pairs_sha256"))
     except ValueError as error:
         told = str(error) if str(path) in str(error) else f"{path} is damaged ({error})"
         raise ValueError(f"{told}; delete {folder} to run this arm again") from error
@@ -132,6 +139,7 @@ class Job:
         pairs: File of the user's pairs, which replaces the world's own pairs.
         host: Library whose hooks the model runs under; it changes results by rounding only.
         precision: Dtype of training; the warm start is float32 and is cast.
+        sampler: ``torch``, or ``vllm`` for a chat model: engine that samples completions. Log-probabilities are always torch's.
     """
 
     root: Path
@@ -142,16 +150,21 @@ class Job:
     pairs: Path | None = None
     host: str = "torch"
     precision: str = "float32"
+    sampler: str = "torch"
 
     def __post_init__(self) -> None:
         """Check the arguments before base models are trained.
 
         Raises:
-            ValueError: If the host or the precision is unknown, or if the settings do not fit the world.
+            ValueError: If the host, the precision or the sampler is unknown, or if the settings do not fit the world.
         """
-        for name, known in (("host", HOSTS), ("precision", PRECISIONS)):
+        for name, known in (("host", HOSTS), ("precision", PRECISIONS), ("sampler", SAMPLERS)):
             if getattr(self, name) not in tuple(known):
                 raise ValueError(unknown_name(getattr(self, name), list(known), name))
+        if self.sampler == "vllm" and self.settings.chat is None:
+            raise ValueError("vLLM samples from a chat model: give --model and --world with it, or leave out --sampler")
+        if self.sampler == "vllm":
+            self.open_sampler()  # refuses a dtype; starts nothing
         _fit_the_world(self.settings, self.pairs)
 
     @property
@@ -172,7 +185,9 @@ class Job:
     @property
     def identity(self) -> str:
         """Hash of everything that the job's result depends on, except for the code."""
-        described = json.dumps([self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere], sort_keys=True)
+        described = json.dumps(
+            [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere.values()], sort_keys=True
+        )
         return hashlib.sha256(described.encode()).hexdigest()
 
     @property
@@ -185,20 +200,27 @@ class Job:
         """Return a job of the run folder ``root``, with the settings, host and precision stored there."""
         path = root / ELSEWHERE
         where = read_object(path, REMEDY) if path.exists() else {}
-        if unknown := sorted(where.keys() - {"host", "precision"}):
-            raise ValueError(f"{path} says {unknown[0]!r}, and knows host and precision; {REMEDY}")
+        if unknown := sorted(where.keys() - {"host", "precision", "sampler"}):
+            raise ValueError(f"{path} says {unknown[0]!r}, and knows host, precision and sampler; {REMEDY}")
         return Job(root, root.parent / "warmstarts", Settings.read(root / "settings.json"), seed, arm, pairs, **where)
 
     @property
-    def elsewhere(self) -> tuple[str, ...]:
-        """Host and precision, if they are not the default ones."""
-        return tuple(own for own, usual in ((self.host, "torch"), (self.precision, "float32")) if own != usual)
+    def elsewhere(self) -> dict[str, str]:
+        """Host, precision and sampler, if they are not the default ones."""
+        return elsewhere({"host": self.host, "precision": self.precision, "sampler": self.sampler})
 
     @property
     def unusual(self) -> dict[str, str]:
-        """Host, precision and pairs for the manifest, if they are not the default ones."""
-        found = {"host": (self.host, "torch"), "precision": (self.precision, "float32"), "pairs_sha256": (self.pairs_hash, None)}
-        return {name: str(own) for name, (own, usual) in found.items() if own != usual}
+        """What the manifest says beside the usual: host, precision, sampler, and the user's pairs."""
+        resume = {"resume": RESUME} if self.sampler == "vllm" else {}
+        return self.elsewhere | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
+
+    def open_sampler(self) -> AbstractContextManager[VllmSampler | None]:
+        """Return the context of the engine that samples; ``None`` in it if the model itself does."""
+        if self.sampler == "torch":
+            return nullcontext()
+        assert self.settings.chat is not None
+        return vllm_sampler(self.settings, self.settings.chat, PRECISIONS[self.precision])
 
     @property
     def finished(self) -> bool:
@@ -215,6 +237,12 @@ class Job:
                 f"{self.folder} holds a run of {self.name!r} under other settings; choose another --out or delete that folder"
             )
         return manifest.status == "finished"
+
+
+def elsewhere(how: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of host, precision and sampler that are not the default ones."""
+    usual = {field.name: field.default for field in fields(Job)}
+    return {name: own for name, own in how.items() if own != usual[name]}
 
 
 @functools.cache
@@ -358,7 +386,7 @@ def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool
 
 
 def _run(job: Job, progress: Callable[[int], None], stop: Callable[[], bool]) -> bool:
-    with open_world(job.settings) as (world, witness):
+    with job.open_sampler() as sampler, open_world(job.settings, sampler) as (world, witness):
         policy = build_policy(job, job.cache)
         if job.arm is not None and not _train(job, world, witness, policy, progress, stop):
             return False
@@ -374,7 +402,8 @@ def _train(
     assert job.arm is not None
     settings, folder = job.settings, job.folder
     route, optimiser = build_route(job, world, policy), build_optimiser(job, policy)
-    pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}.safetensors"
+    drawn = "" if job.sampler == "torch" else f"-{job.sampler}"  # its bytes could not be drawn again by the other sampler
+    pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}{drawn}.safetensors"
     tries = TRIES if settings.chat is None else settings.chat.tries
     teachers = cached_pool(world, policy, job.seed, settings.teachers, pool, tries)
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
@@ -411,6 +440,9 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         save_adapters(policy.adapters, folder / DEPLOYED, "deployed")
         files += [METRICS, ROLLOUTS, FULL, DEPLOYED]
     libraries = ("torch", "numpy", "mi-route2") if job.settings.chat is None else ("torch", "numpy", "transformers", "mi-route2")
+    versions = {"python": platform.python_version(), **{name: version(name) for name in libraries}}
+    if job.sampler == "vllm":
+        versions["vllm"] = imported().__version__  # several packages install this module
     manifest = {
         "arm": job.name,
         "seed": job.seed,
@@ -418,7 +450,7 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
         "identity": job.identity,
         "settings_hash": job.settings.digest,
         "arm_spec": job.spec,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in libraries}},
+        "versions": versions,
         "platform": {
             "system": platform.system(),
             "machine": platform.machine(),

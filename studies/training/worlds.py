@@ -17,7 +17,8 @@ from tqdm import tqdm
 
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Forward
-from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld
+from mi_route2.vllm import VllmSampler
+from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sampler
 from studies.environments.micro.corpus import PRESETS, get_world
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
@@ -94,8 +95,11 @@ def _check(name: str, problem: Problem) -> None:
 
 
 @contextmanager
-def open_world(settings: Settings) -> Iterator[tuple[World, Witness]]:
-    """Context: the world for training and, separate from it, the witness; both are closed on exit."""
+def open_world(settings: Settings, sampler: Sampler | None = None) -> Iterator[tuple[World, Witness]]:
+    """Context: the world for training and, separate from it, the witness; both are closed on exit.
+
+    ``sampler`` is that of a chat model's completions; transformers' own modules sample if not given.
+    """
     if settings.chat is None:
         with SubprocessRunner() as child:
             runner = CachedRunner(child)
@@ -103,13 +107,13 @@ def open_world(settings: Settings) -> Iterator[tuple[World, Witness]]:
         return
     problem = open_problem(settings.world, settings.chat.data)
     try:
-        world = chat_world(settings.chat, problem)
+        world = chat_world(settings.chat, problem, sampler)
         yield world, ChatWitness(world, problem.judge())
     finally:
         problem.close()
 
 
-def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
+def chat_world(chat: ChatModel, problem: Problem, sampler: Sampler | None = None) -> ChatWorld:
     """Return the problem's world under the chat model's tokenizer."""
     from transformers import AutoConfig
 
@@ -121,7 +125,15 @@ def chat_world(chat: ChatModel, problem: Problem) -> ChatWorld:
             f"the tokenizer in {chat.path} has a token {highest}, but the model {config.vocab_size}: use the model's own tokenizer"
         )
     context = config.max_position_embeddings
-    return ChatWorld(problem, tokenizer, max_new=chat.max_new, context=context, device=device_of(chat), at_once=chat.at_once)
+    return ChatWorld(
+        problem,
+        tokenizer,
+        max_new=chat.max_new,
+        context=context,
+        device=device_of(chat),
+        at_once=chat.at_once,
+        sampler=sampler,
+    )
 
 
 def modes_of(settings: Settings) -> Modes:
@@ -245,8 +257,8 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """Peak memory: the larger of sampling and training, which alternate, plus weights and adapters."""
-        training = self.parts["activations"] + self.parts["logits"]
-        return self.parts["weights"] + self.parts["adapters"] + max(training, self.parts["sampling"])
+        training, vllm = self.parts["activations"] + self.parts["logits"], self.parts.get("vLLM", 0)
+        return self.parts["weights"] + self.parts["adapters"] + vllm + max(training, self.parts["sampling"])
 
     def __str__(self) -> str:
         rows = [f"  {name:12} {_gib(size)}" for name, size in self.parts.items()]
@@ -254,8 +266,8 @@ class MemoryPlan:
         return "\n".join(["memory plan, one worker:", *rows, f"  {'peak':12} {_gib(self.peak)}{have}"])
 
 
-def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
-    """Return the memory plan of one worker.
+def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype, vllm: bool = False) -> MemoryPlan:
+    """Return the memory plan of one worker; ``vllm`` has weights of its own, and holds its cache while the policy trains.
 
     Raises:
         ValueError: If transformers does not know the folder's config.
@@ -284,7 +296,26 @@ def plan(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> MemoryPlan:
         "logits": 3 * FLOAT * tokens * vocabulary,
         "sampling": chat.at_once * min(config.max_position_embeddings, PROMPT + chat.max_new) * 2 * layers * kv_heads * head * size,
     }
+    if vllm:
+        parts |= {"vLLM": parts["weights"] + parts["sampling"], "sampling": 0}
     return MemoryPlan(parts, _available(device_of(chat)))
+
+
+SLACK = 512
+"""Tokens of vLLM's cache beyond those of a batch, because it gives them out in blocks."""
+
+
+def vllm_sampler(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> VllmSampler:
+    """Return a sampler of the chat model on vLLM, with room for ``chat.at_once`` completions at one time."""
+    from transformers import AutoConfig
+
+    context = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False).max_position_embeddings
+    tokens = chat.at_once * min(context, PROMPT + chat.max_new)
+    room = plan(settings, chat, dtype).parts["sampling"] // tokens * (tokens + SLACK)
+    # With a size of its own vLLM leaves the rest of the memory to training.
+    return VllmSampler(
+        chat.path, dtype=dtype, max_model_len=min(context, tokens), kv_cache_memory_bytes=room, max_num_seqs=chat.at_once
+    )
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -500,7 +500,10 @@ def test_pairs_are_encoded_as_trl_encodes_prompts(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "channel": (MaskSpec(score="own_channel"), {}, "reads a detector over the student's rollouts"),
-    "vllm": (MaskSpec(), {"use_vllm": True}, "base weights without adapters"),
+    "vllm server": (MaskSpec(), {"use_vllm": True, "vllm_mode": "server"}, "use vllm_mode='colocate'"),
+    "vllm asleep": (MaskSpec(), {"use_vllm": True, "vllm_enable_sleep_mode": True}, "which are read once"),
+    "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
+    "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
     "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),

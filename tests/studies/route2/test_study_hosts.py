@@ -78,7 +78,7 @@ def test_an_unknown_host_or_precision_is_one_sentence(field: str, valid: str, tm
 def test_what_ran_before_hosts_had_names_is_still_known(tmp_path: Path) -> None:
     """The usual host and precision add nothing to the identity: finished folders stay finished."""
     job = tiny_job(tmp_path, "vanilla")
-    assert job.elsewhere == ()
+    assert job.elsewhere == {}
     assert Job(job.root, job.cache, job.settings, job.seed, job.arm).identity == job.identity
 
 

@@ -1,0 +1,141 @@
+"""vLLM as the sampler of ``RoutedGRPOTrainer``: ``GRPOConfig(use_vllm=True, vllm_mode="colocate")``.
+
+TRL sends merged weights after each step. Here vLLM reads the base once, from its folder, and then both adapters as one LoRA, under
+a new name whenever they have changed. What TRL makes of vLLM's log-probabilities (its importance sampling correction) stays.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import ensure_master_addr_port
+
+from mi_route2.adapters import Adapters
+from mi_route2.vllm.facts import imported
+from mi_route2.vllm.sampler import PolicyLora, lora_settings, own_threads, refuse_stale
+
+PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "top_p": (1.0,),
+        "top_k": (0, -1, None),
+        "min_p": (0.0, None),
+        "repetition_penalty": (1.0,),
+        "generation_kwargs": (None, {}),
+        "vllm_structured_outputs_regex": (None,),
+    }
+)
+"""Settings of sampling, and their values under which vLLM's log-probabilities are those of the policy at its temperature."""
+
+
+class PolicyGeneration(VLLMGeneration):
+    """TRL's generation on vLLM in this process, from the adapters as they are, and are switched, at each call."""
+
+    def __init__(self, adapters: Adapters, dtype: torch.dtype, **named: Any):
+        self.adapters, self.dtype = adapters, dtype
+        super().__init__(**named)
+
+    def _init_vllm(self) -> None:
+        vllm, rank = imported(), self.accelerator.process_index
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, as the launcher below demands
+        ranks = {"RANK": rank, "LOCAL_RANK": self.accelerator.local_process_index, "WORLD_SIZE": self.accelerator.num_processes}
+        os.environ |= {name: str(number) for name, number in ranks.items()}
+        ensure_master_addr_port()
+        with own_threads():  # TRL's own settings, and room for the adapters
+            self.llm = vllm.LLM(
+                model=self.model.name_or_path,
+                dtype=str(self.dtype).removeprefix("torch."),
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                max_model_len=self.max_model_length,
+                max_num_seqs=self.max_num_seqs,
+                model_impl=self.model_impl,
+                distributed_executor_backend="external_launcher",
+                seed=rank,
+                max_num_batched_tokens=4096,
+                logprobs_mode="processed_logprobs",
+                trust_remote_code=self.trust_remote_code,
+                **lora_settings(self.adapters),
+            )
+        self._lora, self._generate = PolicyLora(self.llm, self.adapters), self.llm.generate
+        self.accelerator.wait_for_everyone()
+
+    def sync_weights(self) -> None:
+        """Let everything that ``llm.generate`` is asked for from now on run under the adapters as they are now."""
+        request = self._lora.request()
+        self.llm.generate = lambda *given, **named: self._generate(*given, **{"lora_request": request, **named})
+
+    def generate(self, *given: Any, **named: Any) -> tuple:
+        self.sync_weights()  # TRL calls it once in a step, and an evaluation switches adapters within one
+        return super().generate(*given, **named)
+
+
+def refuse_settings(args: Any) -> None:
+    """Raise ``ValueError`` for settings of vLLM that the adapters cannot follow."""
+    if args.vllm_mode != "colocate":
+        raise ValueError("a vLLM server would need the adapters' folder and a new name at each step: use vllm_mode='colocate'")
+    if args.vllm_enable_sleep_mode:
+        raise ValueError("vLLM's sleep mode discards the base weights, which are read once: leave vllm_enable_sleep_mode out")
+    if args.vllm_tensor_parallel_size != 1:
+        raise ValueError("each process writes its adapters for a vLLM of its own: use vllm_tensor_parallel_size=1")
+    if args.loss_type == "vespo" and args.vllm_importance_sampling_correction and "token" not in args.vllm_importance_sampling_mode:
+        raise ValueError("VESPO needs a ratio for each token: use vllm_importance_sampling_mode='token_truncate' or 'token_mask'")
+
+
+def sample_with_vllm(trainer: Any) -> None:
+    """Start vLLM for a trainer that was made without it.
+
+    Raises:
+        ValueError: The model has no folder of its base, or vLLM cannot run its adapters.
+    """
+    args, base = trainer.args, trainer.model.name_or_path
+    if trainer.is_fsdp_enabled:
+        raise ValueError("vLLM beside a sharded model was never tried: leave use_vllm out, or use DDP")
+    if not base or not Path(base).is_dir():
+        raise ValueError(
+            f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
+            "attached, and give the trainer the folder"
+        )
+    trainer.vllm_generation = PolicyGeneration(
+        trainer.adapters,
+        torch.bfloat16 if args.bf16 else trainer.model.dtype,
+        model=trainer.model,
+        accelerator=trainer.accelerator,
+        processing_class=trainer.processing_class,
+        structured_outputs_regex=args.vllm_structured_outputs_regex,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=args.vllm_max_model_length,
+        max_num_seqs=args.per_device_train_batch_size * args.steps_per_generation,
+        model_impl=args.vllm_model_impl,
+        trust_remote_code=args.trust_remote_code,
+        repetition_penalty=trainer.repetition_penalty,
+        temperature=trainer.temperature,
+        top_p=trainer.top_p,
+        top_k=trainer.top_k,
+        min_p=trainer.min_p,
+        max_completion_length=trainer.max_completion_length,
+        generation_kwargs=args.generation_kwargs,
+    )
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+
+
+@torch.no_grad()
+def check_sampled(trainer: Any, output: dict[str, Any]) -> None:
+    """Raise ``RuntimeError`` if vLLM's log-probabilities of the completions in ``output`` are not those of the model.
+
+    Nothing is compared if the sampling cuts or reweights the distribution (``PLAIN``), or ``rollout_func`` gave none.
+    """
+    theirs = output.get("sampling_per_token_logps")
+    if theirs is None or any(getattr(trainer.args, name) not in plain for name, plain in PLAIN.items()):
+        return
+    ours, kept = output.get("old_per_token_logps"), output["completion_mask"] * output.get("tool_mask", 1)
+    if ours is None:
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        attention = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        each, width = trainer.args.per_device_train_batch_size, output["completion_ids"].shape[1]
+        ours = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attention, width, batch_size=each)[0]
+    kept = kept.bool() & ~theirs.isnan()  # NaN: vLLM did not score this token
+    if bool(kept.any()):
+        refuse_stale(theirs[kept], ours[kept], trainer.vllm_generation.dtype)

@@ -1,0 +1,162 @@
+"""Speed of vLLM as the sampler of a policy with both adapters, relative to what samples without it.
+
+    python -m studies.benchmarks.vllm_sampler [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+
+A tiny random Qwen3 (4 layers, d = 128) with a LoRA of rank 8 and a quarantine of rank 8 at each Linear of its blocks, 64 prompts of
+32 tokens, 64 new tokens each at temperature 1, float32, one thread, one process:
+
+    vLLM           a whole call of ``VllmSampler`` after a step: adapters written and read, completions, four of them checked
+    vLLM alone     the same completions under adapters that vLLM has read already, and no check
+    study          the study's own sampler: transformers' modules with a cache, all prompts in one batch
+    engine         this project's engine, a new one every time
+    generate       transformers' ``generate``, all prompts in one batch
+
+With ``--smollm2`` the model is SmolLM2-135M, with 8 prompts and 16 new tokens. vLLM must be installed, see ``docs/vllm.md``.
+
+Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster.
+"""
+
+import importlib.util
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+
+from mi_route2.adapters import AdapterSpec
+from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Request
+from mi_route2.engine.sampling import Sampling
+from mi_route2.hosts import open_host
+from mi_route2.models import smollm2, smollm2_folder
+from mi_route2.rollouts import Policy
+from mi_route2.vllm import VllmSampler
+from mi_route2.vllm.facts import imported
+from studies.benchmarks import command
+from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, measure, random_model, table, timed
+from studies.benchmarks.paired import Result, Row, machine, ratio
+from studies.environments.chat import generate
+
+RANK = 8
+ROWS = (Row("vLLM", "study"), Row("vLLM", "engine"), Row("vLLM", "generate"), Row("vLLM", "vLLM alone"))
+NEVER = -1
+"""End that no completion has, so that each is of full length."""
+
+
+class Sides:
+    """All sides, each as a call that samples every completion once; ``folder`` is for the tiny model's checkpoint."""
+
+    def __init__(self, seed: int, quick: bool, pretrained: bool, folder: Path):
+        self._generator = torch.Generator().manual_seed(seed)
+        model: Any = smollm2().model if pretrained else random_model(seed)
+        base = smollm2_folder() if pretrained else folder / "base"
+        if not pretrained:
+            model.save_pretrained(base)
+        self.host = open_host("torch", model)
+        self.requests, self.new = (4, 8) if quick else (FEW, SHORT) if pretrained else (REQUESTS, NEW)
+        drawn = torch.randint(3, VOCABULARY, (self.requests, PROMPT), generator=self._generator)
+        self.tokens, self.prompts = drawn, drawn.tolist()
+        spec = AdapterSpec("lora", rank=RANK, quarantine_rank=RANK)
+        adapters = self.host.attach("blocks.*", spec=spec, generator=self._generator)
+        self.policy: Policy = Policy(model, adapters)
+        self.move()
+        settings = {"max_model_len": 512, "kv_cache_memory_bytes": 1 << 29, "max_num_seqs": self.requests}
+        self.sampler = VllmSampler(base, dtype=torch.float32, **settings)
+        self._seeds = itertools.count(seed)
+
+    @torch.no_grad()
+    def move(self) -> None:
+        """Move all adapters, as an optimizer step does."""
+        for value in self.policy.adapters.tensors().values():
+            value += 1e-3 * torch.randn(value.shape, generator=self._generator)
+
+    def vllm(self) -> None:
+        found = self.sampler(self.policy, self.prompts, max_new=self.new, temperature=1.0, generator=self._generator, ends=())
+        assert all(len(ids) == self.new for ids in found)
+
+    def alone(self) -> None:
+        lora = self.sampler._lora
+        assert lora is not None
+        common = {"max_tokens": self.new, "ignore_eos": True, "detokenize": False}
+        params = [imported().SamplingParams(**common, seed=next(self._seeds)) for _ in self.prompts]
+        given = [{"prompt_token_ids": prompt} for prompt in self.prompts]
+        found = lora.llm.generate(given, params, use_tqdm=False, lora_request=lora.request())
+        assert all(len(one.outputs[0].token_ids) == self.new for one in found)
+
+    def study(self) -> None:
+        found = generate(
+            self.policy.model,
+            self.prompts,
+            max_new=self.new,
+            temperature=1.0,
+            generator=self._generator,
+            ends=(NEVER,),
+            pad=0,
+            at_once=self.requests,
+        )
+        assert all(len(ids) == self.new for ids in found)
+
+    def engine(self) -> None:
+        sampling = Sampling(max_new=self.new, temperature=1.0, seed=next(self._seeds))
+        engine = Engine(self.host)
+        results = engine.generate([Request(tuple(prompt), sampling) for prompt in self.prompts], progress=False)
+        engine.close()
+        assert all(len(result.ids) == self.new for result in results)
+
+    @torch.no_grad()
+    def generate(self) -> None:
+        model: Any = self.policy.model
+        how = {"do_sample": True, "top_k": 0, "min_new_tokens": self.new, "max_new_tokens": self.new, "pad_token_id": 0}
+        found = model.generate(self.tokens, attention_mask=torch.ones_like(self.tokens), **how)
+        assert found.shape[1] == PROMPT + self.new
+
+    def all(self) -> dict[str, Callable[[], dict[str, float]]]:
+        """Return the sides, each as a call that returns its processor seconds."""
+
+        def whole() -> dict[str, float]:
+            self.move()
+            return {"vLLM": timed(self.vllm)}
+
+        rest = {"vLLM alone": self.alone, "study": self.study, "engine": self.engine, "generate": self.generate}
+        self.vllm()  # starts it
+        return {"vLLM": whole} | {name: lambda name=name, call=call: {name: timed(call)} for name, call in rest.items()}
+
+
+@dataclass(frozen=True)
+class Options(command.Benchmark):
+    """Sampled tokens per second of vLLM with both adapters as one LoRA, and of what samples without vLLM.
+
+    A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
+    two minutes, --quick half a minute; --smollm2 a minute a round.
+    """
+
+    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of a tiny model")] = False
+
+    def check(self) -> None:
+        super().check()
+        if importlib.util.find_spec("vllm") is None:
+            raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
+
+    def run(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            sides = Sides(self.seed, self.quick, self.smollm2, Path(folder))
+            with sides.sampler:
+                seconds = measure(sides.all(), self.turns, np.random.default_rng(self.seed))
+        rng = np.random.default_rng(self.seed)
+        results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
+        tokens = dict.fromkeys(seconds, sides.requests * sides.new)
+        print(f"{self.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread")
+        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
+        print(table(results, seconds, tokens))
+        document = {"machine": machine(), "rounds": self.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
+        self.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+
+
+if __name__ == "__main__":
+    sys.exit(command.main(Options, "studies.benchmarks.vllm_sampler"))

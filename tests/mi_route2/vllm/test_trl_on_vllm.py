@@ -1,0 +1,151 @@
+"""TRL's GRPO with vLLM in its process: completions of every step come from both adapters as they are in that step."""
+
+import gc
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl", reason="TRL is not installed here: make test-vllm installs it beside vLLM")
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed here: make test-vllm runs these tests", allow_module_level=True)
+
+from datasets import Dataset
+from families import VOCAB, move_all
+from safetensors.torch import load_file
+from tiny_trl import TEXTS, make_trainer, tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from mi_route2 import MaskSpec
+from mi_route2.integrations import trl_vllm
+from mi_route2.rollouts import Rollouts
+from mi_route2.vllm.sampler import PolicyLora
+
+CLOSE = 2e-5
+TEMPERATURE = 0.8
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+"""The heads of the other tests' models are too small for vLLM's attention."""
+
+
+@pytest.fixture(autouse=True)
+def little_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+
+@pytest.fixture(scope="module", params=[Qwen3Config, LlamaConfig])
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a base model and its tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    model: Any = AutoModelForCausalLM.from_config(request.param(**SIZES), dtype=torch.float32)
+    move_all(model, scale=0.05).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trainer_of(base: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Make a trainer; its vLLM, which holds a gigabyte and which TRL never ends, is ended after the test."""
+    made: list[Any] = []
+
+    def make(**settings: Any) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        usual = {"use_vllm": True, "vllm_max_model_length": 64, "temperature": TEMPERATURE}
+        made.append(make_trainer(tmp_path, MaskSpec(score="grad"), model=model, sampled=True, **(usual | settings))[0])
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        generation = trainer.vllm_generation
+        generation._lora.close()
+        generation.llm.llm_engine.engine_core.shutdown()
+        del generation._lora, generation._generate, generation.llm, generation
+    made.clear()
+    gc.collect()
+
+
+class Watch:
+    """Prompts, completions and log-probabilities of each call of vLLM, with the adapters' tensors at that time."""
+
+    def __init__(self, trainer: Any, monkeypatch: pytest.MonkeyPatch):
+        self.gaps: list[float] = []
+        self.modes: list[str] = []
+        self.moved: list[float] = []
+        before: dict[str, torch.Tensor] = {}
+        generate = trainer.vllm_generation.generate
+
+        def seen(prompts: Any, *given: Any, **named: Any) -> Any:
+            found = generate(prompts, *given, **named)
+            _, completions, logprobs, _ = found
+            rows = Rollouts.from_lists(prompts, completions, 0)
+            with torch.no_grad():
+                logits = trainer.model(rows.tokens).logits / TEMPERATURE
+            theirs = torch.tensor([kept[0] for row in logprobs for kept in row])
+            self.gaps.append(float((rows.logprobs(logits)[rows.predictors] - theirs).abs().max()))
+            self.modes.append(trainer.adapters.mode)
+            now = {name: value.clone() for name, value in trainer.adapters.tensors().items()}
+            self.moved.append(max((float((now[n] - before[n]).abs().max()) for n in before), default=0.0))
+            before.update(now)
+            return found
+
+        monkeypatch.setattr(trainer.vllm_generation, "generate", seen)
+
+
+def test_each_step_samples_both_adapters_as_they_are_and_ships_the_kept_one(
+    trainer_of: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation in between samples the deployed model, and the next step both adapters again."""
+    evaluated = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    trainer = trainer_of(steps=3, **evaluated, own={"eval_dataset": Dataset.from_dict({"prompt": TEXTS[:2]})})
+    watch = Watch(trainer, monkeypatch)
+    trainer.train()
+    assert watch.modes.count("full") == 3
+    assert "deployed" in watch.modes
+    assert max(watch.gaps) <= CLOSE
+    assert sum(gap > 1e-3 for gap in watch.moved) >= 2  # the adapters did move between samplings
+    logs = [log for log in trainer.state.log_history if "sampling/sampling_logp_difference/max" in log]
+    assert len(logs) >= 3
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) <= CLOSE
+    assert all(abs(log["sampling/importance_sampling_ratio/max"] - 1) <= CLOSE for log in logs)
+    trainer.save_model(str(tmp_path / "deployed"))
+    assert not list((tmp_path / "deployed").glob("HOLDS*"))
+    written = load_file(tmp_path / "deployed" / "adapter_model.safetensors")
+    assert {value.shape[0] for name, value in written.items() if "lora_A" in name} == {3}  # the kept rank alone
+    kept = trainer.adapters.tensors(quarantine=False)
+    total = sum(float(value.double().sum()) for name, value in kept.items())
+    assert sum(float(value.double().sum()) for value in written.values()) == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_stale_adapters_end_the_training(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, corrected: bool) -> None:
+    trainer = trainer_of(steps=3, vllm_importance_sampling_correction=corrected)
+    load: Callable[..., None] = PolicyLora._load
+    monkeypatch.setattr(PolicyLora, "_load", lambda self, mode: None if self._request is not None else load(self, mode))
+    with pytest.raises(RuntimeError, match="it runs other weights"):
+        trainer.train()
+    assert trainer.state.global_step == 1  # the first step was sampled from what vLLM had read
+
+
+def test_under_autocast_vllm_computes_in_bfloat16_too(trainer_of: Callable[..., Any]) -> None:
+    """TRL's default: float32 weights whose products are bfloat16. The check passes, and the log-probabilities are close."""
+    trainer = trainer_of(steps=2, bf16=True)
+    assert trainer.vllm_generation.dtype == torch.bfloat16
+    trainer.train()
+    gaps = [log[key] for log in trainer.state.log_history for key in log if key == "sampling/sampling_logp_difference/max"]
+    assert len(gaps) == 2
+    assert max(gaps) < 0.3
+
+
+def test_nothing_is_compared_if_the_distribution_is_cut(trainer_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities of what remains under top_k are not those of the policy, and that is no staleness."""
+    trainer = trainer_of(steps=1, top_k=4)
+    monkeypatch.setattr(trl_vllm, "refuse_stale", lambda *given: pytest.fail("compared"))
+    trainer.train()
+    assert trainer.state.global_step == 1
