@@ -201,7 +201,7 @@ def table(results: list[Result], judge: bool = True) -> str:
 class Options(command.Benchmark):
     """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients.
 
-    --smollm2 takes five minutes a round in float32 and two in bfloat16.
+    --smollm2 takes some minutes a round.
     """
 
     smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M on 8 rollouts of 512 tokens in place of a random model")] = (

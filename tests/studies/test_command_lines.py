@@ -46,7 +46,7 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "sandbox, no such file": ("sandbox", ["run", "NONE"], "there is no script at NONE"),
     "sandbox, no time": ("sandbox", ["run", "FILE", "--seconds", "nan"], "seconds"),
     "leetcode, no data": ("environments.leetcode", ["report", "--data", "NONE", "--out", "NONE"], "NONE"),
-    "an unknown benchmark": ("benchmarks", ["rooting"], "unknown benchmark 'rooting': did you mean 'routing'? choose from engine,"),
+    "an unknown benchmark": ("benchmarks", ["rooting"], "unknown benchmark 'rooting': did you mean 'routing'? choose from cost,"),
     **{
         f"{command} of {study}, {what}": (study, [command, place], place)
         for study in STUDIES

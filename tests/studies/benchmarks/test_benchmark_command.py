@@ -50,7 +50,7 @@ def test_help_is_the_docstring(module: str, monkeypatch: pytest.MonkeyPatch, cap
         main(module, monkeypatch, "--help")
     assert ended.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert (BENCHMARKS[module].__doc__ or "").split(":")[0] in printed
+    assert " ".join((BENCHMARKS[module].__doc__ or "").split(":")[0].split()) in printed
     assert f"python -m {module}" in printed
 
 
