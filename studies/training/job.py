@@ -36,10 +36,9 @@ from mi_route2.routing import (
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
-from mi_route2.vllm import VllmSampler
-from mi_route2.vllm.facts import imported
 from studies.common.processes import held
 from studies.common.seeds import derive, torch_generator
+from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
 from studies.environments.protocol import Pair, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
 from studies.training.arms import Arm
@@ -215,7 +214,7 @@ class Job:
         resume = {"resume": RESUME} if self.sampler == "vllm" else {}
         return self.elsewhere | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
-    def open_sampler(self) -> AbstractContextManager[VllmSampler | None]:
+    def open_sampler(self) -> AbstractContextManager[Sampler | None]:
         """Return the context of the engine that samples; ``None`` in it if the model itself does."""
         if self.sampler == "torch":
             return nullcontext()
@@ -442,6 +441,8 @@ def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:
     libraries = ("torch", "numpy", "mi-route2") if job.settings.chat is None else ("torch", "numpy", "transformers", "mi-route2")
     versions = {"python": platform.python_version(), **{name: version(name) for name in libraries}}
     if job.sampler == "vllm":
+        from mi_route2.vllm.facts import imported
+
         versions["vllm"] = imported().__version__  # several packages install this module
     manifest = {
         "arm": job.name,

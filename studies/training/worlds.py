@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Forward
-from mi_route2.vllm import VllmSampler
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sampler
 from studies.environments.micro.corpus import PRESETS, get_world
 from studies.environments.micro.language import MICRO_MODES
@@ -305,9 +304,11 @@ SLACK = 512
 """Tokens of vLLM's cache beyond those of a batch, because it gives them out in blocks."""
 
 
-def vllm_sampler(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> VllmSampler:
+def vllm_sampler(settings: Settings, chat: ChatModel, dtype: torch.dtype) -> AbstractContextManager[Sampler]:
     """Return a sampler of the chat model on vLLM, with room for ``chat.at_once`` completions at one time."""
     from transformers import AutoConfig
+
+    from mi_route2.vllm import VllmSampler  # with the engine, which ``--help`` need not wait for
 
     context = AutoConfig.from_pretrained(Path(chat.path), trust_remote_code=False).max_position_embeddings
     tokens = chat.at_once * min(context, PROMPT + chat.max_new)
