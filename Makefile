@@ -39,7 +39,7 @@ test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real
 
 test-rest: $(STAMP)  ## what the fast suite leaves out: combinations, two hosts in detail, processes, state machines, whole studies, docs, a real model
-	$(PYTEST) --dist worksteal --shapes first -m "($(PARTS)) and not ($(WHOLE))" --durations 10
+	$(PYTEST) --dist worksteal --shapes each -m "($(PARTS)) and not ($(WHOLE))" --durations 10
 	$(PYTEST) --dist loadfile --no-loadscope-reorder -m "$(WHOLE)" --durations 25 $(UNCHECKED)
 
 test-all: test test-rest  ## both (some twenty minutes on two cores)

@@ -76,7 +76,7 @@ def _mean(calls: list[Written]) -> Written:
 
 @dataclass(frozen=True)
 class Compared:
-    """What a cosine with one direction needs of a feature: three numbers per rollout."""
+    """Inner product with one direction, norm and magnitude of a feature: all that is left of it, three numbers per rollout."""
 
     direction: Tensor
     products: Float[Tensor, " b"]

@@ -296,8 +296,8 @@ class MaskGate:
         feature, v = self._features[site], self._directions.vectors[site]
         if self._spec.score == "act":
             return cosine(feature, v)
-        # The backward starts at the loss, so rounding errors come only from modules that have already reported.
         self._gradients.pop(site, None)  # the flag of a module is decided once
+        # The backward starts at the loss, so rounding errors come only from modules that have already reported.
         size = feature.magnitude()
         self._largest = size if self._largest is None else torch.maximum(self._largest, size)
         return cosine(feature, v, NOISE * torch.finfo(size.dtype).eps * self._largest)

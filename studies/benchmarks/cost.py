@@ -343,7 +343,7 @@ def table(rows: Sequence[Compared]) -> str:
 class Options(command.Benchmark):
     """FLOPs, bytes held and bytes sent by routed steps: predicted over measured on small cases, and predicted for large models.
 
-    Counts, not times: one run says it all, and other work on the machine changes nothing. Three minutes; --quick one.
+    Counts, not times: one run says it all, and other work on the machine changes nothing. Some minutes; --quick one.
     """
 
     rounds: Annotated[int | None, tyro.conf.Suppress] = None

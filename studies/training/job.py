@@ -210,7 +210,7 @@ class Job:
 
     @property
     def unusual(self) -> dict[str, str]:
-        """What the manifest says beside the usual: host, precision, sampler, and the user's pairs."""
+        """Entries of the manifest beyond the usual ones: host, precision, sampler, and the user's pairs."""
         resume = {"resume": RESUME} if self.sampler == "vllm" else {}
         return self.elsewhere | resume | ({} if self.pairs_hash is None else {"pairs_sha256": self.pairs_hash})
 
