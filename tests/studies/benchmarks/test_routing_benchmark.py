@@ -1,6 +1,7 @@
 """The routing benchmark is what it says: floors are torch's own counts, every way to per-rollout gradients gives the same ones."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +186,18 @@ def test_our_own_failure_is_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> None:
     assert Result(Row("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
+
+
+def test_the_page_prints_what_was_measured_on_a_real_model() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    document = json.loads((docs / "results/benchmarks/routing_smollm2.json").read_text(encoding="utf-8"))
+    assert (document["smollm2"], document["dtype"], document["size"]["tokens"]) == (True, "bfloat16", 512)
+    found = re.search(
+        r"<!-- table: routing_smollm2 -->\n\n\|.*\n\|.*\n((?:\|.*\n)+)", (docs / "routing.md").read_text(encoding="utf-8")
+    )
+    assert found
+    assert found[1].splitlines() == [
+        f"| {row['row']['over']} | {row['row']['under']} | {row['time']['value']:.3f} [{row['time']['lo']:.3f}, "
+        f"{row['time']['hi']:.3f}] | {row['row']['time_limit']:.2f} | {row['memory']:.2f} |"
+        for row in document["rows"]
+    ]
