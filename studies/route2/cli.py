@@ -14,7 +14,7 @@ from mi_route2.hosts import HOSTS
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.training.arms import ARMS, MAIN, get_arms
+from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
 from studies.training.cluster import Cluster, run_submitted
 from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
 from studies.training.schedule import run_jobs
@@ -62,7 +62,7 @@ class Run:
             require(self.report_to)
         cluster = self.cluster()
         settings = override(self.settings(), self.override, self.config)
-        arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
+        arms = with_canaries(get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms))
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
