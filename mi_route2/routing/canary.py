@@ -13,6 +13,7 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,8 @@ Ratios = Callable[[Rollouts], Float[Tensor, "k b"]]
 """Function from rollouts to one row of log-ratios per canary; a monitor of your own may stand in for it."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+LEAST = 1e-5
+"""Nats by which a canary must tell the base's samples apart; below are rounding errors of float32."""
 
 
 @torch.no_grad()
@@ -158,15 +161,15 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, micro: int | N
     """
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
-    if (least := round(1 / min(quantile, 1 - quantile) + 0.5)) > len(samples):
+    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
     rows = torch.arange(len(samples)).split(micro or len(samples))
     given = torch.cat([ratios_of(ratios, samples.rows(index)) for index in rows], dim=1)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
-    if bool((spread == 0).any()):
+    if bool((spread < LEAST).any()):
         raise ValueError(
-            f"canary {int((spread == 0).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
+            f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
             "nothing, so train it longer, or leave it out"
         )
     scores = standardized(given, center, spread)

@@ -210,7 +210,9 @@ _STOPPED = tuple(
 )
 # A canary has its own draw, because with the run's own it would have seen the run's first batches.
 _TRAINED = tuple(
-    _ablation(_VANILLA, f"canary-{n}", "canary", f"the canary itself after {n} steps", steps=n, draw=1) for n in (2, 10, 20, 40)
+    _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"the canary itself after {n} steps, draw {draw}", steps=n, draw=draw)
+    for draw, mark in ((1, ""), (2, "-b"), (3, "-c"))
+    for n in (2, 5, 10, 20, 40, 80)
 )
 _HONEST = tuple(
     _ablation(
