@@ -205,56 +205,39 @@ _ABLATIONS = (
     ),
 )
 _STOPPED = tuple(
-    _ablation(_VANILLA, f"vanilla-{n}", "early stopping", f"vanilla stopped after {n} steps", steps=n)
-    for n in (5, 10, 15, 20, 30, 40, 60)
+    _ablation(_VANILLA, f"vanilla-{n}", "early stopping", f"vanilla stopped after {n} steps", steps=n) for n in (5, 10, 20, 40)
 )
-# A canary has its own draw, because with the run's own it would have seen the run's first batches.
+# Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
 _TRAINED = tuple(
-    _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"the canary itself after {n} steps, draw {draw}", steps=n, draw=draw)
-    for draw, mark in ((1, ""), (2, "-b"), (3, "-c"))
-    for n in (2, 5, 10, 20, 40, 80)
+    _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"a canary itself: {n} steps without a defence", steps=n, draw=draw)
+    for draw, mark, steps in ((1, "", (2, 10, 20, 40)), (2, "-b", (10, 20, 40)))
+    for n in steps
 )
-_HONEST = tuple(
-    _ablation(
-        _VANILLA, f"honest-{n}", "canary", f"a canary that the oracle kept honest, after {n} steps",
-        role="bound", route=MaskSpec(score="own_channel"), steps=n, draw=1,
-    )
-    for n in (10, 20, 40)
+_FIRST, _SECOND = (tuple(f"canary-{n}{mark}" for n in (10, 20, 40)) for mark in ("", "-b"))
+_HONEST = _ablation(
+    _VANILLA, "honest-40", "canary", "a canary that the oracle kept honest",
+    role="bound", route=MaskSpec(score="own_channel"), steps=40, draw=1,
 )  # fmt: skip
 _CANARY = Arm(
     "filter-canary",
-    "flags of a canary: plain GRPO, 10, 20 and 40 steps, thrown away; no label, no pair, no quarantine",
+    "rollouts that two canaries like more than the base does are dropped; no label, no pair, no quarantine",
     "method",
     CanarySpec(),
     quarantine="none",
     baseline="vanilla",
-    canaries=("canary-10", "canary-20", "canary-40"),
+    canaries=(*_FIRST, *_SECOND),
 )
 _CANARIES = (
-    replace(
-        _CANARY,
-        name="route2-canary",
-        about="filter-canary's rule, with a quarantine",
-        quarantine="lora",
-        baseline="absorb",
-        same_rule_filter="filter-canary",
-    ),
+    replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
+            baseline="absorb", same_rule_filter="filter-canary"),
     _CANARY,
     _control(_CANARY, "canary-rotated", "filter-canary with each checkpoint rotated at random", _CANARY.route, rotated=True),
     _control(_CANARY, "canary-shuffled", "filter-canary with its flags permuted over rollouts", CanarySpec(shuffle=True)),
     _control(_CANARY, "canary-early", "filter-canary with a canary of 2 steps", _CANARY.route, canaries=("canary-2",)),
-    _control(
-        _CANARY, "canary-honest", "filter-canary with a canary that never hacked", _CANARY.route,
-        canaries=("honest-10", "honest-20", "honest-40"),
-    ),
-    replace(
-        _ABSORB,
-        name="quarantine-first",
-        about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything",
-        role="method",
-        route=DelayedSpec(steps=10),
-        quarantine_lr_scale=3.0,
-    ),
+    _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", _CANARY.route, canaries=("honest-40",)),
+    _ablation(_CANARY, "canary-one", "canary", "one canary instead of two", canaries=_FIRST),
+    replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
+            about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
@@ -263,7 +246,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_ABLATIONS,
-            *_STOPPED, *_TRAINED, *_HONEST, *_CANARIES,
+            *_STOPPED, *_TRAINED, _HONEST, *_CANARIES,
         )
     }
 )  # fmt: skip
@@ -272,6 +255,12 @@ MAIN: tuple[str, ...] = (
     "vanilla", "absorb", "erase", "route-additive", "route2-act", "route2-grad", "route2-full", "filter-full", "haar", "oracle",
 )  # fmt: skip
 """The ten arms of the main experiment."""
+
+EVIDENCE: tuple[str, ...] = (
+    "vanilla", *(arm.name for arm in _STOPPED), "quarantine-first", "filter-canary", "route2-canary", "canary-one",
+    "canary-rotated", "canary-shuffled", "canary-early", "canary-honest", "filter-full", "filter-known",
+)  # fmt: skip
+"""The arms of the canary's experiment, without the canaries themselves."""
 
 
 def get_arms(names: tuple[str, ...]) -> list[Arm]:

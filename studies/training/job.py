@@ -72,6 +72,8 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
     flat = [prompt for mode in prompts for prompt in prompts[mode]]
     report: dict[str, Any] = {mode: {} for mode in prompts}
     for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
+        if name == "deploy" and not policy.adapters.has_quarantine:
+            return {mode: {"on": both["on"], "deploy": both["on"]} for mode, both in report.items()}  # one and the same model
         with switched():
             samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
         grades = world.grades(samples)
