@@ -27,7 +27,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
-from mi_route2.routing.spec import EraseSpec, RouteSpec
+from mi_route2.routing.spec import DelayedSpec, EraseSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""
@@ -340,14 +340,16 @@ class Once:
 
 
 class _OpenStep(Once):
-    def __init__(self, policy: Policy, parts: list[Part]):
-        self._policy, self.parts = policy, parts
+    def __init__(self, policy: Policy, parts: list[Part], kept: bool = True):
+        self._policy, self.parts, self._kept = policy, parts, kept
         self._start(policy.adapters)
 
     def finish(self, reduce: Reduce | None = None) -> Decision:
         self._finish(self.parts, self._policy.adapters, acts="" if reduce is None else REDUCING)
         if reduce is not None:
-            reduce(trained_gradients(self._policy.adapters.kept_parameters(), self._policy.adapters.quarantine_parameters()))
+            # A kept adapter that learns nothing has no gradient, and one of 0 would count as a step of Adam.
+            kept = self._policy.adapters.kept_parameters() if self._kept else {}
+            reduce(trained_gradients(kept, self._policy.adapters.quarantine_parameters()))
         return Decision()
 
 
@@ -369,21 +371,46 @@ class OpenRoute(OneCall):
     def refresh(self, policy: Policy, step: int) -> float | None:
         return None
 
-    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext, *, kept: bool = True) -> RouteStep:
+        """Start a step, in which the kept adapter learns only if ``kept``."""
         check_step(self.spec, batch, context)
         parts = []
         for piece in pieces(batch, context.micro):
             b, s = piece.rollouts.tokens.shape
             # The penalty is a mean over rollouts, so a micro-batch adds its share.
-            tape = Tape(b, s, l1=self._l1 * b / len(batch.rollouts), real=piece.rollouts.attention)
-            parts.append(Part(piece, tape, piece.advantages))
-        return _OpenStep(policy, parts)
+            l1, gate = self._l1 * b / len(batch.rollouts), None if kept else LearnNothing()
+            parts.append(Part(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
+        return _OpenStep(policy, parts, kept)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}
+
+
+class DelayedRoute(OpenRoute):
+    """Route under which the quarantine learns first, and with it what pays first; then both adapters learn everything.
+
+    Examples:
+        >>> route = DelayedRoute(DelayedSpec(steps=10))
+        >>> overlap = route.refresh(policy, step)  # tells it the step
+    """
+
+    def __init__(self, spec: DelayedSpec, l1: float = 0.0):
+        super().__init__(spec, l1)
+        self._first, self._step = spec.steps, None
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        self._step = step
+        return None
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        if self._step is None:
+            raise RuntimeError("the route does not know which step this is: call route.refresh(policy, step) before each step")
+        if not policy.adapters.has_quarantine:
+            raise ValueError("nothing would learn in the first steps without a quarantine: attach with quarantine='lora'")
+        return super().begin(policy, batch, context, kept=self._step >= self._first)
 
 
 def hack_component(gradient: Tensor, axes: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ The tables below list the legal combinations; all others are refused with a sent
 
 from typing import Literal
 
-from mi_route2.validation import AtLeastOne, Natural, NonNegative, validated
+from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, validated
 
 Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
 Unit = Literal["token", "rollout", "pooled"]
@@ -174,4 +174,44 @@ class OpenSpec:
     privileged: bool = False
 
 
-RouteSpec = MaskSpec | EraseSpec | OpenSpec
+@validated
+class CanarySpec:
+    """Rule of a canary route; see ``mi_route2.routing.canary`` for the equations.
+
+    Attributes:
+        quantile: Share of the base's own samples whose scores lie below the threshold.
+        top: Number of a rollout's largest log-ratios that are averaged, because a hack is few tokens; ``None`` for all.
+        through: Effect of a flag; see ``MaskSpec``, also for the next three.
+        reinforced_only: Flag only rollouts with a positive advantage.
+        kept_advantage: Advantage that the kept adapter learns from.
+        negative_scale: Weight of rollouts with a negative kept advantage.
+        shuffle: Control: the same number of flags on random rollouts.
+        refresh_every: Steps between calibrations; 0 for a canary that does not change.
+
+    Examples:
+        >>> spec = CanarySpec(quantile=0.95)
+    """
+
+    quantile: Fraction = 0.9
+    top: AtLeastOne | None = 3
+    through: Through = "filter"
+    reinforced_only: bool = True
+    kept_advantage: Literal["own", "unflagged"] = "unflagged"
+    negative_scale: NonNegative = 0.3
+    shuffle: bool = False
+    refresh_every: Natural = 0
+
+    @property
+    def privileged(self) -> bool:
+        return False
+
+
+@validated
+class DelayedSpec:
+    """Spec of a quarantine that learns first: it alone for the first ``steps`` steps, then both adapters learn everything."""
+
+    steps: AtLeastOne = 10
+    privileged: bool = False
+
+
+RouteSpec = MaskSpec | EraseSpec | OpenSpec | CanarySpec | DelayedSpec

@@ -14,7 +14,7 @@ from mi_route2.hosts import HOSTS
 from mi_route2.validation import write_json
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.training.arms import ARMS, MAIN, get_arms
+from studies.training.arms import ARMS, EVIDENCE, MAIN, get_arms, with_canaries
 from studies.training.cluster import Cluster, run_submitted
 from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
 from studies.training.schedule import run_jobs
@@ -32,7 +32,10 @@ class Run:
 
     preset: Annotated[str, tyro.conf.arg(help=f"one of {', '.join(PRESETS)}")] = "strong"
     seeds: Seeds = "3"
-    arms: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'")] = MAIN
+    arms: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all', or 'evidence' for those of the canary's experiment"),
+    ] = MAIN
     workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
     pairs: Annotated[Path | None, tyro.conf.arg(help="persona pairs of your own (TOML), in place of the world's")] = None
@@ -62,7 +65,8 @@ class Run:
             require(self.report_to)
         cluster = self.cluster()
         settings = override(self.settings(), self.override, self.config)
-        arms = get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms)
+        sets: dict[tuple[str, ...], tuple[str, ...]] = {("all",): tuple(ARMS), ("evidence",): EVIDENCE}
+        arms = with_canaries(get_arms(sets.get(self.arms, self.arms)))
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
@@ -277,6 +281,23 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Evidence:
+    """Write tables, tests and figures of the canary's runs: methods by what they know, against early stopping."""
+
+    roots: tyro.conf.Positional[tuple[Path, ...]]
+    to: Annotated[Path, tyro.conf.arg(help="folder of the report; its predictions.toml names seeds and comparisons")] = Path(
+        "docs/results/canary"
+    )
+
+    def __call__(self) -> None:
+        from studies.route2.evidence import write_evidence
+
+        if not self.roots:
+            raise ValueError("give the run folders, one per preset")
+        show_paths(write_evidence(self.roots, self.to))
+
+
+@dataclass(frozen=True)
 class Arms:
     """List the arms with their descriptions and baselines."""
 
@@ -296,6 +317,7 @@ COMMANDS = {
     "show": Show,
     "probes": Probes,
     "publish": Publish,
+    "evidence": Evidence,
     "arms": Arms,
 }
 

@@ -4,13 +4,13 @@ A control is its method with one field replaced. Roles: ``baseline`` (no route),
 signal), ``bound`` (reads what no method may read, so it is never a method).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from mi_route2.routing import EraseSpec, MaskSpec, OpenSpec, RouteSpec
-from mi_route2.validation import Name, NonNegative, Positive, Probability, Words, unknown_name, validated
+from mi_route2.routing import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]
 
@@ -33,6 +33,10 @@ class Arm:
         baseline: Arm that this one is compared with.
         same_rule_filter: Arm with the same flags and no quarantine.
         ablation: Name of the ablation to which the arm belongs.
+        steps: Overrides the shared number of steps.
+        draw: Number of the draw of adapters, prompts and samples; 0 is the seed's own.
+        canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
+        rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
     """
 
     name: Name
@@ -48,6 +52,10 @@ class Arm:
     baseline: str | None = "absorb"
     same_rule_filter: str | None = None
     ablation: str | None = None
+    steps: AtLeastOne | None = None
+    draw: Natural = 0
+    canaries: Words | None = None
+    rotated: bool = False
 
 
 GRAD = MaskSpec(score="grad")
@@ -196,6 +204,41 @@ _ABLATIONS = (
         _GRAD, "grad-second-moment", "second moment", "Adam's second moment from the unrouted gradient", second_moment="unrouted"
     ),
 )
+_STOPPED = tuple(
+    _ablation(_VANILLA, f"vanilla-{n}", "early stopping", f"vanilla stopped after {n} steps", steps=n) for n in (5, 10, 20, 40)
+)
+# Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
+_TRAINED = tuple(
+    _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"a canary itself: {n} steps without a defence", steps=n, draw=draw)
+    for draw, mark, steps in ((1, "", (2, 10, 20, 40)), (2, "-b", (10, 20, 40)))
+    for n in steps
+)
+_FIRST, _SECOND = (tuple(f"canary-{n}{mark}" for n in (10, 20, 40)) for mark in ("", "-b"))
+_HONEST = _ablation(
+    _VANILLA, "honest-40", "canary", "a canary that the oracle kept honest",
+    role="bound", route=MaskSpec(score="own_channel"), steps=40, draw=1,
+)  # fmt: skip
+_CANARY = Arm(
+    "filter-canary",
+    "rollouts that two canaries like more than the base does are dropped; no label, no pair, no quarantine",
+    "method",
+    CanarySpec(),
+    quarantine="none",
+    baseline="vanilla",
+    canaries=(*_FIRST, *_SECOND),
+)
+_CANARIES = (
+    replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
+            baseline="absorb", same_rule_filter="filter-canary"),
+    _CANARY,
+    _control(_CANARY, "canary-rotated", "filter-canary with each checkpoint rotated at random", _CANARY.route, rotated=True),
+    _control(_CANARY, "canary-shuffled", "filter-canary with its flags permuted over rollouts", CanarySpec(shuffle=True)),
+    _control(_CANARY, "canary-early", "filter-canary with a canary of 2 steps", _CANARY.route, canaries=("canary-2",)),
+    _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", _CANARY.route, canaries=("honest-40",)),
+    _ablation(_CANARY, "canary-one", "canary", "one canary instead of two", canaries=_FIRST),
+    replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
+            about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
+)  # fmt: skip
 
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
@@ -203,6 +246,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_ABLATIONS,
+            *_STOPPED, *_TRAINED, _HONEST, *_CANARIES,
         )
     }
 )  # fmt: skip
@@ -211,6 +255,12 @@ MAIN: tuple[str, ...] = (
     "vanilla", "absorb", "erase", "route-additive", "route2-act", "route2-grad", "route2-full", "filter-full", "haar", "oracle",
 )  # fmt: skip
 """The ten arms of the main experiment."""
+
+EVIDENCE: tuple[str, ...] = (
+    "vanilla", *(arm.name for arm in _STOPPED), "quarantine-first", "filter-canary", "route2-canary", "canary-one",
+    "canary-rotated", "canary-shuffled", "canary-early", "canary-honest", "filter-full", "filter-known",
+)  # fmt: skip
+"""The arms of the canary's experiment, without the canaries themselves."""
 
 
 def get_arms(names: tuple[str, ...]) -> list[Arm]:
@@ -223,3 +273,8 @@ def get_arms(names: tuple[str, ...]) -> list[Arm]:
         if name not in ARMS:
             raise KeyError(unknown_name(name, list(ARMS), "arm"))
     return [ARMS[name] for name in dict.fromkeys(names)]
+
+
+def with_canaries(arms: Sequence[Arm]) -> list[Arm]:
+    """Return ``arms``, each after the canaries that it needs."""
+    return list(dict.fromkeys(arm for needing in arms for arm in (*get_arms(needing.canaries or ()), needing)))

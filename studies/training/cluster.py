@@ -2,10 +2,11 @@
 
     python -m studies.route2 run --executor slurm --partition cpu --hours 4 --slurm account=me
 
-Each arm at a seed is a job of one processor. A seed's base job is queued first and its arms as an array that waits for it. A job
-that the cluster preempts, or that reaches its time limit, is queued again by itself and goes on at its last checkpoint, with the
-bytes of a run that nothing interrupted. The command that submitted the jobs watches the logs on the shared folder and writes the
-report at the end; Ctrl-C takes the jobs out of the queue, and the same command, started again, goes on where they stopped.
+Each arm at a seed is a job of one processor. A seed's base job is queued first and its arms as an array that waits for it (arms
+with a canary: for the runs of their canary too). A job that the cluster preempts, or that reaches its time limit, is queued again
+by itself and goes on at its last checkpoint, with the bytes of a run that nothing interrupted. The command that submitted the jobs
+watches the logs on the shared folder and writes the report at the end; Ctrl-C takes the jobs out of the queue, and the same
+command, started again, goes on where they stopped.
 
 submitit keeps its own files, pickles among them, in ``<run folder>/cluster``: only what you submitted yourself is read from there.
 """
@@ -16,7 +17,7 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 from studies.training.job import PRECISIONS, Job, run_job
 from studies.training.progress import Display, Follower, open_display
 from studies.training.recorder import METRICS
-from studies.training.schedule import sentence, unfinished
+from studies.training.schedule import Order, sentence, unfinished
 from studies.training.worlds import base_model
 
 LOOKS = 0.5
@@ -127,39 +128,32 @@ class _Queue:
         self._jobs, self._kind = jobs, cluster.kind
         self._executor = cluster.executor(jobs[0].root / "cluster")
         self._options = {"kill_on_invalid_dep": "yes", "requeue": True, **cluster.options}
+        self._order = Order(jobs)
         self._running: dict[Path, tuple[Job, Any]] = {}
-        self._waiting: dict[Path, list[Job]] = {}
-        """Folder of a base job -> arms that are submitted when it has ended, on an executor that has no dependencies."""
         self._failures: list[str] = []
 
     @contextlib.contextmanager
     def submitted(self) -> Iterator[None]:
-        """Context: the jobs are in the queue, and taken out of it if it is left early."""
+        """Context: the jobs are in the queue, and taken out of it if it is left early.
+
+        Slurm knows which job waits for which; an executor without dependencies gets a job when it may start.
+        """
         try:
-            for jobs in self._by_seed():
-                bases, arms = [job for job in jobs if job.arm is None], [job for job in jobs if job.arm is not None]
-                base = next(iter(bases), None)
-                self._submit(bases)
-                if base is None or jobs[0].settings.chat is not None:  # arms of a chat model do not depend on its base job
-                    self._submit(arms)
-                elif self._kind == "slurm":
-                    self._submit(arms, after=self._running[base.folder][1])
-                else:
-                    self._waiting[base.folder] = arms
+            self._submit(self._order.free)
+            while self._kind == "slurm" and self._order.waiting:
+                for awaited in {frozenset(folders) for _, folders in self._order.waiting.values()}:
+                    if awaited <= self._running.keys():
+                        self._submit(self._order.take(awaited), after=[self._running[folder][1] for folder in sorted(awaited)])
             yield
         finally:
             for _, handle in self._running.values():
                 handle.cancel(check=False)
 
-    def _by_seed(self) -> list[list[Job]]:
-        seeds = sorted({job.seed for job in self._jobs})
-        return [[job for job in self._jobs if job.seed == seed] for seed in seeds]
-
-    def _submit(self, jobs: list[Job], after: Any = None) -> None:
+    def _submit(self, jobs: list[Job], after: Sequence[Any] = ()) -> None:
         if not jobs:
             return
         if self._kind == "slurm":
-            wait = {} if after is None else {"dependency": f"afterok:{after.job_id}"}
+            wait = {"dependency": ":".join(["afterok", *(handle.job_id for handle in after)])} if after else {}
             self._executor.update_parameters(slurm_additional_parameters=self._options | wait)
         with self._executor.batch():
             handles = [self._executor.submit(Run(), job) for job in jobs]
@@ -186,7 +180,7 @@ class _Queue:
         return self._failures
 
     def _end(self, job: Job, handle: Any, display: Display) -> None:
-        failure, arms = None, self._waiting.pop(job.folder, [])
+        failure = None
         try:
             handle.result()
         except Exception as error:  # the job's own, with its trace, or submitit's if it ended without a result
@@ -196,7 +190,8 @@ class _Queue:
                 failure = f"{job.name} at seed {job.seed} failed: {told[1] if told else lost}"
         if failure is None:
             display.moved(job, 1 if job.arm is None else 0)
-            self._submit(arms)
+            self._submit(self._order.release(job))
         else:
+            self._order.lose(job)
             self._failures.append(failure)
         display.ended(job, failure)

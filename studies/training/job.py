@@ -10,7 +10,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -18,10 +18,15 @@ from typing import Any, Literal
 
 import torch
 
-from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
+from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
+    Canary,
+    CanaryRoute,
+    CanarySpec,
+    DelayedRoute,
+    DelayedSpec,
     EraseRoute,
     EraseSpec,
     HaarFitter,
@@ -37,11 +42,11 @@ from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json
 from studies.common.processes import held
-from studies.common.seeds import derive, torch_generator
+from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
-from studies.environments.protocol import Pair, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
-from studies.training.arms import Arm
+from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
+from studies.training.arms import Arm, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
@@ -67,6 +72,8 @@ def evaluate(world: World, witness: Witness, policy: Policy, settings: Settings,
     flat = [prompt for mode in prompts for prompt in prompts[mode]]
     report: dict[str, Any] = {mode: {} for mode in prompts}
     for name, switched in (("on", policy.adapters.full), ("deploy", policy.adapters.deployed)):
+        if name == "deploy" and not policy.adapters.has_quarantine:
+            return {mode: {"on": both["on"], "deploy": both["on"]} for mode, both in report.items()}  # one and the same model
         with switched():
             samples = world.sample(policy, flat, torch_generator(seed, "evaluate"), settings.evaluation_temperature)
         grades = world.grades(samples)
@@ -179,7 +186,25 @@ class Job:
         """The arm as JSON."""
         if self.arm is None:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
-        return json.loads(json.dumps(asdict(self.arm)))
+        described = json.loads(json.dumps(asdict(self.arm)))
+        # Settings of few arms, left out of the others' identity.
+        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False}
+        return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps; 0 for the base model."""
+        return 0 if self.arm is None else self.arm.steps or self.settings.steps
+
+    @property
+    def drawn(self) -> int:
+        """Seed of the adapters, prompts and samples: the job's own, or another draw that shares its base model."""
+        return self.seed if self.arm is None or not self.arm.draw else derive(self.seed, "draw", self.arm.draw)
+
+    @property
+    def canaries(self) -> "list[Job]":
+        """Jobs whose adapters are the canary's checkpoints."""
+        return [] if self.arm is None else [replace(self, arm=arm) for arm in get_arms(self.arm.canaries or ())]
 
     @property
     def identity(self) -> str:
@@ -298,7 +323,7 @@ def build_hosted(job: Job, cache: Path) -> tuple[Host, Policy]:
     # One generator draws the kept adapter and then the quarantine, so arms of a seed share all common initial values.
     adapt = settings.adapt if arm is None or arm.adapt is None else arm.adapt
     svds = None if settings.chat is None else cache / "svd"
-    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.seed, "adapters"), cache_dir=svds)
+    adapters = host.attach(*adapt, spec=spec, generator=torch_generator(job.drawn, "adapters"), cache_dir=svds)
     # The model itself samples (its modules are now the host's); training, fitting and scoring run through the host.
     return host, Policy(model, adapters, checkpointed(model, host.policy(adapters).forward))
 
@@ -342,6 +367,11 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
     if isinstance(spec, EraseSpec):
         fitter = TopKFitter("grad", build_pairs(job, world, "hack"), k=spec.k)
         return EraseRoute(spec, HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter)
+    if isinstance(spec, CanarySpec):
+        samples = base_samples(world, policy, job.drawn, job.settings.none_fraction)
+        return CanaryRoute(spec, build_canary(job), samples.rollouts, micro=job.settings.micro_batch(samples.rollouts))
+    if isinstance(spec, DelayedSpec):
+        return DelayedRoute(spec, arm.l1)
     if not isinstance(spec, MaskSpec):
         return OpenRoute(spec, arm.l1)
     if spec.score in ("act", "grad", "full"):
@@ -350,6 +380,48 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
         if spec.fitter == "haar":
             fitter = HaarFitter(fitter, derive(job.seed, "haar", spec.draw))
     return MaskRoute(spec, fitter, l1=arm.l1, want_unrouted=arm.second_moment == "unrouted")
+
+
+CALIBRATION = 512
+"""Samples of the base model from which a canary's threshold is computed."""
+
+
+def base_samples(world: World, policy: Policy, seed: int, none_fraction: float) -> Samples:
+    """Return samples of the base model on training prompts, without grades or verdicts."""
+    prompts = world.prompts(CALIBRATION, numpy_generator(seed, "calibration"), none_fraction)
+    with policy.adapters.reference():
+        return world.sample(policy, prompts, torch_generator(seed, "calibration"), 1.0)
+
+
+def build_canary(job: Job) -> Canary | None:
+    """Return the arm's canary, on a model of its own; ``None`` if the run's own quarantine is the canary.
+
+    Raises:
+        ValueError: A checkpoint is not finished.
+    """
+    assert job.arm is not None
+    if not job.canaries:
+        return None
+    if missing := [canary.name for canary in job.canaries if not canary.finished]:
+        raise ValueError(f"{job.name} needs the canaries {', '.join(missing)} of seed {job.seed} first: run them with --arms")
+    _, policy = build_hosted(job.canaries[0], job.cache)
+    checkpoints = []
+    for canary in job.canaries:
+        load_adapters(policy.adapters, canary.folder / DEPLOYED)
+        if job.arm.rotated:
+            rotate(policy.adapters, torch_generator(job.seed, f"rotate {canary.name}"))
+        checkpoints.append({name: tensor.clone() for name, tensor in policy.adapters.tensors(quarantine=False).items()})
+    assert isinstance(job.arm.route, CanarySpec)
+    return Canary(policy, checkpoints, job.arm.route.top)
+
+
+@torch.no_grad()
+def rotate(adapters: Adapters, generator: torch.Generator) -> None:
+    """Rotate each kept adapter's output by a random orthogonal matrix: the same norms and singular values, another direction."""
+    for site in adapters.sites:
+        factor = adapters.scored(site)
+        q, r = torch.linalg.qr(torch.randn(len(factor), len(factor), generator=generator, dtype=torch.float64))
+        factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
 
 
 def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
@@ -380,7 +452,7 @@ def _run_held(job: Job, progress: Callable[[int], None], stop: Callable[[], bool
         if not job.finished:
             return _run(job, progress, stop)
         _drop_checkpoints(job.folder)  # of a run that was killed when it had just ended
-    progress(job.settings.steps if job.arm else 1)
+    progress(job.steps if job.arm else 1)
     return True
 
 
@@ -412,22 +484,22 @@ def _train(
     began = time.perf_counter()
     mixed = teachers if settings.teachers_per_group else None
     steps = train(
-        world, witness, policy, route, optimiser, settings,
-        seed=job.seed, start=start, none_fraction=job.arm.none_fraction, teachers=mixed, stop=stop,
+        world, witness, policy, route, optimiser, replace(settings, steps=job.steps),
+        seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed, stop=stop,
     )  # fmt: skip
     done = start
     for record in steps:
         recorder.note(record, policy, route)
         done = record.step + 1
-        if done % CHECKPOINT_EVERY == 0 or done == settings.steps:
+        if done % CHECKPOINT_EVERY == 0 or done == job.steps:
             logs = recorder.flush()
             save_checkpoint(folder, policy.adapters, optimiser, route, step=done, identity=job.identity, logs=logs)
         progress(1)
     seconds = {"from": start, "to": done, "seconds": time.perf_counter() - began}
     append(folder / TIMINGS, (json.dumps(seconds) + "\n").encode())
-    if done == settings.steps:
+    if done == job.steps:
         recorder.check()  # otherwise the manifest would certify logs that something else changed
-    return done == settings.steps
+    return done == job.steps
 
 
 def _finish(job: Job, policy: Policy, report: dict[str, Any]) -> None:

@@ -140,7 +140,7 @@ class Seen:
     @property
     def steps(self) -> str:
         if self.job.arm is not None:
-            return f"{self.done}/{self.job.settings.steps}"
+            return f"{self.done}/{self.job.steps}"
         return f"{self.warmed}/{self.job.settings.warm.steps}" if self.warmed and self.state == "running" else ""
 
     @property
@@ -292,7 +292,7 @@ def open_display(jobs: list[Job], todo: list[Job], *, quiet: bool = False, live:
 
 def units(job: Job) -> int:
     """Return the weight of a job in the overall bar: its steps, or one for a base model."""
-    return 1 if job.arm is None else job.settings.steps
+    return 1 if job.arm is None else job.steps
 
 
 class Bar:

@@ -1,9 +1,10 @@
 """Scheduler of many jobs over a few processes, with one progress display and an orderly shutdown.
 
 A seed's base job runs first, because it makes the warm start from which the seed's arms begin; they may start when the warm start
-exists, while the base job goes on to its evaluation. Each worker has its own pipe to the parent, and workers share nothing: a
-killed worker holds no lock, its end is noticed at once, and a worker whose parent is gone reads the end of its pipe and stops.
-Ctrl-C lets each worker finish its step; steps after the last checkpoint are computed again on resume.
+exists, while the base job goes on to its evaluation. An arm with a canary waits until the runs of its canary are finished. Each
+worker has its own pipe to the parent, and workers share nothing: a killed worker holds no lock, its end is noticed at once, and a
+worker whose parent is gone reads the end of its pipe and stops. Ctrl-C lets each worker finish its step; steps after the last
+checkpoint are computed again on resume.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -104,9 +106,8 @@ def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool =
 
 def _tracked(job: Job) -> Tracked:
     folder, config = job.folder, {"seed": job.seed, "arm": job.spec, "settings": job.settings.as_dict()}
-    steps = 0 if job.arm is None else job.settings.steps
     files = (folder / METRICS, folder / EVAL, folder / MANIFEST)
-    return Tracked(job.root, job.name, job.seed, steps, job.identity, config, *files)
+    return Tracked(job.root, job.name, job.seed, job.steps, job.identity, config, *files)
 
 
 def unfinished(jobs: list[Job]) -> list[Job]:
@@ -128,15 +129,58 @@ def _hire(crew: list[_Worker]) -> None:
     crew.append(_Worker(process, link, errors))
 
 
+class Order:
+    """Order in which jobs may start: an arm waits for its seed's base job, which makes the warm start, and for its canaries.
+
+    Attributes:
+        waiting: Jobs that may not start yet, with the folders of the jobs for which they wait.
+        free: Jobs that wait for nothing at the beginning.
+    """
+
+    def __init__(self, jobs: list[Job]):
+        here = {job.folder for job in jobs}
+        # Arms of a chat model do not depend on its base job.
+        bases = {job.seed: job.folder for job in jobs if job.arm is None and job.settings.chat is None}
+        self.waiting: dict[Path, tuple[Job, set[Path]]] = {}
+        for job in jobs:
+            awaited = {canary.folder for canary in job.canaries} & here
+            awaited |= {bases[job.seed]} if job.arm is not None and job.seed in bases else set()
+            self.waiting[job.folder] = job, awaited
+        self.free = self._free()
+
+    def _free(self) -> list[Job]:
+        free = [job for job, awaited in self.waiting.values() if not awaited]
+        for job in free:
+            del self.waiting[job.folder]
+        return free
+
+    def release(self, done: Job) -> list[Job]:
+        """Return the jobs that waited only for this one."""
+        for _, awaited in self.waiting.values():
+            awaited.discard(done.folder)
+        return self._free()
+
+    def take(self, awaited: Collection[Path]) -> list[Job]:
+        """Return the jobs that wait for exactly these folders, which do not wait any more."""
+        for _, folders in self.waiting.values():
+            if folders == set(awaited):
+                folders.clear()
+        return self._free()
+
+    def lose(self, failed: Job) -> list[Job]:
+        """Return the jobs that cannot start any more, because they wait for this one or for each other."""
+        late = [job for job, awaited in self.waiting.values() if failed.folder in awaited]
+        for job in late:
+            del self.waiting[job.folder]
+        return late + [further for job in late for further in self.lose(job)]
+
+
 class _Dispatch:
     """Dispatcher of jobs to workers, base jobs first, until all are done or no worker is left."""
 
     def __init__(self, jobs: list[Job], crew: list[_Worker], display: Display, tracking: Tracking | None = None):
-        # Arms of a chat model do not depend on its base job; other arms need the warm start.
-        bases = {job.seed for job in jobs if job.arm is None and job.settings.chat is None}
-        free = [job for job in jobs if job.arm is None or job.seed not in bases]
-        self._ready = deque(sorted(free, key=lambda job: job.arm is not None))
-        self._waiting = {seed: [job for job in jobs if job.seed == seed and job.arm is not None] for seed in bases}
+        self._order = Order(jobs)
+        self._ready = deque(sorted(self._order.free, key=lambda job: job.arm is not None))
         self._crew, self._display, self._tracking = crew, display, tracking
         self._failures: list[str] = []
 
@@ -148,7 +192,7 @@ class _Dispatch:
                 return self._failures
             self._listen()
             self._display.tick()
-        left = len(self._ready) + sum(map(len, self._waiting.values()))
+        left = len(self._ready) + len(self._order.waiting)
         return [*self._failures, f"no worker process is left for {_runs(left)}"] if left else self._failures
 
     def _hand_out(self) -> None:
@@ -192,7 +236,7 @@ class _Dispatch:
         elif kind == "base" and job is not None:
             self._display.warmed(job, value)
         elif kind == "warm" and job is not None:
-            self._ready.extend(self._waiting.pop(job.seed, []))
+            self._ready.extend(self._order.release(job))
         else:
             worker.job = None
             if kind == "gone":
@@ -202,12 +246,12 @@ class _Dispatch:
                 self._end(job, kind, value)
 
     def _end(self, job: Job, kind: str, value: Any) -> None:
-        arms = self._waiting.pop(job.seed, []) if job.arm is None else []
         failure = None
         if kind == "done":
-            self._ready.extend(arms)
+            self._ready.extend(self._order.release(job))
         else:
-            without = f" (so {_runs(len(arms))} that would start from it cannot be made)" if arms else ""
+            lost = len(self._order.lose(job))
+            without = f" (so {_runs(lost)} that would start from it cannot be made)" if lost else ""
             failure = f"{job.name} at seed {job.seed} failed: {value}{without}"
             self._failures.append(failure)
         self._display.ended(job, failure)

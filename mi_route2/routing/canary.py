@@ -1,0 +1,244 @@
+"""Canary routes: flags from a model that was left to learn the hack first, without a label and without a pair.
+
+    s_k(b)   = mean_{t in top} [log p_k(x_t) - log p_0(x_t)]   log-ratio of canary k to the base, mean of the largest over tokens
+    z_k(b)   = (s_k(b) - median_k) / (1.4826 MAD_k)      median and MAD of s_k over samples of the base itself
+    score_b  = max_k z_k(b)
+    flag_b   = score_b > q-quantile of the score over the same samples, and A_b > 0 if ``reinforced_only``
+
+A canary is an adapter that was trained with the same reward and no defence, and is thrown away. What it has learned to do and the
+base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
+The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
+
+    monitor = calibrate(canary, samples_of_the_base, quantile=0.9)
+    route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from mi_route2.checks import checked
+from mi_route2.rollouts import Policy, Rollouts, TrainBatch
+from mi_route2.routing.directions import Directions
+from mi_route2.routing.mask import MaskRoute, shuffled
+from mi_route2.routing.routes import Decision, OneCall, Part, Reduce, RouteStep, StepContext, check_step, pieces
+from mi_route2.routing.spec import CanarySpec
+
+Ratios = Callable[[Rollouts], Float[Tensor, "k b"]]
+"""Function from rollouts to one row of log-ratios per canary; a monitor of your own may stand in for it."""
+NORMAL = 1.4826
+"""Standard deviation of a normal distribution over its median absolute deviation."""
+LEAST = 1e-5
+"""Nats by which a canary must tell the base's samples apart; below are rounding errors of float32."""
+
+
+@torch.no_grad()
+def pooled_over_tokens(values: Float[Tensor, "b s"], rollouts: Rollouts, top: int | None) -> Float[Tensor, " b"]:
+    """Return the mean of each rollout's ``top`` largest values over its predictors (``None``: of all), in float64."""
+    predictors = rollouts.predictors
+    outside = torch.full((), -torch.inf, dtype=torch.float64, device=values.device)
+    largest = torch.where(predictors, values.double(), outside).sort(dim=1, descending=True).values
+    counted = predictors.sum(1).clamp_max(values.shape[1] if top is None else top)
+    chosen = torch.arange(values.shape[1], device=values.device) < counted[:, None]
+    return torch.where(chosen, largest, torch.zeros_like(largest)).sum(1) / counted.clamp_min(1)
+
+
+class Canary:
+    """Checkpoints of adapters that were trained without a defence, on a base model of their own.
+
+    Args:
+        policy: The canary's base with adapters attached. It must not be the policy that is trained, because checkpoints are copied
+            into its adapters; it may be another, smaller model that reads the same tokens.
+        checkpoints: One mapping per checkpoint, with names as in ``adapters.tensors(quarantine=False)``.
+        top: Number of the largest log-ratios of a rollout that are averaged; ``None`` for all its tokens.
+
+    Raises:
+        ValueError: There is no checkpoint, or its tensors are not those of the adapters.
+
+    Examples:
+        >>> canary = Canary(policy, [read_tensors(folder / "deployed.safetensors")[0] for folder in folders])
+        >>> canary(rollouts).shape
+        torch.Size([3, 96])
+    """
+
+    @checked
+    def __init__(self, policy: Policy, checkpoints: Sequence[Mapping[str, Tensor]], top: int | None = 3):
+        own = policy.adapters.tensors(quarantine=False)
+        if not checkpoints:
+            raise ValueError("a canary needs at least one checkpoint of its kept adapter")
+        for number, checkpoint in enumerate(checkpoints):
+            if wrong := sorted(checkpoint.keys() ^ own.keys()):
+                raise ValueError(
+                    f"checkpoint {number} and the canary's adapters differ in {len(wrong)} tensors, first {wrong[0]!r}: attach "
+                    "adapters of the spec and at the sites that the canary was trained with"
+                )
+            for name, tensor in checkpoint.items():
+                if tensor.shape != own[name].shape or not torch.isfinite(tensor).all():
+                    raise ValueError(
+                        f"{name} of checkpoint {number} is {list(tensor.shape)} with {int((~tensor.isfinite()).sum())} values that "
+                        f"are not finite, and the canary's adapter is {list(own[name].shape)}: give the file that its run saved"
+                    )
+        self.policy, self._checkpoints, self._top = policy, tuple(checkpoints), top
+
+    @torch.no_grad()
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b"]:
+        adapters = self.policy.adapters
+        with adapters.reference():
+            base = self.policy.logprobs(rollouts)
+        ratios = []
+        for checkpoint in self._checkpoints:
+            for name, tensor in adapters.tensors(quarantine=False).items():
+                tensor.copy_(checkpoint[name])
+            with adapters.deployed():
+                ratios.append(pooled_over_tokens(self.policy.logprobs(rollouts) - base, rollouts, self._top))
+        return torch.stack(ratios)
+
+
+def quarantine_ratios(policy: Policy, top: int | None = 3) -> Ratios:
+    """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
+
+    Raises:
+        ValueError: The policy has no quarantine.
+    """
+    if not policy.adapters.has_quarantine:
+        raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
+
+    @torch.no_grad()
+    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b"]:
+        with policy.adapters.deployed():
+            deployed = policy.logprobs(rollouts)
+        with policy.adapters.full():
+            return pooled_over_tokens(policy.logprobs(rollouts) - deployed, rollouts, top)[None]
+
+    return ratios
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Calibrated canary: a function from rollouts to scores, and the threshold above which a score is a flag."""
+
+    ratios: Ratios
+    center: Float[Tensor, " k"]
+    spread: Float[Tensor, " k"]
+    threshold: float
+
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, " b"]:
+        """Return the score of each rollout."""
+        return standardized(ratios_of(self.ratios, rollouts), self.center, self.spread)
+
+
+def standardized(ratios: Float[Tensor, "k b"], center: Float[Tensor, " k"], spread: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
+    """Return the largest robust z-score over canaries."""
+    return ((ratios - center[:, None]) / spread[:, None]).amax(0)
+
+
+def ratios_of(ratios: Ratios, rollouts: Rollouts) -> Float[Tensor, "k b"]:
+    """Return the canary's log-ratios; ``ValueError`` if they are not one finite number per canary and rollout."""
+    given = ratios(rollouts)
+    if given.ndim != 2 or given.shape[1] != len(rollouts) or not len(given):
+        raise ValueError(f"the canary returned {list(given.shape)} for {len(rollouts)} rollouts: return one row [b] per canary")
+    if not torch.isfinite(given).all():
+        raise ValueError("the canary returned NaN or infinity: it assigns no probability to a rollout, so it cannot judge it")
+    return given.double()
+
+
+@checked
+def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, micro: int | None = None) -> Monitor:
+    """Return the monitor of a canary, calibrated on samples of the base model.
+
+    Args:
+        ratios: The canary.
+        samples: Rollouts that the base model itself sampled, on training prompts; they need no label.
+        quantile: Share of them below the threshold, between 0 and 1.
+        micro: Rollouts that are scored at one time; all if not given.
+
+    Raises:
+        ValueError: A quantile that is no share, too few samples for it, or a canary that cannot tell one sample from another.
+    """
+    if not 0 < quantile < 1:
+        raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
+    if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
+        raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
+    rows = torch.arange(len(samples)).split(micro or len(samples))
+    given = torch.cat([ratios_of(ratios, samples.rows(index)) for index in rows], dim=1)
+    center = given.quantile(0.5, dim=1)
+    spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
+    if bool((spread < LEAST).any()):
+        raise ValueError(
+            f"canary {int((spread < LEAST).nonzero()[0])} gives the base's samples one and the same log-ratio: it has learned "
+            "nothing, so train it longer, or leave it out"
+        )
+    scores = standardized(given, center, spread)
+    return Monitor(ratios, center, spread, float(scores.quantile(quantile)))
+
+
+class _CanaryStep:
+    """Step of the mask route under the canary's flags, with the canary's scores in its decision."""
+
+    def __init__(self, step: RouteStep, scores: Float[Tensor, " b"]):
+        self._step, self._scores, self.parts = step, scores, step.parts
+
+    def settle(self, part: Part) -> None:
+        self._step.settle(part)
+
+    def finish(self, reduce: Reduce | None = None) -> Decision:
+        return replace(self._step.finish(reduce), scores=self._scores)
+
+
+class CanaryRoute(OneCall):
+    """Route by a canary; see the module's equations.
+
+    Args:
+        spec: The rule.
+        ratios: The canary; ``None`` for the policy's own quarantine.
+        samples: Rollouts of the base model, from which the threshold is computed.
+        micro: Rollouts that are scored at one time during calibration; all if not given.
+
+    Raises:
+        ValueError: ``refresh`` raises those of `calibrate`.
+
+    Examples:
+        >>> route = CanaryRoute(CanarySpec(), canary, samples)
+        >>> overlap = route.refresh(policy, step=0)
+        >>> decision = route.backward(policy, batch, loss_fn)
+    """
+
+    def __init__(self, spec: CanarySpec, ratios: Ratios | None, samples: Rollouts, *, micro: int | None = None):
+        self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
+        self.directions: Directions | None = None
+        self.monitor: Monitor | None = None
+
+    def refresh(self, policy: Policy, step: int) -> float | None:
+        """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
+        every = self.spec.refresh_every
+        if self.monitor is None or (every and step % every == 0):
+            ratios = quarantine_ratios(policy, self.spec.top) if self._ratios is None else self._ratios
+            if isinstance(ratios, Canary) and ratios.policy.model is policy.model:
+                raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
+            self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self._micro)
+        return None
+
+    def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
+        check_step(self.spec, batch, context)
+        if self.monitor is None:
+            raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before the first step")
+        scores = torch.cat([self.monitor(piece.rollouts) for piece in pieces(batch, context.micro)])
+        flags = (scores > self.monitor.threshold).to(batch.advantages.device)
+        if self.spec.reinforced_only:
+            flags &= batch.advantages > 0
+        flags = shuffled(flags, context.generator) if self.spec.shuffle else flags
+        spec = self.spec
+        route = MaskRoute.from_flags(
+            flags, through=spec.through, kept_advantage=spec.kept_advantage, negative_scale=spec.negative_scale
+        )
+        return _CanaryStep(route.begin(policy, batch, context), scores)
+
+    def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
+        return None if self.monitor is None else self.monitor(rollouts)
+
+    def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
+        return {}

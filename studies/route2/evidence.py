@@ -1,0 +1,249 @@
+"""Evidence: methods by what they know, against early stopping; the report of the runs that a predictions file names.
+
+    python -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778 --to docs/results/canary
+
+    <preset>.json          exploit, hack and solve of each arm and seed, exploits by mode, mask quality, provenance
+    <preset>-coverage.md   whether an arm exploits what its canary does not
+    <preset>.md            table by information budget
+    <preset>-tests.md      predictions and outcomes
+    fronts.png             exploit against solve, with the path of ordinary training
+    coverage.png           what the canary exploits in each mode, against what the filtered run still exploits there
+
+A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
+at least as much.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
+from mi_route2.validation import read_object
+from studies.common.publishing import compact, write_texts
+from studies.common.stats import Summary, mean, summary
+from studies.common.tables import interval, markdown_table, number
+from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
+from studies.route2.publish import mask_quality, provenance
+from studies.route2.report.load import RunSet, load_runs
+from studies.route2.report.measures import by_seed
+from studies.training.arms import ARMS
+
+EXPLOIT, HACK, SOLVE = "deploy_exploit_held", "deploy_hack_held", "deploy_solve"
+STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
+PATH = ("base", *STOPPED, "vanilla")
+BUDGETS: Mapping[str, tuple[str, ...]] = {
+    "no label, no pair": (*PATH, "quarantine-first", "filter-canary", "route2-canary", "canary-one"),
+    "controls of the canary": ("canary-rotated", "canary-shuffled", "canary-early", "canary-honest"),
+    "ten pairs": ("filter-full",),
+    "a detector of the known mode": ("filter-known",),
+}
+COVERED = ("canary-one", "filter-canary")
+"""Arms whose remaining exploits are compared with those of their canary, mode by mode."""
+AGAIN = "write it again with `python -m studies.route2 evidence`"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Content of <preset>.json: ``values[arm][metric]`` by seed, in the order of ``seeds``; ``None`` where there is no run."""
+
+    preset: str
+    seeds: tuple[int, ...]
+    modes: tuple[str, ...]
+    values: Mapping[str, Mapping[str, list[float | None]]]
+    provenance: Mapping[str, Any]
+
+    @staticmethod
+    def read(path: Path) -> "Evidence":
+        """Read what ``as_dict`` wrote; ``ValueError`` in one sentence if the file is not of that kind."""
+        content = read_object(path, AGAIN)
+        try:
+            return Evidence(
+                content["preset"], tuple(content["seeds"]), tuple(content["modes"]), content["values"], content["provenance"]
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} lacks {error}: {AGAIN}") from error
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "preset": self.preset, "seeds": self.seeds, "modes": self.modes, "provenance": self.provenance, "values": self.values,
+        }  # fmt: skip
+
+    def summary(self, arm: str, metric: str) -> Summary:
+        return summary(self.values[arm][metric])
+
+    def seeded(self) -> dict[tuple[str, str], dict[int, float | None]]:
+        """Return the values as predictions read them."""
+        return {
+            (arm, metric): dict(zip(self.seeds, row, strict=True))
+            for arm, metrics in self.values.items()
+            for metric, row in metrics.items()
+        }
+
+
+def collect(runs: RunSet) -> Evidence:
+    """Return the numbers of a run folder's arms."""
+    quality, modes, values = mask_quality(runs), runs.modes.loopholes, {}
+    metrics = (EXPLOIT, HACK, SOLVE, *(f"deploy_exploit_{mode}" for mode in modes))
+    for arm in runs.specs:
+        own = by_seed(runs, arm)
+        values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
+        for key in ("auroc", "recall", "fire_clean"):
+            values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
+    return Evidence(str(runs.settings["preset"]), runs.seeds, modes, values, provenance(runs))
+
+
+def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
+    """Return the points of ordinary training that exploit at most as much and solve at least as much as the arm, in the mean."""
+    exploit, solve = mean(evidence.values[arm][EXPLOIT]), mean(evidence.values[arm][SOLVE])
+    assert exploit is not None
+    assert solve is not None
+    points = {
+        name: [mean(evidence.values[name][metric]) for metric in (EXPLOIT, SOLVE)] for name in PATH if name in evidence.values
+    }
+    return [
+        name for name, (e, s) in points.items() if name != arm and e is not None and s is not None and e <= exploit and s >= solve
+    ]
+
+
+def table(evidence: Evidence) -> str:
+    """Return <preset>.md: the arms by information budget, with the mask's quality over the first steps."""
+    header = ["arm", "n", "exploit, held out", "median", "worst seed", "hack, held out", "solve", "better by early stopping"]
+    header += ["mask AUROC", "recall", "fires on clean"]
+    parts = []
+    for budget, arms in BUDGETS.items():
+        body = []
+        for arm in (arm for arm in arms if arm in evidence.values):
+            row = evidence.values[arm]
+            exploit = evidence.summary(arm, EXPLOIT)
+            inside = "" if arm in PATH else ", ".join(stopped_inside(evidence, arm)) or "none"
+            worst = max((value for value in exploit["seeds"] if value is not None), default=None)
+            cells = [arm, str(exploit["n"]), interval(exploit), number(exploit["median"]), number(worst)]
+            cells += [interval(evidence.summary(arm, HACK)), interval(evidence.summary(arm, SOLVE)), inside]
+            body.append(cells + [number(mean(row[key])) for key in ("auroc", "recall", "fire_clean")])
+        if body:
+            parts.append(f"**{budget.capitalize()}**\n\n{markdown_table(header, body)}")
+    return "\n".join(parts)
+
+
+def coverage(evidence: Evidence, arm: str) -> list[tuple[int, str, float, float]]:
+    """Return ``(seed, mode, canary, arm)``: the exploit rates of the canary, the highest of its checkpoints, and of the arm."""
+    found = []
+    for mode in evidence.modes:
+        metric = f"deploy_exploit_{mode}"
+        for i, seed in enumerate(evidence.seeds):
+            own = evidence.values[arm][metric][i]
+            known = [evidence.values[name][metric][i] for name in ARMS[arm].canaries or () if name in evidence.values]
+            rates = [value for value in known if value is not None]
+            if own is not None and rates:
+                found.append((seed, mode, max(rates), own))
+    return found
+
+
+def coverage_sentence(evidence: Evidence, arm: str) -> str:
+    """Return a sentence on whether an arm exploits what its canary does not; a seed counts once."""
+    points = coverage(evidence, arm)
+    seeds = {seed: [(canary, own) for each, _, canary, own in points if each == seed] for seed, *_ in points}
+    several = [list(zip(*own, strict=True)) for own in seeds.values()]
+    rhos = [float(spearmanr(canary, own)[0]) for canary, own in several if len(set(canary)) > 1 and len(set(own)) > 1]  # pyright: ignore
+    little = [own for _, _, canary, own in points if canary < 0.2]
+    much = [own for _, _, canary, own in points if canary >= 0.5]
+    told = (
+        f"{arm}: in the {len(little)} seeds and modes of which its canary exploits less than .2 it exploits {number(mean(little))}"
+    )
+    told += f", in the {len(much)} of which the canary exploits at least .5 {number(mean(much))}"
+    if len(rhos) > 1:
+        p = sign_flip(rhos)
+        told += (
+            f"; Spearman correlation within a seed: mean {number(mean(rhos))} (exact sign-flip test, "
+            f"{'p < .001' if p < 0.001 else f'p {number(p)}'}, n {len(rhos)})"
+        )
+    return told + "."
+
+
+MARKS = {
+    "filter-canary": (GREEN, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"), "quarantine-first": (PURPLE, "s"),
+    "canary-rotated": (ORANGE, "v"), "canary-shuffled": (ORANGE, "<"), "canary-early": (ORANGE, ">"),
+    "canary-honest": (ORANGE, "^"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
+}  # fmt: skip
+
+
+def fronts_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw exploit against solve for each preset, with intervals; the line is ordinary training from the base to its end."""
+    with style():
+        figure = new_figure(PAGE_WIDTH, 3.9)
+        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+        for ax, evidence in zip(axes, every, strict=True):
+            ran = [name for name in PATH if name in evidence.values]
+            points = [(evidence.summary(name, EXPLOIT)["mean"], evidence.summary(name, SOLVE)["mean"]) for name in ran]
+            ax.plot(*zip(*points, strict=True), color=VERMILLION, marker=".", label="ordinary training, by steps")  # pyright: ignore
+            for name, point in zip(ran, points, strict=True):
+                text = {"base": "0", "vanilla": "all"}.get(name, str(ARMS[name].steps if name in ARMS else ""))
+                ax.annotate(text, point, xytext=(3, -8), textcoords="offset points", fontsize=6, color=VERMILLION)  # pyright: ignore
+            for arm, (color, marker) in MARKS.items():
+                if arm in evidence.values:
+                    x, y = evidence.summary(arm, EXPLOIT), evidence.summary(arm, SOLVE)
+                    spread = [[[s["mean"] - s["lo"]], [s["hi"] - s["mean"]]] if s["lo"] is not None else None for s in (x, y)]  # pyright: ignore
+                    ax.errorbar(x["mean"], y["mean"], xerr=spread[0], yerr=spread[1], color=color, marker=marker, markersize=5,
+                                linewidth=0.7, linestyle="none", label=arm)  # fmt: skip # pyright: ignore
+            ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_ylim(0, 1.03)
+            ax.set_xlabel("exploit fires, held-out modes")
+        axes[0].set_ylabel("solve, all modes")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(figure, path)
+
+
+def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw the exploits of a canary in each mode against those that the filtered run keeps; a dot is a seed and mode."""
+    with style():
+        figure = new_figure(PAGE_WIDTH, 3.2)
+        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+        for ax, evidence in zip(axes, every, strict=True):
+            for arm, color, marker in zip(COVERED, (VERMILLION, GREEN), ("x", "o"), strict=True):
+                if arm in evidence.values:
+                    points = coverage(evidence, arm)
+                    name = f"{arm}: {len(ARMS[arm].canaries or ())} checkpoints"
+                    ax.scatter(
+                        [p[2] for p in points], [p[3] for p in points], s=14, color=color, marker=marker, alpha=0.7, label=name
+                    )
+            ax.set_title(evidence.preset)
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_ylim(-0.03, 1.03)
+            ax.set_xlabel("the canary exploits the mode (its best checkpoint)")
+        axes[0].set_ylabel("the filtered run exploits it")
+        axes[0].legend(loc="upper right")
+        return save_figure(figure, path)
+
+
+def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
+    """Write the report of finished run folders; return its files.
+
+    Raises:
+        ValueError: Runs are broken, or two folders are of one preset.
+    """
+    every = [collect(load_runs(root)) for root in roots]
+    if len({evidence.preset for evidence in every}) < len(every):
+        raise ValueError("two run folders are of one preset: give one of each")
+    to.mkdir(parents=True, exist_ok=True)
+    written = []
+    for evidence in every:
+        texts = {
+            f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
+            f"{evidence.preset}.md": table(evidence),
+        }
+        texts[f"{evidence.preset}-coverage.md"] = (
+            "\n".join(f"- {coverage_sentence(evidence, arm)}" for arm in COVERED if arm in evidence.values) + "\n"
+        )
+        if (path := to / FILE).exists():
+            predictions = Predictions.read(path)
+            if predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
+                found = outcomes(predictions, evidence.preset, evidence.seeded())
+                texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
+        written += write_texts(to, texts)
+    return [*written, fronts_figure(every, to / "fronts.png"), coverage_figure(every, to / "coverage.png")]

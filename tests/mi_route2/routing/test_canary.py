@@ -1,0 +1,190 @@
+"""Canary routes: scores against a plain loop, flags as a mask route's, calibration, and a quarantine that learns first."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from mask_oracle import assert_same, run
+from tiny_policy import SPECS, make_batch, make_policy
+from torch import Tensor
+
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import Canary, CanaryRoute, CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
+from mi_route2.routing.canary import calibrate, quarantine_ratios
+
+N = 12
+SAMPLES = make_batch(40).rollouts
+
+
+def checkpoints(policy: Policy, count: int = 2) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    own = policy.adapters.tensors(quarantine=False)
+    return [{n: torch.randn(t.shape, generator=generator, dtype=t.dtype) * 0.3 for n, t in own.items()} for _ in range(count)]
+
+
+def canary(top: int | None = 3) -> Canary:
+    policy = make_policy(SPECS["lora"])
+    return Canary(policy, checkpoints(policy), top)
+
+
+def by_hand(one: Canary, rollouts: Rollouts, top: int | None) -> np.ndarray:
+    """Log-ratios a rollout at a time, from logits of the rollout's own tokens alone."""
+    policy, found = one.policy, []
+    for checkpoint in checkpoints(policy):
+        for name, tensor in policy.adapters.tensors(quarantine=False).items():
+            tensor.copy_(checkpoint[name])
+        row = []
+        for tokens, attention, completion in zip(rollouts.tokens, rollouts.attention, rollouts.completion):
+            ids, answer = tokens[attention][None], completion[attention]
+            with torch.no_grad(), policy.adapters.deployed():
+                on = policy.model(ids)[0].log_softmax(-1)
+            with torch.no_grad(), policy.adapters.reference():
+                off = policy.model(ids)[0].log_softmax(-1)
+            gains = [float(on[t - 1, ids[0, t]] - off[t - 1, ids[0, t]]) for t in range(1, ids.shape[1]) if answer[t]]
+            row.append(np.mean(sorted(gains)[-top if top else 0 :]))
+        found.append(row)
+    return np.array(found)
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("top", [None, 1, 3])
+def test_a_score_is_the_largest_robust_z_of_the_log_ratios_alone(top: int | None, left: bool) -> None:
+    one, rollouts = canary(top), make_batch(N, left=left).rollouts
+    monitor = calibrate(one, SAMPLES, 0.8, micro=7)
+    base, own = by_hand(one, SAMPLES, top), by_hand(one, rollouts, top)
+    center = np.median(base, axis=1, keepdims=True)
+    spread = 1.4826 * np.median(np.abs(base - center), axis=1, keepdims=True)
+    np.testing.assert_allclose(monitor(rollouts).numpy(), ((own - center) / spread).max(0), rtol=1e-9)
+    assert monitor.threshold == pytest.approx(np.quantile(((base - center) / spread).max(0), 0.8), rel=1e-9)
+
+
+@pytest.mark.parametrize("micro", [None, 4])
+@pytest.mark.parametrize("kind", ["lora", "svd", "no quarantine"])
+def test_gradients_are_those_of_a_mask_route_with_the_canarys_flags(kind: str, micro: int | None) -> None:
+    policy, batch = make_policy(SPECS["lora"] if kind == "no quarantine" else SPECS[kind]), make_batch(N)
+    route = CanaryRoute(CanarySpec(quantile=0.5), canary(), SAMPLES)
+    route.refresh(policy, 0)
+    scores = route.score(policy, batch.rollouts)
+    assert scores is not None
+    assert route.monitor is not None
+    flags = (scores > route.monitor.threshold) & (batch.advantages > 0)
+    assert 0 < int(flags.sum()) < N
+    ours = run(policy, route, batch, micro)
+    oracle = run(policy, MaskRoute.from_flags(flags, kept_advantage="unflagged", negative_scale=0.3), batch, micro)
+    assert_same(ours.kept, oracle.kept)
+    assert_same(ours.quarantine, oracle.quarantine)
+    assert torch.equal(ours.decision.scores, scores)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(ours.decision.flags, flags)  # pyright: ignore[reportArgumentType]
+
+
+def test_shuffled_flags_are_as_many_on_other_rollouts() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    found = []
+    for shuffle in (False, True):
+        route = CanaryRoute(CanarySpec(quantile=0.5, shuffle=shuffle), canary(), SAMPLES)
+        route.refresh(policy, 0)
+        found.append(run(policy, route, batch, seed=1).decision.flags)
+    assert not torch.equal(*found)
+    assert found[0].sum() == found[1].sum()
+
+
+def test_the_share_of_the_bases_samples_that_is_flagged_is_that_of_the_spec() -> None:
+    one = canary()
+    for quantile in (0.1, 0.5, 0.9):
+        monitor = calibrate(one, SAMPLES, quantile)
+        assert float((monitor(SAMPLES) > monitor.threshold).double().mean()) == pytest.approx(1 - quantile, abs=1 / len(SAMPLES))
+
+
+def test_the_runs_own_quarantine_as_canary_is_calibrated_again_when_due() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = CanaryRoute(CanarySpec(refresh_every=2), None, SAMPLES)
+    route.refresh(policy, 0)
+    first = route.monitor
+    assert first is not None
+    with torch.no_grad(), policy.adapters.full():
+        full = policy.logprobs(batch.rollouts)
+    with torch.no_grad(), policy.adapters.deployed():
+        gains = [(f - d)[m] for f, d, m in zip(full, policy.logprobs(batch.rollouts), batch.rollouts.predictors)]
+    expected = torch.stack([own.topk(min(3, len(own))).values.mean() for own in gains])
+    torch.testing.assert_close(quarantine_ratios(policy)(batch.rollouts)[0], expected)
+    with torch.no_grad():
+        for parameter in policy.adapters.quarantine_parameters().values():
+            parameter *= 2
+    route.refresh(policy, 1)
+    assert route.monitor is first
+    route.refresh(policy, 2)
+    assert route.monitor is not None
+    assert route.monitor.threshold != first.threshold
+
+
+def test_scoring_moves_no_bit_of_the_trained_policy() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    route = CanaryRoute(CanarySpec(), canary(), SAMPLES)
+    route.refresh(policy, 0)
+    route.score(policy, batch.rollouts)
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in policy.model.named_parameters())
+    assert policy.adapters.mode == "full"
+
+
+def test_bad_canaries_get_a_sentence() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    good = checkpoints(policy)[0]
+    name = next(iter(good))
+    for wrong, said in (
+        ([], "at least one checkpoint"),
+        ([{k: v for k, v in good.items() if k != name}], "differ in 1 tensors"),
+        ([good | {name: good[name][:1]}], "give the file that its run saved"),
+        ([good | {name: good[name] * torch.nan}], "not finite"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Canary(policy, wrong)
+    with pytest.raises(ValueError, match="overwrite the trained adapters"):
+        CanaryRoute(CanarySpec(), Canary(policy, [good]), SAMPLES).refresh(policy, 0)
+    with pytest.raises(ValueError, match="learned nothing"):
+        calibrate(Canary(policy, [{k: torch.zeros_like(v) for k, v in good.items()}]), SAMPLES, 0.9)
+    with pytest.raises(ValueError, match="at least 20 samples"):
+        calibrate(canary(), SAMPLES.rows(torch.arange(19)), 0.95)
+    with pytest.raises(ValueError, match="one row"):
+        calibrate(lambda rollouts: torch.zeros(len(rollouts))[:, None], SAMPLES, 0.9)
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        calibrate(lambda rollouts: torch.full((1, len(rollouts)), torch.nan), SAMPLES, 0.9)
+    with pytest.raises(RuntimeError, match="not calibrated yet"):
+        CanaryRoute(CanarySpec(), canary(), SAMPLES).begin(policy, batch, _context())
+    with pytest.raises(ValueError, match="if it has one"):
+        quarantine_ratios(make_policy(replace(SPECS["lora"], quarantine="none")))
+
+
+def _context():
+    from mi_route2.routing import StepContext
+
+    return StepContext(torch.Generator())
+
+
+def test_a_quarantine_that_learns_first_leaves_the_kept_adapter_without_a_gradient_and_then_all_learn() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = DelayedRoute(DelayedSpec(steps=2))
+    with pytest.raises(RuntimeError, match="which step"):
+        run(policy, route, batch)
+    open_run = run(policy, OpenRoute(OpenSpec()), batch)
+    for step in range(3):
+        route.refresh(policy, step)
+        ours = run(policy, route, batch)
+        assert_same(ours.quarantine, open_run.quarantine)
+        learned = [p.grad is not None for p in policy.adapters.kept_parameters().values()]
+        assert learned == [step == 2] * len(learned)
+    assert_same(ours.kept, open_run.kept)  # pyright: ignore[reportPossiblyUnbound]
+    with pytest.raises(ValueError, match="without a quarantine"):
+        run(make_policy(replace(SPECS["lora"], quarantine="none")), route, batch)
+
+
+def test_a_reduction_gives_the_kept_adapter_no_gradient_of_zero_while_the_quarantine_learns_alone() -> None:
+    policy, batch = make_policy(SPECS["lora"]), make_batch(N)
+    route = DelayedRoute(DelayedSpec(steps=1))
+    route.refresh(policy, 0)
+    summed: list[int] = []
+    policy.model.zero_grad(set_to_none=True)
+    route.backward(policy, batch, lambda logits, part: part.rollouts.logprobs(logits).sum(), reduce=lambda g: summed.append(len(g)))
+    assert summed == [len(policy.adapters.quarantine_parameters())]
+    assert all(p.grad is None for p in policy.adapters.kept_parameters().values())
