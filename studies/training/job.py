@@ -22,8 +22,6 @@ from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, sav
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
-    Canary,
-    CanaryRoute,
     CanarySpec,
     DelayedRoute,
     DelayedSpec,
@@ -38,6 +36,7 @@ from mi_route2.routing import (
     Route,
     TopKFitter,
 )
+from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.directions import Fitter
 from mi_route2.routing.optimizer import RoutedAdamW
 from mi_route2.validation import Natural, read_object, read_record, unknown_name, validated, write_json

@@ -10,8 +10,8 @@ from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import Canary, CanaryRoute, CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
-from mi_route2.routing.canary import calibrate, quarantine_ratios
+from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
+from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, quarantine_ratios
 
 N = 12
 SAMPLES = make_batch(40).rollouts

@@ -1,0 +1,72 @@
+"""The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from studies.route2.evidence import Evidence, collect, coverage, coverage_sentence, stopped_inside, table, write_evidence
+from studies.route2.report.load import load_runs
+
+pytestmark = pytest.mark.study
+
+
+def evidence() -> Evidence:
+    """Two seeds and two loopholes; the canary never exploits ``b`` on seed 1, and the filtered run does."""
+
+    def arm(exploit: list[float], solve: list[float], a: list[float], b: list[float]) -> dict[str, list[float | None]]:
+        rates = {"deploy_exploit_held": exploit, "deploy_hack_held": exploit, "deploy_solve": solve}
+        rates |= {"deploy_exploit_a": a, "deploy_exploit_b": b}
+        return {**rates, **{key: [None, None] for key in ("auroc", "recall", "fire_clean")}}  # pyright: ignore[reportReturnType]
+
+    values = {
+        "base": arm([0.1, 0.1], [0.3, 0.3], [0.1, 0.1], [0.1, 0.1]),
+        "vanilla-10": arm([0.2, 0.2], [0.6, 0.4], [0.2, 0.2], [0.2, 0.2]),
+        "vanilla": arm([0.9, 0.9], [0.1, 0.1], [0.9, 0.9], [0.9, 0.9]),
+        "canary-10": arm([0.4, 0.4], [0.3, 0.3], [0.6, 0.7], [0.8, 0.0]),
+        "canary-20": arm([0.4, 0.4], [0.3, 0.3], [0.9, 0.2], [0.5, 0.1]),
+        "canary-one": arm([0.0, 0.5], [0.9, 0.5], [0.0, 0.0], [0.1, 0.9]),
+        "canary-rotated": arm([0.3, 0.4], [0.4, 0.5], [0.0, 0.0], [0.1, 0.9]),
+    }
+    return Evidence("strong", (200, 201), ("a", "b"), values, {"settings_hash": "0"})
+
+
+def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
+    found = evidence()
+    assert stopped_inside(found, "canary-one") == []
+    assert stopped_inside(found, "canary-rotated") == ["vanilla-10"]
+    assert stopped_inside(found, "vanilla") == ["base", "vanilla-10"]
+    lines = {line.split("|")[1].strip(): line.split("|") for line in table(found).splitlines() if line.startswith("| ")}
+    assert lines["canary-one"][5].strip() == ".500"
+    assert lines["canary-one"][8].strip() == "none"
+    assert lines["canary-rotated"][8].strip() == "vanilla-10"
+
+
+def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:
+    found = evidence()
+    assert sorted(coverage(found, "canary-one")) == [
+        (200, "a", 0.9, 0.0),
+        (200, "b", 0.8, 0.1),
+        (201, "a", 0.7, 0.0),
+        (201, "b", 0.1, 0.9),
+    ]
+    said = coverage_sentence(found, "canary-one")
+    assert "in the 1 seeds and modes of which its canary exploits less than .2 it exploits .900" in said
+    assert "in the 3 of which the canary exploits at least .5 .033" in said
+
+
+def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
+    root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
+    written = {path.name for path in write_evidence([root], tmp_path / "out")}
+    assert written == {"strong.json", "strong.md", "strong-coverage.md", "fronts.png", "coverage.png"}
+    again, runs = Evidence.read(tmp_path / "out/strong.json"), load_runs(root)
+    assert again.values == collect(runs).values
+    assert again.summary("vanilla", "deploy_exploit_held")["mean"] == pytest.approx(
+        np.mean([[run.modes[m]["deploy"]["exploit"] for m in runs.modes.held_out] for run in runs.of("vanilla").values()])
+    )
+    with pytest.raises(ValueError, match="two run folders are of one preset"):
+        write_evidence([root, root], tmp_path / "out")
+    (tmp_path / "out/strong.json").write_text("{}")
+    with pytest.raises(ValueError, match="lacks 'preset'"):
+        Evidence.read(tmp_path / "out/strong.json")

@@ -1,0 +1,135 @@
+"""The canary's experiment: canaries first, stopped runs are the beginnings of whole ones, flags are the canary's."""
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_study import tiny_job
+
+from mi_route2.files import read_tensors
+from studies.training.arms import ARMS, get_arms, with_canaries
+from studies.training.grpo import gather
+from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_policy, rotate, run_job
+from studies.training.recorder import METRICS, ROLLOUTS
+from studies.training.schedule import Order, run_jobs
+from studies.training.worlds import open_world
+
+pytestmark = pytest.mark.study
+
+
+def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path: Path) -> None:
+    names = [arm.name for arm in with_canaries(get_arms(("canary-one", "vanilla", "filter-canary")))]
+    first, second = ([f"canary-{n}{mark}" for n in (10, 20, 40)] for mark in ("", "-b"))
+    assert names == [*first, "canary-one", "vanilla", *second, "filter-canary"]
+    assert tiny_job(tmp_path, "vanilla").spec.keys() == tiny_job(tmp_path, "route2-full").spec.keys()
+    assert "steps" not in tiny_job(tmp_path, "vanilla").spec
+    assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
+    assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
+
+
+def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
+    wanted = [None, *with_canaries(get_arms(("filter-canary", "vanilla")))]
+    jobs = {(arm.name if arm else "base"): tiny_job(tmp_path, arm) for arm in wanted}
+    canaries = [name for name in jobs if name.startswith("canary-")]
+    order = Order(list(jobs.values()))
+    assert [job.name for job in order.free] == ["base"]
+    assert {job.name for job in order.release(jobs["base"])} == {*canaries, "vanilla"}
+    for name in canaries[:-1]:
+        assert order.release(jobs[name]) == []
+    assert [job.name for job in order.release(jobs[canaries[-1]])] == ["filter-canary"]
+    assert order.waiting == {}
+    assert {job.name for job in Order(list(jobs.values())).lose(jobs["base"])} == {*canaries, "vanilla", "filter-canary"}
+    late = Order(list(jobs.values()))
+    late.release(jobs["base"])
+    assert [job.name for job in late.lose(jobs["canary-20"])] == ["filter-canary"]
+    awaited = frozenset(jobs[name].folder for name in ("base", *canaries))
+    assert [job.name for job in Order(list(jobs.values())).take(awaited)] == ["filter-canary"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Job]:
+    """A canary of two steps, the runs that it filters, and ordinary training stopped on the way, by two workers."""
+    arms = [ARMS["canary-2"], replace(ARMS["vanilla-5"], steps=2), ARMS["vanilla"], ARMS["quarantine-first"]]
+    route = replace(ARMS["filter-canary"].route, quantile=0.5)  # pyright: ignore[reportCallIssue]
+    for name in ("filter-canary", "route2-canary", "canary-rotated", "canary-shuffled"):
+        arms.append(replace(ARMS[name], canaries=("canary-2",), route=replace(route, shuffle=name == "canary-shuffled")))
+    root = tmp_path_factory.mktemp("canary")
+    jobs = [tiny_job(root, arm, cache=cache) for arm in (None, *reversed(arms))]
+    assert run_jobs(jobs, 2, quiet=True) == []
+    return {job.name: job for job in jobs}
+
+
+def rows(job: Job) -> list[dict[str, object]]:
+    return [json.loads(line) for line in gzip.decompress((job.folder / ROLLOUTS).read_bytes()).decode().splitlines()]
+
+
+def test_a_stopped_run_is_the_beginning_of_the_whole_one(finished: dict[str, Job]) -> None:
+    stopped, whole = finished["vanilla-5"], finished["vanilla"]
+    short, long = ((job.folder / METRICS).read_text().splitlines() for job in (stopped, whole))
+    assert (len(short), len(long)) == (2, 4)
+    assert long[:2] == short
+    assert rows(whole)[: len(rows(stopped))] == rows(stopped)
+
+
+def test_a_canary_has_prompts_and_samples_of_its_own(finished: dict[str, Job]) -> None:
+    canary, run = (rows(finished[name])[:12] for name in ("canary-2", "vanilla"))
+    assert [row["prompt"] for row in canary] != [row["prompt"] for row in run]
+
+
+def test_flags_are_the_canarys_above_the_median_of_the_bases_samples(finished: dict[str, Job]) -> None:
+    job = finished["filter-canary"]
+    canary = build_canary(job)
+    assert canary is not None
+    with open_world(job.settings) as (world, _):
+        policy = build_policy(job, job.cache)
+        ratios = canary(base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts)
+        _, first = gather(world, policy, None, job.drawn, 0, job.settings, job.settings.none_fraction)
+    assert ratios.shape == (1, 512)
+    center = ratios.quantile(0.5)
+    spread = 1.4826 * (ratios - center).abs().quantile(0.5)
+    expected = ((canary(first.rollouts)[0] - center) / spread).tolist()
+    scored = [row for row in rows(job) if row["score"] is not None]
+    for row in scored:  # the median of the base's samples has score 0
+        score, advantage = float(row["score"]), float(row["advantage"])  # pyright: ignore[reportArgumentType]
+        assert row["flag"] == (score > 0 and advantage > 0)
+    assert any(row["flag"] for row in scored)
+    here = [(row["score"], score) for row, score in zip(rows(job), expected) if row["score"] is not None]
+    assert here
+    assert [own for own, _ in here] == pytest.approx([score for _, score in here], rel=1e-4)
+    shuffled = [row for row in rows(finished["canary-shuffled"]) if row["step"] == 0]
+    plain = [row for row in rows(job) if row["step"] == 0]
+    assert [row["score"] for row in shuffled] == [row["score"] for row in plain]
+    assert sum(bool(row["flag"]) for row in shuffled) == sum(bool(row["flag"]) for row in plain)
+
+
+def test_a_rotated_checkpoint_has_the_norms_and_spectra_of_the_canarys(finished: dict[str, Job]) -> None:
+    job = finished["canary-2"]
+    policy = build_policy(job, job.cache)
+    saved, _ = read_tensors(job.folder / DEPLOYED)
+    for name, tensor in policy.adapters.tensors(quarantine=False).items():
+        tensor.copy_(saved[name])
+    sites = {site: branch.kept for site, branch in policy.adapters.sites.items()}
+    before = {site: (kept.B @ kept.A).detach().clone() for site, kept in sites.items()}
+    rotate(policy.adapters, torch.Generator().manual_seed(0))
+    for site, kept in sites.items():
+        after = (kept.B @ kept.A).detach()
+        assert not torch.allclose(after, before[site], atol=1e-3 * float(before[site].abs().max()))
+        torch.testing.assert_close(torch.linalg.svdvals(after), torch.linalg.svdvals(before[site]), rtol=1e-4, atol=1e-6)
+
+
+def test_a_kept_adapter_that_waits_stays_as_it_was_drawn(finished: dict[str, Job]) -> None:
+    job = finished["quarantine-first"]  # four steps, of which it waits ten
+    fresh = build_policy(job, job.cache).adapters.tensors(quarantine=False)
+    saved, _ = read_tensors(job.folder / DEPLOYED)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in fresh.items())
+    on, deploy = (json.loads((job.folder / EVAL).read_text())["modes"]["none"][state] for state in ("on", "deploy"))
+    assert set(on) == set(deploy)
+
+
+def test_an_arm_without_its_canary_is_refused(tmp_path: Path, cache: Path, finished: dict[str, Job]) -> None:
+    alone = tiny_job(tmp_path, finished["filter-canary"].arm, cache=cache)
+    with pytest.raises(ValueError, match="needs the canaries canary-2 of seed 0 first: run them with --arms"):
+        run_job(alone)
