@@ -13,7 +13,7 @@ UNCHECKED := -o addopts='-ra --strict-markers --import-mode=importlib'
 # Compiled modules are kept, or every process that a test starts would compile the project anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install study study-full test test-rest test-all test-vllm check docs bench soak clean
+.PHONY: install study study-full evidence evidence-quick test test-rest test-all test-vllm check docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,15 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
+
+evidence: $(STAMP)  ## the canary's experiment: seeds 200-215 of both presets, tables and figures in docs/results/canary (hours)
+	$(PY) -m studies.route2 run --preset strong --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
+	$(PY) -m studies.route2 run --preset weak --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
+	$(PY) -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778
+
+evidence-quick: $(STAMP)  ## the same on three tuning seeds of one preset, into runs/evidence (fifteen minutes)
+	$(PY) -m studies.route2 run --preset strong --seeds 120-122 --arms evidence --workers $(WORKERS) --no-report --out runs/evidence
+	$(PY) -m studies.route2 evidence runs/evidence/strong-88e860b8 --to runs/evidence
 
 test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real

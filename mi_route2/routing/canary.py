@@ -16,11 +16,14 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from mi_route2.adapters import from_pretrained, load_adapters
+from mi_route2.adapters.io import TENSORS
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions
@@ -83,6 +86,31 @@ class Canary:
                         f"are not finite, and the canary's adapter is {list(own[name].shape)}: give the file that its run saved"
                     )
         self.policy, self._checkpoints, self._top = policy, tuple(checkpoints), top
+
+    @staticmethod
+    def from_pretrained(model: nn.Module, folders: Sequence[Path | str], top: int | None = 3) -> "Canary":
+        """Return the canary whose checkpoints are adapter folders that ``save_pretrained`` wrote.
+
+        Args:
+            model: The canary's base, without adapters; a copy of the model that is trained, or another one.
+            folders: One folder per checkpoint.
+            top: As in ``Canary``.
+
+        Raises:
+            ValueError: There is no folder, or one belongs to another base or to adapters of another spec.
+            FileNotFoundError: A folder or a file in it does not exist.
+
+        Examples:
+            >>> canary = Canary.from_pretrained(copy.deepcopy(model), ["canary/step-20", "canary/step-40"])
+        """
+        if not folders:
+            raise ValueError("a canary needs at least one checkpoint of its kept adapter: give its folder")
+        adapters = from_pretrained(model, folders[0])
+        checkpoints = []
+        for folder in folders:
+            load_adapters(adapters, Path(folder) / TENSORS)
+            checkpoints.append({name: tensor.clone() for name, tensor in adapters.tensors(quarantine=False).items()})
+        return Canary(Policy(model, adapters), checkpoints, top)
 
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b"]:

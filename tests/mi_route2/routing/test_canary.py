@@ -1,6 +1,7 @@
 """Canary routes: scores against a plain loop, flags as a mask route's, calibration, and a quarantine that learns first."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from mask_oracle import assert_same, run
 from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 
+from mi_route2.adapters import save_pretrained
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
 from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, quarantine_ratios
@@ -126,6 +128,21 @@ def test_scoring_moves_no_bit_of_the_trained_policy() -> None:
     route.score(policy, batch.rollouts)
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in policy.model.named_parameters())
     assert policy.adapters.mode == "full"
+
+
+def test_a_canary_from_folders_is_the_one_that_was_saved(tmp_path: Path) -> None:
+    policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    expected = Canary(policy, checkpoints(policy))(rollouts)
+    for number, checkpoint in enumerate(checkpoints(policy)):
+        for name, tensor in policy.adapters.tensors(quarantine=False).items():
+            tensor.copy_(checkpoint[name])
+        save_pretrained(policy.adapters, tmp_path / str(number), which="deployed")
+    again = Canary.from_pretrained(policy.adapters.detach(), [tmp_path / "0", tmp_path / "1"])
+    torch.testing.assert_close(again(rollouts), expected)
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        Canary.from_pretrained(again.policy.adapters.detach(), [tmp_path / "2"])
+    with pytest.raises(ValueError, match="give its folder"):
+        Canary.from_pretrained(again.policy.adapters.detach(), [])
 
 
 def test_bad_canaries_get_a_sentence() -> None:
