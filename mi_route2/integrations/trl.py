@@ -49,6 +49,9 @@ from mi_route2.adapters.weights import sharded_modules
 from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing import (
+    CanarySpec,
+    DelayedRoute,
+    DelayedSpec,
     Directions,
     EraseRoute,
     EraseSpec,
@@ -299,6 +302,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     def _built(self, route: RouteSpec | Route, pairs: PairBatch | Sequence[Mapping[str, Any]] | None) -> Route:
         """Return the route of a rule, with the fitter of its directions."""
+        if isinstance(route, CanarySpec):
+            raise ValueError("this rule needs its canary and samples of the base: pass CanaryRoute(spec, canary, samples)")
+        if isinstance(route, DelayedSpec):
+            return DelayedRoute(route)
         if not isinstance(route, MaskSpec | EraseSpec | OpenSpec):
             if pairs is not None:
                 raise ValueError("a route has its own pairs: leave out pairs=, or give the rule alone (MaskSpec or EraseSpec)")
@@ -379,7 +386,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 f"steps_per_generation={args.steps_per_generation} as a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
             )
-        if not isinstance(spec, MaskSpec):
+        if not isinstance(spec, MaskSpec | CanarySpec):
             return
         if spec.shuffle and self.accelerator.num_processes > 1:
             raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
@@ -464,7 +471,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         learned = joined["completion_mask"] * joined.get("tool_mask", torch.ones_like(joined["completion_mask"]))
         completion = torch.cat([torch.zeros_like(joined["prompt_mask"]), learned], dim=1)
         rewards, spec = joined["rewards"].to(dtype), self.route.spec
-        if isinstance(spec, MaskSpec) and spec.kept_advantage == "unflagged" and bool(rewards.isnan().any()):
+        if isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and bool(rewards.isnan().any()):
             raise ValueError(
                 "kept_advantage='unflagged' needs a reward of each completion, but every reward function returned None for one"
             )

@@ -44,7 +44,9 @@ from trl_ranks import HOWS, RANKED, SHARED, SVD, Sharding, run
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import load_adapters
 from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
-from mi_route2.routing import EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
+from mi_route2.rollouts import Rollouts
+from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
+from mi_route2.routing.canary import Canary, CanaryRoute
 from mi_route2.routing.spec import LEGAL, PRIVILEGED
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
 from studies.training.recorder import trl_record
@@ -121,6 +123,26 @@ def test_every_legal_rule_learns_what_it_learns_in_our_own_loop(name: str, tmp_p
     trainer, seen = make_trainer(tmp_path, rule, adapters, size=4, gradient_accumulation_steps=2)
     trainer.train()
     assert_ours(trainer, seen, ours(rule))
+
+
+def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
+    policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
+    own = policy.adapters.tensors(quarantine=False)
+    grown = [{n: torch.randn(t.shape, generator=draw, dtype=t.dtype) for n, t in own.items()} for _ in range(2)]
+    words = torch.randint(3, 40, (24, 4), generator=draw).tolist()
+    samples = Rollouts.from_lists([[5, 6]] * len(words), words, 0)
+    route = CanaryRoute(CanarySpec(quantile=0.3), Canary(policy, grown), samples)
+    trainer, seen = make_trainer(tmp_path, route, LORA, size=4, gradient_accumulation_steps=2)
+    trainer.train()
+    assert_ours(trainer, seen, route)
+    assert any(0 < log.get("route/flagged", 0) < 1 for log in seen.logs)
+    trainer, seen = make_trainer(tmp_path, DelayedSpec(steps=1), LORA)
+    trainer.train()
+    assert_ours(trainer, seen, DelayedRoute(DelayedSpec(steps=1)))
+    with pytest.raises(ValueError, match="pass CanaryRoute"):
+        make_trainer(tmp_path, CanarySpec(), LORA)
+    with pytest.raises(ValueError, match="not divided by a deviation"):
+        make_trainer(tmp_path, route, LORA, scale_rewards="group")
 
 
 CUTS = {
