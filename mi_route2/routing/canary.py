@@ -1,6 +1,7 @@
 """Canary routes: flags from a model that was left to learn the hack first, without a label and without a pair.
 
-    s_k(b)   = mean_{t in top} [log p_k(x_t) - log p_0(x_t)]   log-ratio of canary k to the base, mean of the largest over tokens
+    r_k(b,t) = log p_k(x_t) - log p_0(x_t)               log-ratio of canary k to the base at a completion token of rollout b
+    s_k(b)   = mean of the ``top`` largest r_k(b, .)     a hack is few tokens
     z_k(b)   = (s_k(b) - median_k) / (1.4826 MAD_k)      median and MAD of s_k over samples of the base itself
     score_b  = max_k z_k(b)
     flag_b   = score_b > q-quantile of the score over the same samples, and A_b > 0 if ``reinforced_only``
@@ -9,7 +10,7 @@ A canary is an adapter that was trained with the same reward and no defence, and
 base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
 The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
 
-    monitor = calibrate(canary, samples_of_the_base, quantile=0.9)
+    canary = Canary.from_pretrained(copy.deepcopy(model), folders)
     route = CanaryRoute(CanarySpec(), canary, samples_of_the_base)
 """
 
@@ -31,23 +32,12 @@ from mi_route2.routing.mask import MaskRoute, shuffled
 from mi_route2.routing.routes import Decision, OneCall, Part, Reduce, RouteStep, StepContext, check_step, pieces
 from mi_route2.routing.spec import CanarySpec
 
-Ratios = Callable[[Rollouts], Float[Tensor, "k b"]]
-"""Function from rollouts to one row of log-ratios per canary; a monitor of your own may stand in for it."""
+Ratios = Callable[[Rollouts], Float[Tensor, "k b s"]]
+"""Function from rollouts to log-ratios per canary and predictor; a monitor of your own may stand in for it."""
 NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 LEAST = 1e-5
 """Nats by which a canary must tell the base's samples apart; below are rounding errors of float32."""
-
-
-@torch.no_grad()
-def pooled_over_tokens(values: Float[Tensor, "b s"], rollouts: Rollouts, top: int | None) -> Float[Tensor, " b"]:
-    """Return the mean of each rollout's ``top`` largest values over its predictors (``None``: of all), in float64."""
-    predictors = rollouts.predictors
-    outside = torch.full((), -torch.inf, dtype=torch.float64, device=values.device)
-    largest = torch.where(predictors, values.double(), outside).sort(dim=1, descending=True).values
-    counted = predictors.sum(1).clamp_max(values.shape[1] if top is None else top)
-    chosen = torch.arange(values.shape[1], device=values.device) < counted[:, None]
-    return torch.where(chosen, largest, torch.zeros_like(largest)).sum(1) / counted.clamp_min(1)
 
 
 class Canary:
@@ -57,7 +47,6 @@ class Canary:
         policy: The canary's base with adapters attached. It must not be the policy that is trained, because checkpoints are copied
             into its adapters; it may be another, smaller model that reads the same tokens.
         checkpoints: One mapping per checkpoint, with names as in ``adapters.tensors(quarantine=False)``.
-        top: Number of the largest log-ratios of a rollout that are averaged; ``None`` for all its tokens.
 
     Raises:
         ValueError: There is no checkpoint, or its tensors are not those of the adapters.
@@ -65,11 +54,11 @@ class Canary:
     Examples:
         >>> canary = Canary(policy, [read_tensors(folder / "deployed.safetensors")[0] for folder in folders])
         >>> canary(rollouts).shape
-        torch.Size([3, 96])
+        torch.Size([3, 96, 60])
     """
 
     @checked
-    def __init__(self, policy: Policy, checkpoints: Sequence[Mapping[str, Tensor]], top: int | None = 3):
+    def __init__(self, policy: Policy, checkpoints: Sequence[Mapping[str, Tensor]]):
         own = policy.adapters.tensors(quarantine=False)
         if not checkpoints:
             raise ValueError("a canary needs at least one checkpoint of its kept adapter")
@@ -85,16 +74,15 @@ class Canary:
                         f"{name} of checkpoint {number} is {list(tensor.shape)} with {int((~tensor.isfinite()).sum())} values that "
                         f"are not finite, and the canary's adapter is {list(own[name].shape)}: give the file that its run saved"
                     )
-        self.policy, self._checkpoints, self._top = policy, tuple(checkpoints), top
+        self.policy, self._checkpoints = policy, tuple(checkpoints)
 
     @staticmethod
-    def from_pretrained(model: nn.Module, folders: Sequence[Path | str], top: int | None = 3) -> "Canary":
+    def from_pretrained(model: nn.Module, folders: Sequence[Path | str]) -> "Canary":
         """Return the canary whose checkpoints are adapter folders that ``save_pretrained`` wrote.
 
         Args:
             model: The canary's base, without adapters; a copy of the model that is trained, or another one.
             folders: One folder per checkpoint.
-            top: As in ``Canary``.
 
         Raises:
             ValueError: There is no folder, or one belongs to another base or to adapters of another spec.
@@ -110,10 +98,10 @@ class Canary:
         for folder in folders:
             load_adapters(adapters, Path(folder) / TENSORS)
             checkpoints.append({name: tensor.clone() for name, tensor in adapters.tensors(quarantine=False).items()})
-        return Canary(Policy(model, adapters), checkpoints, top)
+        return Canary(Policy(model, adapters), checkpoints)
 
     @torch.no_grad()
-    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b"]:
+    def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b s"]:
         adapters = self.policy.adapters
         with adapters.reference():
             base = self.policy.logprobs(rollouts)
@@ -122,11 +110,11 @@ class Canary:
             for name, tensor in adapters.tensors(quarantine=False).items():
                 tensor.copy_(checkpoint[name])
             with adapters.deployed():
-                ratios.append(pooled_over_tokens(self.policy.logprobs(rollouts) - base, rollouts, self._top))
+                ratios.append(self.policy.logprobs(rollouts) - base)
         return torch.stack(ratios)
 
 
-def quarantine_ratios(policy: Policy, top: int | None = 3) -> Ratios:
+def quarantine_ratios(policy: Policy) -> Ratios:
     """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
 
     Raises:
@@ -136,11 +124,11 @@ def quarantine_ratios(policy: Policy, top: int | None = 3) -> Ratios:
         raise ValueError("the run's own quarantine can only be its canary if it has one: attach with quarantine='lora'")
 
     @torch.no_grad()
-    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b"]:
+    def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
         with policy.adapters.deployed():
             deployed = policy.logprobs(rollouts)
         with policy.adapters.full():
-            return pooled_over_tokens(policy.logprobs(rollouts) - deployed, rollouts, top)[None]
+            return (policy.logprobs(rollouts) - deployed)[None]
 
     return ratios
 
@@ -150,38 +138,50 @@ class Monitor:
     """Calibrated canary: a function from rollouts to scores, and the threshold above which a score is a flag."""
 
     ratios: Ratios
+    top: int | None
     center: Float[Tensor, " k"]
     spread: Float[Tensor, " k"]
     threshold: float
 
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, " b"]:
         """Return the score of each rollout."""
-        return standardized(ratios_of(self.ratios, rollouts), self.center, self.spread)
+        return standardized(pooled(self.ratios, rollouts, self.top), self.center, self.spread)
 
 
-def standardized(ratios: Float[Tensor, "k b"], center: Float[Tensor, " k"], spread: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
+def standardized(values: Float[Tensor, "k b"], center: Float[Tensor, " k"], spread: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
     """Return the largest robust z-score over canaries."""
-    return ((ratios - center[:, None]) / spread[:, None]).amax(0)
+    return ((values - center[:, None]) / spread[:, None]).amax(0)
 
 
-def ratios_of(ratios: Ratios, rollouts: Rollouts) -> Float[Tensor, "k b"]:
-    """Return the canary's log-ratios; ``ValueError`` if they are not one finite number per canary and rollout."""
-    given = ratios(rollouts)
-    if given.ndim != 2 or given.shape[1] != len(rollouts) or not len(given):
-        raise ValueError(f"the canary returned {list(given.shape)} for {len(rollouts)} rollouts: return one row [b] per canary")
-    if not torch.isfinite(given).all():
-        raise ValueError("the canary returned NaN or infinity: it assigns no probability to a rollout, so it cannot judge it")
-    return given.double()
+def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor, "k b"]:
+    """Return the mean of the ``top`` largest log-ratios of each rollout (``None``: of all), in float64.
+
+    Raises:
+        ValueError: The canary does not return one finite number per canary, rollout and predictor.
+    """
+    given, predictors = ratios(rollouts), rollouts.predictors
+    if given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
+        raise ValueError(
+            f"the canary returned {list(given.shape)} for tokens {list(predictors.shape)}: return log-ratios [k b s], k canaries"
+        )
+    if not torch.isfinite(given[:, predictors]).all():
+        raise ValueError("the canary returned NaN or infinity: it gives no probability to a token, so it cannot judge the rollout")
+    outside = torch.full((), -torch.inf, dtype=torch.float64, device=given.device)
+    largest = torch.where(predictors, given.double(), outside).sort(dim=2, descending=True).values
+    counted = predictors.sum(1).clamp_max(given.shape[2] if top is None else top)
+    chosen = torch.arange(given.shape[2], device=given.device) < counted[:, None]
+    return torch.where(chosen, largest, torch.zeros_like(largest)).sum(2) / counted.clamp_min(1)
 
 
 @checked
-def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, micro: int | None = None) -> Monitor:
+def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | None = 3, micro: int | None = None) -> Monitor:
     """Return the monitor of a canary, calibrated on samples of the base model.
 
     Args:
         ratios: The canary.
         samples: Rollouts that the base model itself sampled, on training prompts; they need no label.
         quantile: Share of them below the threshold, between 0 and 1.
+        top: Number of a rollout's largest log-ratios that are averaged; ``None`` for all.
         micro: Rollouts that are scored at one time; all if not given.
 
     Raises:
@@ -192,7 +192,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, micro: int | N
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
         raise ValueError(f"{len(samples)} samples do not have a quantile {quantile}: give at least {least} samples of the base")
     rows = torch.arange(len(samples)).split(micro or len(samples))
-    given = torch.cat([ratios_of(ratios, samples.rows(index)) for index in rows], dim=1)
+    given = torch.cat([pooled(ratios, samples.rows(index), top) for index in rows], dim=1)
     center = given.quantile(0.5, dim=1)
     spread = NORMAL * (given - center[:, None]).abs().quantile(0.5, dim=1)
     if bool((spread < LEAST).any()):
@@ -201,7 +201,7 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, micro: int | N
             "nothing, so train it longer, or leave it out"
         )
     scores = standardized(given, center, spread)
-    return Monitor(ratios, center, spread, float(scores.quantile(quantile)))
+    return Monitor(ratios, top, center, spread, float(scores.quantile(quantile)))
 
 
 class _CanaryStep:
@@ -244,10 +244,10 @@ class CanaryRoute(OneCall):
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
         every = self.spec.refresh_every
         if self.monitor is None or (every and step % every == 0):
-            ratios = quarantine_ratios(policy, self.spec.top) if self._ratios is None else self._ratios
+            ratios = quarantine_ratios(policy) if self._ratios is None else self._ratios
             if isinstance(ratios, Canary) and ratios.policy.model is policy.model:
                 raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
-            self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self._micro)
+            self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self.spec.top, self._micro)
         return None
 
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:

@@ -410,8 +410,7 @@ def build_canary(job: Job) -> Canary | None:
         if job.arm.rotated:
             rotate(policy.adapters, torch_generator(job.seed, f"rotate {canary.name}"))
         checkpoints.append({name: tensor.clone() for name, tensor in policy.adapters.tensors(quarantine=False).items()})
-    assert isinstance(job.arm.route, CanarySpec)
-    return Canary(policy, checkpoints, job.arm.route.top)
+    return Canary(policy, checkpoints)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 from mi_route2.adapters import save_pretrained
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, MaskRoute, OpenRoute, OpenSpec
-from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, quarantine_ratios
+from mi_route2.routing.canary import Canary, CanaryRoute, calibrate, pooled, quarantine_ratios
 
 N = 12
 SAMPLES = make_batch(40).rollouts
@@ -25,9 +25,9 @@ def checkpoints(policy: Policy, count: int = 2) -> list[dict[str, Tensor]]:
     return [{n: torch.randn(t.shape, generator=generator, dtype=t.dtype) * 0.3 for n, t in own.items()} for _ in range(count)]
 
 
-def canary(top: int | None = 3) -> Canary:
+def canary() -> Canary:
     policy = make_policy(SPECS["lora"])
-    return Canary(policy, checkpoints(policy), top)
+    return Canary(policy, checkpoints(policy))
 
 
 def by_hand(one: Canary, rollouts: Rollouts, top: int | None) -> np.ndarray:
@@ -52,8 +52,8 @@ def by_hand(one: Canary, rollouts: Rollouts, top: int | None) -> np.ndarray:
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("top", [None, 1, 3])
 def test_a_score_is_the_largest_robust_z_of_the_log_ratios_alone(top: int | None, left: bool) -> None:
-    one, rollouts = canary(top), make_batch(N, left=left).rollouts
-    monitor = calibrate(one, SAMPLES, 0.8, micro=7)
+    one, rollouts = canary(), make_batch(N, left=left).rollouts
+    monitor = calibrate(one, SAMPLES, 0.8, top, micro=7)
     base, own = by_hand(one, SAMPLES, top), by_hand(one, rollouts, top)
     center = np.median(base, axis=1, keepdims=True)
     spread = 1.4826 * np.median(np.abs(base - center), axis=1, keepdims=True)
@@ -109,7 +109,7 @@ def test_the_runs_own_quarantine_as_canary_is_calibrated_again_when_due() -> Non
     with torch.no_grad(), policy.adapters.deployed():
         gains = [(f - d)[m] for f, d, m in zip(full, policy.logprobs(batch.rollouts), batch.rollouts.predictors)]
     expected = torch.stack([own.topk(min(3, len(own))).values.mean() for own in gains])
-    torch.testing.assert_close(quarantine_ratios(policy)(batch.rollouts)[0], expected)
+    torch.testing.assert_close(pooled(quarantine_ratios(policy), batch.rollouts, 3)[0], expected)
     with torch.no_grad():
         for parameter in policy.adapters.quarantine_parameters().values():
             parameter *= 2
@@ -163,10 +163,10 @@ def test_bad_canaries_get_a_sentence() -> None:
         calibrate(Canary(policy, [{k: torch.zeros_like(v) for k, v in good.items()}]), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="at least 20 samples"):
         calibrate(canary(), SAMPLES.rows(torch.arange(19)), 0.95)
-    with pytest.raises(ValueError, match="one row"):
-        calibrate(lambda rollouts: torch.zeros(len(rollouts))[:, None], SAMPLES, 0.9)
+    with pytest.raises(ValueError, match="return log-ratios"):
+        calibrate(lambda rollouts: torch.zeros(1, len(rollouts), 1), SAMPLES, 0.9)
     with pytest.raises(ValueError, match="NaN or infinity"):
-        calibrate(lambda rollouts: torch.full((1, len(rollouts)), torch.nan), SAMPLES, 0.9)
+        calibrate(lambda rollouts: torch.full((1, *rollouts.tokens.shape), torch.nan), SAMPLES, 0.9)
     with pytest.raises(RuntimeError, match="not calibrated yet"):
         CanaryRoute(CanarySpec(), canary(), SAMPLES).begin(policy, batch, _context())
     with pytest.raises(ValueError, match="if it has one"):

@@ -10,6 +10,7 @@ import torch
 from tiny_study import tiny_job
 
 from mi_route2.files import read_tensors
+from mi_route2.routing.canary import pooled
 from studies.training.arms import ARMS, get_arms, with_canaries
 from studies.training.grpo import gather
 from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_policy, rotate, run_job
@@ -85,12 +86,13 @@ def test_flags_are_the_canarys_above_the_median_of_the_bases_samples(finished: d
     assert canary is not None
     with open_world(job.settings) as (world, _):
         policy = build_policy(job, job.cache)
-        ratios = canary(base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts)
+        samples = base_samples(world, policy, job.drawn, job.settings.none_fraction).rollouts
+        ratios = pooled(canary, samples, 3)
         _, first = gather(world, policy, None, job.drawn, 0, job.settings, job.settings.none_fraction)
     assert ratios.shape == (1, 512)
     center = ratios.quantile(0.5)
     spread = 1.4826 * (ratios - center).abs().quantile(0.5)
-    expected = ((canary(first.rollouts)[0] - center) / spread).tolist()
+    expected = ((pooled(canary, first.rollouts, 3)[0] - center) / spread).tolist()
     scored = [row for row in rows(job) if row["score"] is not None]
     for row in scored:  # the median of the base's samples has score 0
         score, advantage = float(row["score"]), float(row["advantage"])  # pyright: ignore[reportArgumentType]
