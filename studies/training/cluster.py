@@ -141,7 +141,7 @@ class _Queue:
         try:
             self._submit(self._order.free)
             while self._kind == "slurm" and self._order.waiting:
-                for awaited in {frozenset(folders) for _, folders in self._order.waiting.values()}:
+                for awaited in dict.fromkeys(frozenset(folders) for _, folders in self._order.waiting.values()):
                     if awaited <= self._running.keys():
                         self._submit(self._order.take(awaited), after=[self._running[folder][1] for folder in sorted(awaited)])
             yield
