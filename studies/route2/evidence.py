@@ -25,13 +25,14 @@ from scipy.stats import spearmanr
 from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
 from mi_route2.validation import read_object
 from studies.common.publishing import compact, write_texts
-from studies.common.stats import Summary, mean, summary
+from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
 from studies.route2.publish import mask_quality, provenance
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
+from studies.training.recorder import TIMINGS, read_rows
 
 EXPLOIT, HACK, SOLVE = "deploy_exploit_held", "deploy_hack_held", "deploy_solve"
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
@@ -94,7 +95,20 @@ def collect(runs: RunSet) -> Evidence:
         values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
         for key in ("auroc", "recall", "fire_clean"):
             values[arm][key] = [quality.get((arm, seed), {}).get(key) for seed in runs.seeds]
+        values[arm]["seconds"] = [seconds(runs.runs[arm, seed].folder) if seed in own else None for seed in runs.seeds]
     return Evidence(str(runs.settings["preset"]), runs.seeds, modes, values, provenance(runs))
+
+
+def seconds(folder: Path) -> float | None:
+    """Return the duration of a run's training, over all of its starts; ``None`` if it was not trained."""
+    path = folder / TIMINGS
+    return sum(row["seconds"] for row in read_rows(path)) if path.exists() else None
+
+
+def times(evidence: Evidence, arm: str) -> float | None:
+    """Return the median over seeds of an arm's duration over that of vanilla at the same seed."""
+    pairs = zip(evidence.values[arm]["seconds"], evidence.values["vanilla"]["seconds"], strict=True)
+    return median([own / plain if own is not None and plain else None for own, plain in pairs])
 
 
 def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
@@ -112,8 +126,8 @@ def stopped_inside(evidence: Evidence, arm: str) -> list[str]:
 
 def table(evidence: Evidence) -> str:
     """Return <preset>.md: the arms by information budget, with the mask's quality over the first steps."""
-    header = ["arm", "n", "exploit, held out", "median", "worst seed", "hack, held out", "solve", "better by early stopping"]
-    header += ["mask AUROC", "recall", "fires on clean"]
+    header = ["arm", "n", "exploit, held out", "worst seed", "hack, held out", "solve", "better by early stopping"]
+    header += ["mask AUROC", "recall", "fires on clean", "time, of vanilla's"]
     parts = []
     for budget, arms in BUDGETS.items():
         body = []
@@ -122,9 +136,10 @@ def table(evidence: Evidence) -> str:
             exploit = evidence.summary(arm, EXPLOIT)
             inside = "" if arm in PATH else ", ".join(stopped_inside(evidence, arm)) or "none"
             worst = max((value for value in exploit["seeds"] if value is not None), default=None)
-            cells = [arm, str(exploit["n"]), interval(exploit), number(exploit["median"]), number(worst)]
+            cells = [arm, str(exploit["n"]), interval(exploit), number(worst)]
             cells += [interval(evidence.summary(arm, HACK)), interval(evidence.summary(arm, SOLVE)), inside]
-            body.append(cells + [number(mean(row[key])) for key in ("auroc", "recall", "fire_clean")])
+            cells += [number(mean(row[key])) for key in ("auroc", "recall", "fire_clean")]
+            body.append([*cells, number(times(evidence, arm))])
         if body:
             parts.append(f"**{budget.capitalize()}**\n\n{markdown_table(header, body)}")
     return "\n".join(parts)

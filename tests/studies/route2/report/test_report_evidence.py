@@ -18,7 +18,7 @@ def evidence() -> Evidence:
     def arm(exploit: list[float], solve: list[float], a: list[float], b: list[float]) -> dict[str, list[float | None]]:
         rates = {"deploy_exploit_held": exploit, "deploy_hack_held": exploit, "deploy_solve": solve}
         rates |= {"deploy_exploit_a": a, "deploy_exploit_b": b}
-        return {**rates, **{key: [None, None] for key in ("auroc", "recall", "fire_clean")}}  # pyright: ignore[reportReturnType]
+        return {**rates, **{key: [None, None] for key in ("auroc", "recall", "fire_clean", "seconds")}}  # pyright: ignore[reportReturnType]
 
     values = {
         "base": arm([0.1, 0.1], [0.3, 0.3], [0.1, 0.1], [0.1, 0.1]),
@@ -38,9 +38,9 @@ def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
     assert stopped_inside(found, "canary-rotated") == ["vanilla-10"]
     assert stopped_inside(found, "vanilla") == ["base", "vanilla-10"]
     lines = {line.split("|")[1].strip(): line.split("|") for line in table(found).splitlines() if line.startswith("| ")}
-    assert lines["canary-one"][5].strip() == ".500"
-    assert lines["canary-one"][8].strip() == "none"
-    assert lines["canary-rotated"][8].strip() == "vanilla-10"
+    assert lines["canary-one"][4].strip() == ".500"
+    assert lines["canary-one"][7].strip() == "none"
+    assert lines["canary-rotated"][7].strip() == "vanilla-10"
 
 
 def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:
