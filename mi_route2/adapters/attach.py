@@ -406,14 +406,19 @@ def attach(
 
     Raises:
         KeyError: A pattern matches nothing.
-        ValueError: The count is not ``expect``, the model already has adapters, the rank does not fit, a Linear has two names, or
-            ``fold`` is used with fused Linears.
+        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear has
+            two names, or ``fold`` is used with fused Linears.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
     """
     spec = AdapterSpec() if spec is None else spec
     generator = torch.default_generator if generator is None else generator
+    if of_peft := [name for name, m in model.named_modules() if type(m).__module__.startswith("peft.tuners.")]:
+        raise ValueError(
+            f"PEFT has an adapter at {of_peft[0] or 'this model'}, which no file of these adapters would contain: merge it into "
+            "the base first (merge_and_unload), and give a plain model"
+        )
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     linears = slots(model) if known is None else known

@@ -19,6 +19,7 @@ those that a route assigns after the backward. A rollout's ``g_b`` is the gradie
 """
 
 import hashlib
+import inspect
 import json
 import os
 import warnings
@@ -27,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,18 @@ ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safeten
 
 DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
 COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
+UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "clearml": ("CLEARML_LOG_MODEL", "true"),
+        "comet_ml": ("COMET_LOG_ASSETS", "false"),
+        "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
+        "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
+        "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
+        "swanlab": ("SWANLAB_LOG_MODEL", "false"),
+        "wandb": ("WANDB_LOG_MODEL", "false"),
+    }
+)
+"""Tracker -> the environment variable with which transformers uploads models or checkpoints to it, and its default."""
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -238,7 +251,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         record: Record | None = None,
         **named: Any,
     ):
-        if named.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
+        arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *given, **named).arguments
+        if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
             _refuse_settings(args)
@@ -260,6 +274,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         try:
             self.route = self._built(route, pairs)
             self._refuse_route()
+            self._refuse_optimizer(quarantine_lr)
             if vllm:
                 trl_vllm.sample_with_vllm(self)
         except (ValueError, ImportError):
@@ -275,7 +290,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._tapes = ExitStack()
         self._window: _Window | None = None
         self._unrouted: dict[str, Tensor] = {}
-        self._rewards, self._examples = torch.empty(0), list[dict[str, Any]]()
+        self._rewards, self._completions = torch.empty(0), list[list[int]]()
+        self._sampled: list[tuple[Mapping[str, Any], list[int]]] = []
         self.add_callback(_Watch(self))
 
     # ---- construction
@@ -364,6 +380,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             _refuse_fsdp(self.accelerator.state.fsdp_plugin)
         if getattr(self.accelerator, "parallelism_config", None) is not None:
             raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
 
     def _refuse_route(self) -> None:
         spec, args = self.route.spec, self.args
@@ -379,12 +397,32 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 f"steps_per_generation={args.steps_per_generation} as a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
             )
+        if isinstance(getattr(self.route, "_given", None), Tensor):
+            raise ValueError(
+                "TRL shuffles the rollouts of a step, so that flags by position would be those of others: give from_flags a "
+                "function of the batch"
+            )
         if not isinstance(spec, MaskSpec):
             return
         if spec.shuffle and self.accelerator.num_processes > 1:
             raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
         if spec.kept_advantage == "unflagged":
             self._refuse_groups()
+
+    def _refuse_optimizer(self, quarantine_lr: float | None) -> None:
+        """Raise ``ValueError`` if an optimizer that the user gave would not do what this trainer's own does."""
+        if self.optimizer is None:
+            return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not {id(p) for parameters in self._both().values() for p in parameters} <= held:
+            raise ValueError(
+                "this optimizer does not hold the adapters, which would learn nothing: attach() them first, and make it of their "
+                "kept_parameters() and quarantine_parameters(); or set optim in GRPOConfig"
+            )
+        if quarantine_lr is not None:
+            raise ValueError("an optimizer of your own gives the quarantine its own rate in a group: leave quarantine_lr out")
+        if getattr(self.route, "want_unrouted", False):
+            raise ValueError("want_unrouted=True needs RoutedAdamW, which the trainer makes: leave optimizers out")
 
     def _refuse_groups(self) -> None:
         """Raise ``ValueError`` unless each optimizer step of a process has whole groups, with advantages of our definition."""
@@ -414,8 +452,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         with self.adapters.reference():
             return self.model(**inputs)
 
-    def _calculate_rewards(self, *given: Any, **named: Any) -> Tensor:
-        self._rewards = super()._calculate_rewards(*given, **named)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]) -> Tensor:
+        self._completions = completion_ids_list
+        self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -429,7 +468,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             first = self.accelerator.process_index * len(inputs)
             own = torch.arange(first, first + len(inputs), device=rewards.device)
             output |= {"rewards": rewards[own], "groups": own // self.num_generations, "rollout": own - first}
-            self._examples = inputs
+            # What the rewards were computed on: the masks of the batch leave out what nothing is learned from.
+            self._sampled = list(zip(inputs, self._completions, strict=True))
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -544,11 +584,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _tell(self, window: "_Window", scores: Tensor | None, flags: Tensor | None) -> None:
         """Call the recorder on the main process with the rollouts of all processes."""
         assert self._record is not None
-        batch = window.batch
+        batch, sampled = window.batch, [self._sampled[i] for i in window.rollout.tolist()]
         columns: dict[str, list[Any] | None] = {
-            "examples": [self._examples[i] for i in window.rollout.tolist()],
-            "completions": self._tokenizer.batch_decode(batch.rollouts.completions(), skip_special_tokens=True),
-            "completion_ids": batch.rollouts.completions(),
+            "examples": [example for example, _ in sampled],
+            "completions": self._tokenizer.batch_decode([ids for _, ids in sampled], skip_special_tokens=True),
+            "completion_ids": [ids for _, ids in sampled],
             "rewards": batch.rewards.tolist(),
             "advantages": batch.advantages.tolist(),
             "scores": None if scores is None else scores.tolist(),
@@ -596,12 +636,12 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- evaluation, files
 
-    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Evaluate the deployed model, with the quarantine off."""
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """Evaluate, or predict with, the deployed model, with the quarantine off."""
         if self.is_fsdp_enabled and not sharded_modules(self.model):
             raise ValueError("FSDP2 shards a model together with its optimizer, in train(): call evaluate() after it")
         with self.adapters.deployed():
-            return super().evaluate(*given, **named)
+            return super().evaluation_loop(*given, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the deployed adapter as a PEFT folder, with the tokenizer; no file of it contains the quarantine.
@@ -712,7 +752,8 @@ def _refuse_settings(args: GRPOConfig) -> None:
     reasons = {
         "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
-        "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
+        "fp16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
+        "bf16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
         "torch_compile": COMPILED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
@@ -721,8 +762,17 @@ def _refuse_settings(args: GRPOConfig) -> None:
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(reason)
+    if args.mixed_precision == "fp16":  # also if the launcher says so
+        raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
     if args.deepspeed is not None:
         raise ValueError(DEEPSPEED)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "layerwise" in optim or "lomo" in optim:
+        raise ValueError(f"{optim} steps inside of the backward, where a route has not decided yet: use optim='adamw_torch'")
+    for tracker, (variable, usual) in UPLOADS.items():
+        uploads = os.environ.get(variable, usual).lower() not in ("", "0", "off", "no", "none", "false")
+        if uploads and tracker in (args.report_to or ()):
+            raise ValueError(f"{variable} uploads checkpoints, which hold the quarantine: set it to false")
     if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
         raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
     if args.load_best_model_at_end and args.save_only_model:
