@@ -46,6 +46,7 @@ except ModuleNotFoundError as error:
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
 from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.io import TURNED, bases
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
@@ -289,6 +290,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._record = record
         self._tapes = ExitStack()
         self._window: _Window | None = None
+        self._alike = False  # whether the processes were compared
         self._unrouted: dict[str, Tensor] = {}
         self._rewards, self._completions = torch.empty(0), list[list[int]]()
         self._sampled: list[tuple[Mapping[str, Any], list[int]]] = []
@@ -397,6 +399,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 f"steps_per_generation={args.steps_per_generation} as a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
             )
+        own = isinstance(spec, MaskSpec) and spec.kept_advantage == "unflagged" and self.adapters.has_quarantine
+        if args.ddp_static_graph and (own or args.gradient_accumulation_steps > 1):
+            raise ValueError("a static graph has one backward in a step, and here are several: leave ddp_static_graph out")
         if isinstance(getattr(self.route, "_given", None), Tensor):
             raise ValueError(
                 "TRL shuffles the rollouts of a step, so that flags by position would be those of others: give from_flags a "
@@ -488,12 +493,44 @@ class RoutedGRPOTrainer(GRPOTrainer):
         batch = self._batch({name: torch.cat([part[name] for part in micro]) for name in _COLUMNS if name in micro[0]})
         step = self.state.global_step
         overlap = self.route.refresh(self.policy, step)
+        self._refuse_step(batch)
         generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
         context = StepContext(generator, micro=len(micro[0]["advantages"]))
         routed = self.route.begin(self.policy, batch, context)
         each = len(routed.parts) // count
         parts = [routed.parts[i : i + each] for i in range(0, len(routed.parts), each)]
         self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
+
+    def _refuse_step(self, batch: TrainBatch) -> None:
+        """Raise ``ValueError`` if processes differ, or a group is not whole; all processes must call this."""
+        spec = self.route.spec
+        if isinstance(spec, MaskSpec) and spec.kept_advantage == "unflagged":
+            sizes = batch.groups.unique(return_counts=True)[1]
+            if bool((sizes != self.num_generations).any()):  # accelerate may cut batches otherwise than GRPOConfig says
+                raise ValueError(
+                    f"kept_advantage='unflagged' needs whole groups of {self.num_generations} in each optimizer step of a process, "
+                    f"but one has {int(sizes.min())} here: leave split_batches out of accelerator_config"
+                )
+        if self._alike or self.accelerator.num_processes == 1:
+            return
+        digest = hashlib.sha256()
+        for name, t in self.adapters.tensors().items():
+            digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+            digest.update(t.cpu().contiguous().view(torch.uint8).numpy())
+        directions, turned = self.route.directions, bases(self.adapters)
+        pairs = None if directions is None else directions.provenance.pairs_hash
+        given = (digest.hexdigest(), [*turned.values()], [repr(self.route.spec), pairs, self._record is None])
+        first, *others = gather_object([given])
+        if any(one[0] != first[0] or any(abs(u - v) >= TURNED for u, v in zip(one[1], first[1])) for one in others):
+            raise ValueError(
+                "the adapters of the processes differ, so that their mean gradient is that of none: give an AdapterSpec, or "
+                "attach() with a generator of the same seed, and a cache_dir for SVDs"
+            )
+        if any(one[2] != first[2] for one in others):
+            raise ValueError(
+                "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
+            )
+        self._alike = True
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
         dtype = next(

@@ -209,6 +209,17 @@ def test_several_processes_learn_what_one_learns(how: str, case: str, ranks: Pat
     )
 
 
+def test_processes_that_differ_are_refused(ranks: Path) -> None:
+    """On all of them, or some would wait for the others for ever."""
+    told = [json.loads((ranks / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    assert [sentence.partition(":")[0] for sentence in told[0]] == [
+        "the adapters of the processes differ, so that their mean gradient is that of none",
+        "the routes, pairs or recorders of the processes differ",
+        "shuffle=True would shuffle the flags of each process apart",
+    ]
+
+
 def test_a_sharded_model_samples_evaluates_and_saves_what_a_whole_one_does(ranks: Path, tmp_path: Path) -> None:
     """With both adapters while it trains, and the kept one alone in evaluation and in the folder; ``run`` itself resumes."""
     run(tmp_path, RoutedGRPOTrainer, 1)
@@ -524,6 +535,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
+    "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
     "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
@@ -534,6 +546,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
     "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
     "peft": (MaskSpec(), {"own": {"peft_config": peft.LoraConfig()}}, "would train unrouted"),
+    "static graph": (UNFLAGGED, {"ddp_static_graph": True}, "leave ddp_static_graph out"),
     "flags by position": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {}, "give from_flags a function of the batch"),
     "full bf16": (MaskSpec(), {"bf16_full_eval": True}, "would round the adapters"),
     "step in the backward": (MaskSpec(), {"optim": "galore_adamw_layerwise"}, "steps inside of the backward"),
@@ -557,6 +570,20 @@ def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) ->
     model.name_or_path = str(tmp_path)
     with pytest.raises(ValueError, match=r"vLLM does not compute in torch.float16: choose from float32, bfloat16"):
         make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    args = config(tmp_path)
+    args.deepspeed = {"zero_optimization": {"stage": 2}}  # GRPOConfig itself takes it only where DeepSpeed is installed
+    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
+        RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
+
+
+def test_a_group_mean_needs_every_reward(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, UNFLAGGED)
+    trainer.reward_funcs = [lambda completion_ids, **_columns: [None, *reward(completion_ids)[1:]]]
+    with pytest.raises(ValueError, match="every reward function returned None for one"):
+        trainer.train()
 
 
 def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
