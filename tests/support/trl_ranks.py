@@ -158,7 +158,7 @@ def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
 
 def strangers(out: Path) -> None:
     """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each."""
-    rank, told = PartialState().process_index, []
+    rank, told = int(os.environ["RANK"]), []
     for rule, own in ((MaskSpec(), {}), (MaskSpec(), {"record": Told() if rank else None}), (MaskSpec(shuffle=True), {})):
         model: Any = make_family("Llama")
         adapters = LORA if told else attach(model, "blocks.*", spec=LORA, generator=torch.Generator().manual_seed(rank))
