@@ -31,6 +31,7 @@ from mi_route2.architectures import (
 )
 from mi_route2.checks import checked
 
+UNQUANTIZED = "load the base model in bfloat16 or float32, without quantization_config"
 _SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
 _POINTS = (*POINTS, *ADAPTER_POINTS)
@@ -225,7 +226,10 @@ def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, lin
         name, at = f"blocks.{layer}.{linear}", architecture.linears[linear]
         path = f"{architecture.blocks}.{layer}.{at.path}"
     module = module_at(model, architecture, path)
-    weight = module.get_parameter("weight")
+    try:
+        weight = module.get_parameter("weight")
+    except AttributeError as error:
+        raise ValueError(f"{name} is a {type(module).__name__} without a weight: {UNQUANTIZED}") from error
     width = weight.shape[1 if at.transposed else 0]
     rows = None if at.fused is None else fused_rows(at, width, heads(model, "q"))
     return Slot(name, path, module, rows, at.transposed)

@@ -23,7 +23,7 @@ from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import Versions, named, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
-from mi_route2.sites import Slot, matching, no_adapter, slots
+from mi_route2.sites import UNQUANTIZED, Slot, matching, no_adapter, slots
 from mi_route2.validation import AtLeastOne, validated
 
 
@@ -338,6 +338,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SAVES = ("save_pretrained", "push_to_hub")
 
 
@@ -406,20 +407,28 @@ def attach(
 
     Raises:
         KeyError: A pattern matches nothing.
-        ValueError: The count is not ``expect``, the model already has adapters, the rank does not fit, a Linear has two names, or
-            ``fold`` is used with fused Linears.
+        ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear is
+            quantized or has two names, or ``fold`` is used with fused Linears.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
     """
     spec = AdapterSpec() if spec is None else spec
     generator = torch.default_generator if generator is None else generator
+    if of_peft := [name for name, m in model.named_modules() if type(m).__module__.startswith("peft.tuners.")]:
+        raise ValueError(
+            f"PEFT has an adapter at {of_peft[0] or 'this model'}, which no file of these adapters would contain: merge it into "
+            "the base first (merge_and_unload), and give a plain model"
+        )
     if any(isinstance(m, RoutedLinear) for m in model.modules()):
         raise ValueError("this model already has adapters; call adapters.detach() before attaching others")
     linears = slots(model) if known is None else known
     chosen = matching(linears, *patterns, expect=expect)
     if known is None:
         refuse_twice(model, chosen)
+    for name, slot in chosen.items():
+        if (dtype := slot.module.get_parameter("weight").dtype) not in _DTYPES:
+            raise ValueError(f"{name} is quantized ({dtype}), which merging and SVDs would take for numbers: {UNQUANTIZED}")
     if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
         raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
     board = Switchboard(sites=len(chosen))

@@ -39,7 +39,8 @@ _KEYS = ("format", "which", "spec", "base_hash")
 BASES = "bases"
 """Entry of the config: ``{site: SVDKept.basis()}``."""
 _CONFIG_KEYS = (*_KEYS, "sites", "base", "sha256", BASES)
-_TURNED = 0.05
+TURNED = 0.05
+"""Difference of two fingerprints of ``SVDKept.basis`` from which on singular vectors are others."""
 
 
 @runtime_checkable
@@ -248,7 +249,7 @@ def _refuse_other_bases(folder: Path, written: Any, here: dict[str, float]) -> N
     if not isinstance(written, dict) or written.keys() != here.keys():
         raise ValueError(f"{folder / CONFIG} was changed: its {BASES} are not those of its sites")
     for site, value in written.items():
-        if not isinstance(value, float) or not abs(value - here[site]) < _TURNED:
+        if not isinstance(value, float) or not abs(value - here[site]) < TURNED:
             raise ValueError(
                 f"the singular vectors of {site} differ from those where {folder} was written: its weight has equal singular "
                 "values, so that they depend on the LAPACK library; pass a cache_dir with the SVDs from there, or export it there"

@@ -19,6 +19,7 @@ those that a route assigns after the backward. A rollout's ``g_b`` is the gradie
 """
 
 import hashlib
+import inspect
 import json
 import os
 import warnings
@@ -27,7 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ except ModuleNotFoundError as error:
 
 from mi_route2.adapters import Adapters, AdapterSpec, attach, export_peft, load_adapters, save_adapters
 from mi_route2.adapters.gradients import wide
+from mi_route2.adapters.io import TURNED, bases
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.integrations import trl_vllm
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch
@@ -76,6 +78,18 @@ ADAPTERS, DIRECTIONS = "route2_training.safetensors", "route2_directions.safeten
 
 DEEPSPEED = "DeepSpeed reduces and partitions gradients inside of the backward, where a route cannot finish: use DDP or FSDP2"
 COMPILED = "a step under a route runs uncompiled between broken graphs, which costs time and gains none: leave torch_compile out"
+UPLOADS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "clearml": ("CLEARML_LOG_MODEL", "true"),
+        "comet_ml": ("COMET_LOG_ASSETS", "false"),
+        "dagshub": ("HF_DAGSHUB_LOG_ARTIFACTS", "false"),
+        "dvclive": ("HF_DVCLIVE_LOG_MODEL", "false"),
+        "mlflow": ("HF_MLFLOW_LOG_ARTIFACTS", "false"),
+        "swanlab": ("SWANLAB_LOG_MODEL", "false"),
+        "wandb": ("WANDB_LOG_MODEL", "false"),
+    }
+)
+"""Tracker -> the environment variable with which transformers uploads models or checkpoints to it, and its default."""
 RESUMED = (
     "this checkpoint lies between two samplings, and TRL stores neither the completions that it has sampled nor its place among "
     "them: adapters, directions, optimizer and random numbers are restored, but the run will differ from an uninterrupted one"
@@ -241,7 +255,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
         record: Record | None = None,
         **named: Any,
     ):
-        if named.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
+        arguments = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *given, **named).arguments
+        if arguments.get("peft_config") is not None or (not isinstance(model, str) and is_peft_model(model)):
             raise ValueError("adapters= attaches this trainer's own adapters, and PEFT's would train unrouted: give a plain model")
         if args is not None:
             _refuse_settings(args)
@@ -263,6 +278,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         try:
             self.route = self._built(route, pairs)
             self._refuse_route()
+            self._refuse_optimizer(quarantine_lr)
             if vllm:
                 trl_vllm.sample_with_vllm(self)
         except (ValueError, ImportError):
@@ -277,8 +293,10 @@ class RoutedGRPOTrainer(GRPOTrainer):
         self._record = record
         self._tapes = ExitStack()
         self._window: _Window | None = None
+        self._alike = False  # whether the processes were compared
         self._unrouted: dict[str, Tensor] = {}
-        self._rewards, self._examples = torch.empty(0), list[dict[str, Any]]()
+        self._rewards, self._completions = torch.empty(0), list[list[int]]()
+        self._sampled: list[tuple[Mapping[str, Any], list[int]]] = []
         self.add_callback(_Watch(self))
 
     # ---- construction
@@ -371,6 +389,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             _refuse_fsdp(self.accelerator.state.fsdp_plugin)
         if getattr(self.accelerator, "parallelism_config", None) is not None:
             raise ValueError("a rollout that is split over processes has no whole gradient to flag: leave parallelism_config out")
+        if self.is_distributed_loading_by_transformers:
+            raise ValueError("a model that from_pretrained has sharded was never tried with a route: let accelerate's FSDP2 do it")
 
     def _refuse_route(self) -> None:
         spec, args = self.route.spec, self.args
@@ -386,12 +406,35 @@ class RoutedGRPOTrainer(GRPOTrainer):
                 f"steps_per_generation={args.steps_per_generation} as a multiple of "
                 f"gradient_accumulation_steps={args.gradient_accumulation_steps}"
             )
+        own = isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged" and self.adapters.has_quarantine
+        if args.ddp_static_graph and (own or args.gradient_accumulation_steps > 1):
+            raise ValueError("a static graph has one backward in a step, and here are several: leave ddp_static_graph out")
+        if isinstance(getattr(self.route, "_given", None), Tensor):
+            raise ValueError(
+                "TRL shuffles the rollouts of a step, so that flags by position would be those of others: give from_flags a "
+                "function of the batch"
+            )
         if not isinstance(spec, MaskSpec | CanarySpec):
             return
         if spec.shuffle and self.accelerator.num_processes > 1:
             raise ValueError("shuffle=True would shuffle the flags of each process apart: train this control in one process")
         if spec.kept_advantage == "unflagged":
             self._refuse_groups()
+
+    def _refuse_optimizer(self, quarantine_lr: float | None) -> None:
+        """Raise ``ValueError`` if an optimizer that the user gave would not do what this trainer's own does."""
+        if self.optimizer is None:
+            return
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        if not {id(p) for parameters in self._both().values() for p in parameters} <= held:
+            raise ValueError(
+                "this optimizer does not hold the adapters, which would learn nothing: attach() them first, and make it of their "
+                "kept_parameters() and quarantine_parameters(); or set optim in GRPOConfig"
+            )
+        if quarantine_lr is not None:
+            raise ValueError("an optimizer of your own gives the quarantine its own rate in a group: leave quarantine_lr out")
+        if getattr(self.route, "want_unrouted", False):
+            raise ValueError("want_unrouted=True needs RoutedAdamW, which the trainer makes: leave optimizers out")
 
     def _refuse_groups(self) -> None:
         """Raise ``ValueError`` unless each optimizer step of a process has whole groups, with advantages of our definition."""
@@ -421,8 +464,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
         with self.adapters.reference():
             return self.model(**inputs)
 
-    def _calculate_rewards(self, *given: Any, **named: Any) -> Tensor:
-        self._rewards = super()._calculate_rewards(*given, **named)
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]) -> Tensor:
+        self._completions = completion_ids_list
+        self._rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -436,7 +480,8 @@ class RoutedGRPOTrainer(GRPOTrainer):
             first = self.accelerator.process_index * len(inputs)
             own = torch.arange(first, first + len(inputs), device=rewards.device)
             output |= {"rewards": rewards[own], "groups": own // self.num_generations, "rollout": own - first}
-            self._examples = inputs
+            # What the rewards were computed on: the masks of the batch leave out what nothing is learned from.
+            self._sampled = list(zip(inputs, self._completions, strict=True))
         return output
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -455,12 +500,44 @@ class RoutedGRPOTrainer(GRPOTrainer):
         batch = self._batch({name: torch.cat([part[name] for part in micro]) for name in _COLUMNS if name in micro[0]})
         step = self.state.global_step
         overlap = self.route.refresh(self.policy, step)
+        self._refuse_step(batch)
         generator = torch.Generator().manual_seed(_seed(self.args.seed, "route", step, self.accelerator.process_index))
         context = StepContext(generator, micro=len(micro[0]["advantages"]))
         routed = self.route.begin(self.policy, batch, context)
         each = len(routed.parts) // count
         parts = [routed.parts[i : i + each] for i in range(0, len(routed.parts), each)]
         self._window = _Window(routed, batch, torch.cat([part["rollout"] for part in micro]), parts, overlap)
+
+    def _refuse_step(self, batch: TrainBatch) -> None:
+        """Raise ``ValueError`` if processes differ, or a group is not whole; all processes must call this."""
+        spec = self.route.spec
+        if isinstance(spec, MaskSpec | CanarySpec) and spec.kept_advantage == "unflagged":
+            sizes = batch.groups.unique(return_counts=True)[1]
+            if bool((sizes != self.num_generations).any()):  # accelerate may cut batches otherwise than GRPOConfig says
+                raise ValueError(
+                    f"kept_advantage='unflagged' needs whole groups of {self.num_generations} in each optimizer step of a process, "
+                    f"but one has {int(sizes.min())} here: leave split_batches out of accelerator_config"
+                )
+        if self._alike or self.accelerator.num_processes == 1:
+            return
+        digest = hashlib.sha256()
+        for name, t in self.adapters.tensors().items():
+            digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
+            digest.update(t.cpu().contiguous().view(torch.uint8).numpy())
+        directions, turned = self.route.directions, bases(self.adapters)
+        pairs = None if directions is None else directions.provenance.pairs_hash
+        given = (digest.hexdigest(), [*turned.values()], [repr(self.route.spec), pairs, self._record is None])
+        first, *others = gather_object([given])
+        if any(one[0] != first[0] or any(abs(u - v) >= TURNED for u, v in zip(one[1], first[1])) for one in others):
+            raise ValueError(
+                "the adapters of the processes differ, so that their mean gradient is that of none: give an AdapterSpec, or "
+                "attach() with a generator of the same seed, and a cache_dir for SVDs"
+            )
+        if any(one[2] != first[2] for one in others):
+            raise ValueError(
+                "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
+            )
+        self._alike = True
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
         dtype = next(
@@ -551,11 +628,11 @@ class RoutedGRPOTrainer(GRPOTrainer):
     def _tell(self, window: "_Window", scores: Tensor | None, flags: Tensor | None) -> None:
         """Call the recorder on the main process with the rollouts of all processes."""
         assert self._record is not None
-        batch = window.batch
+        batch, sampled = window.batch, [self._sampled[i] for i in window.rollout.tolist()]
         columns: dict[str, list[Any] | None] = {
-            "examples": [self._examples[i] for i in window.rollout.tolist()],
-            "completions": self._tokenizer.batch_decode(batch.rollouts.completions(), skip_special_tokens=True),
-            "completion_ids": batch.rollouts.completions(),
+            "examples": [example for example, _ in sampled],
+            "completions": self._tokenizer.batch_decode([ids for _, ids in sampled], skip_special_tokens=True),
+            "completion_ids": [ids for _, ids in sampled],
             "rewards": batch.rewards.tolist(),
             "advantages": batch.advantages.tolist(),
             "scores": None if scores is None else scores.tolist(),
@@ -603,12 +680,12 @@ class RoutedGRPOTrainer(GRPOTrainer):
 
     # ---- evaluation, files
 
-    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Evaluate the deployed model, with the quarantine off."""
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        """Evaluate, or predict with, the deployed model, with the quarantine off."""
         if self.is_fsdp_enabled and not sharded_modules(self.model):
             raise ValueError("FSDP2 shards a model together with its optimizer, in train(): call evaluate() after it")
         with self.adapters.deployed():
-            return super().evaluate(*given, **named)
+            return super().evaluation_loop(*given, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the deployed adapter as a PEFT folder, with the tokenizer; no file of it contains the quarantine.
@@ -719,7 +796,8 @@ def _refuse_settings(args: GRPOConfig) -> None:
     reasons = {
         "use_transformers_continuous_batching": "continuous batching casts adapters to half precision: leave it out",
         "sync_ref_model": "the reference is the base model itself, and cannot move: leave sync_ref_model out",
-        "fp16": "fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True",
+        "fp16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
+        "bf16_full_eval": "evaluate() would round the adapters themselves to half precision, and for good: leave it out",
         "torch_compile": COMPILED,
         "auto_find_batch_size": "a step that ran out of memory cannot be begun again: choose per_device_train_batch_size",
     }
@@ -728,8 +806,17 @@ def _refuse_settings(args: GRPOConfig) -> None:
     for name, reason in reasons.items():
         if getattr(args, name):
             raise ValueError(reason)
+    if args.mixed_precision == "fp16":  # also if the launcher says so
+        raise ValueError("fp16 scales losses, and a flag would be decided on gradients that overflow: use bf16=True")
     if args.deepspeed is not None:
         raise ValueError(DEEPSPEED)
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "layerwise" in optim or "lomo" in optim:
+        raise ValueError(f"{optim} steps inside of the backward, where a route has not decided yet: use optim='adamw_torch'")
+    for tracker, (variable, usual) in UPLOADS.items():
+        uploads = os.environ.get(variable, usual).lower() not in ("", "0", "off", "no", "none", "false")
+        if uploads and tracker in (args.report_to or ()):
+            raise ValueError(f"{variable} uploads checkpoints, which hold the quarantine: set it to false")
     if args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower():
         raise ValueError("checkpoints hold the quarantine and must not be uploaded: use hub_strategy='every_save' or 'end'")
     if args.load_best_model_at_end and args.save_only_model:

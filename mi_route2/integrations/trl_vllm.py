@@ -16,7 +16,7 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from mi_route2.adapters import Adapters
 from mi_route2.vllm.facts import imported
-from mi_route2.vllm.sampler import PolicyLora, lora_settings, own_threads, refuse_stale
+from mi_route2.vllm.sampler import PolicyLora, demand_dtype, lora_settings, own_threads, refuse_stale
 
 PLAIN: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -88,7 +88,7 @@ def sample_with_vllm(trainer: Any) -> None:
     """Start vLLM for a trainer that was made without it.
 
     Raises:
-        ValueError: The model has no folder of its base, or vLLM cannot run its adapters.
+        ValueError: The model has no folder of its base, or vLLM cannot run its adapters or its dtype.
     """
     args, base = trainer.args, trainer.model.name_or_path
     if trainer.is_fsdp_enabled:
@@ -98,9 +98,11 @@ def sample_with_vllm(trainer: Any) -> None:
             f"vLLM reads the base model from a folder, and this model's name_or_path is {base!r}: save it before adapters are "
             "attached, and give the trainer the folder"
         )
+    dtype = torch.bfloat16 if args.bf16 else trainer.model.dtype
+    demand_dtype(dtype)
     trainer.vllm_generation = PolicyGeneration(
         trainer.adapters,
-        torch.bfloat16 if args.bf16 else trainer.model.dtype,
+        dtype,
         model=trainer.model,
         accelerator=trainer.accelerator,
         processing_class=trainer.processing_class,

@@ -34,6 +34,13 @@ TOLERANCE: Mapping[torch.dtype, tuple[float, float]] = MappingProxyType({torch.f
 """Dtype of vLLM -> how far log-probabilities may be from torch's, in the mean over tokens and at one (``docs/vllm.md``)."""
 
 
+def demand_dtype(dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` for a dtype in which vLLM's log-probabilities were never compared with torch's."""
+    if dtype not in TOLERANCE:
+        names = ", ".join(str(known).removeprefix("torch.") for known in TOLERANCE)
+        raise ValueError(f"vLLM does not compute in {dtype}: choose from {names}")
+
+
 def lora_settings(adapters: Adapters) -> dict[str, Any]:
     """Return the settings of ``vllm.LLM`` under which it can run the adapters, now and after any training.
 
@@ -153,9 +160,7 @@ class VllmSampler:
     """
 
     def __init__(self, base: Path | str, *, dtype: torch.dtype, checked: int = 4, **settings: Any):
-        if dtype not in TOLERANCE:
-            names = ", ".join(str(known).removeprefix("torch.") for known in TOLERANCE)
-            raise ValueError(f"vLLM does not compute in {dtype}: choose from {names}")
+        demand_dtype(dtype)
         if checked < 1:
             raise ValueError(f"checked is {checked}: without a check stale adapters would not be noticed, choose at least 1")
         self._base, self._dtype, self._checked, self._settings = base, dtype, checked, settings

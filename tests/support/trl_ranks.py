@@ -5,6 +5,7 @@ accelerate launch --config_file FSDP.yaml ... trl_ranks.py OUT PORT
     OUT/<how>/<case>-<rank>.safetensors     gradients of each optimizer step, and final weights
     OUT/<how>/<case>.json                   what was flagged in each step
     OUT/run                                 what a run on a sharded model left: see ``run``
+    OUT/refused-<rank>.json                 the sentences with which processes that differ were refused
 
 How: two processes under DDP; two and four under FSDP2, as the launcher's configuration has it. An import of TRL takes seconds, so
 the four are forks of the two.
@@ -27,7 +28,7 @@ from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
 
-from mi_route2 import AdapterSpec, MaskRoute, MaskSpec
+from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import save_adapters
 from mi_route2.integrations.trl import RoutedGRPOTrainer
 from mi_route2.routing import EraseSpec
@@ -155,6 +156,20 @@ def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
     assert all(torch.equal(found[0][name], p) for name, p in found[1].items())
 
 
+def strangers(out: Path) -> None:
+    """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each."""
+    rank, told = int(os.environ["RANK"]), []
+    for rule, own in ((MaskSpec(), {}), (MaskSpec(), {"record": Told() if rank else None}), (MaskSpec(shuffle=True), {})):
+        model: Any = make_family("Llama")
+        adapters = LORA if told else attach(model, "blocks.*", spec=LORA, generator=torch.Generator().manual_seed(rank))
+        settings: dict[str, Any] = {"model": model, "kind": Sharding, "size": GROUP * PROMPTS // 2, "own": own}
+        try:
+            make_trainer(out / "trainer", rule, adapters, **settings)[0].train()
+        except ValueError as error:
+            told.append(str(error))
+    (out / f"refused-{rank}.json").write_text(json.dumps(told))
+
+
 def fork(processes: int, port: str, target: Callable[..., None], *given: Any) -> None:
     """Run ``target`` in ``processes`` forks of the launched processes, of which each starts its share."""
     context, share = multiprocessing.get_context("fork"), processes // int(os.environ["WORLD_SIZE"])
@@ -181,6 +196,7 @@ def main(out: Path, port: str) -> None:
         ranked(out / "ddp-2", 2, RoutedGRPOTrainer, HOWS["ddp-2"])
     ranked(out / "fsdp-2", 2, Sharding, HOWS["fsdp-2"])
     run(out / "run", Sharding, 2)
+    strangers(out)
     PartialState().destroy_process_group()
 
 

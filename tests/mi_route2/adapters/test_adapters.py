@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -309,6 +310,18 @@ def test_attaching_twice_is_an_error() -> None:
     policy = make_policy(SPECS["svd"])
     with pytest.raises(ValueError, match="already has adapters"):
         attach(policy.model, "blocks.*", generator=torch.Generator())
+
+
+def test_a_quantized_linear_is_refused() -> None:
+    """Merging and an SVD would take its codes for weights; some libraries do not even call them weight."""
+    model = make_model()
+    linear: Any = select(model, "blocks.1.attn.q")["blocks.1.attn.q"].module
+    linear.weight = nn.Parameter(torch.zeros(linear.weight.shape, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"blocks.1.attn.q is quantized \(torch.int8\).* load the base model in bfloat16"):
+        attach(model, "blocks.*", spec=SPECS["lora"])
+    del linear.weight
+    with pytest.raises(ValueError, match=r"blocks.1.attn.q is a Linear without a weight: load the base model in bfloat16"):
+        attach(model, "blocks.*", spec=SPECS["lora"])
 
 
 def test_a_linear_under_two_names_is_refused() -> None:

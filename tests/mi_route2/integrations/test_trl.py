@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from tiny_trl import (
     our_policy,
     pairs,
     reward,
+    rollouts,
     tokenizer,
     weights,
 )
@@ -228,6 +229,17 @@ def test_several_processes_learn_what_one_learns(how: str, case: str, ranks: Pat
         {f"weights/{name}": p for name, p in weights(policy.adapters).items()},
         {name: p for name, p in expected.items() if name.startswith("weights")},
     )
+
+
+def test_processes_that_differ_are_refused(ranks: Path) -> None:
+    """On all of them, or some would wait for the others for ever."""
+    told = [json.loads((ranks / f"refused-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1]
+    assert [sentence.partition(":")[0] for sentence in told[0]] == [
+        "the adapters of the processes differ, so that their mean gradient is that of none",
+        "the routes, pairs or recorders of the processes differ",
+        "shuffle=True would shuffle the flags of each process apart",
+    ]
 
 
 def test_a_sharded_model_samples_evaluates_and_saves_what_a_whole_one_does(ranks: Path, tmp_path: Path) -> None:
@@ -430,6 +442,23 @@ def test_a_recorder_reads_every_rollout_with_its_flag(tmp_path: Path) -> None:
     assert [log["mine"] for log in seen.logs if "mine" in log] == [0.0, 1.0]
 
 
+def test_a_recorder_reads_what_was_rewarded(tmp_path: Path) -> None:
+    """Also tokens from which nothing is learned: those of a tool, and those of completions that reached the longest length."""
+    steps: list[RoutedStep] = []
+
+    def with_a_tool(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        given = rollouts(prompts, trainer)
+        return given | {"env_mask": [[i % 2 for i in range(len(ids))] for ids in given["completion_ids"]]}
+
+    own: dict[str, Any] = {"record": lambda step: steps.append(step) or {}}
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), mask_truncated_completions=True, own=own)
+    trainer.rollout_func = with_a_tool
+    trainer.train()
+    for number, step in enumerate(steps):
+        assert sorted(step.completion_ids) == sorted(our_batch(number).rollouts.completions())
+        assert step.rewards == reward(step.completion_ids)
+
+
 def test_a_chat_world_pays_and_its_oracle_only_writes(tmp_path: Path) -> None:
     """TRL's prompts are the world's tokens, its rewards the grader's, and the log holds what was counted by hand."""
     problem, folder = Parity(), tmp_path / "model"
@@ -487,7 +516,8 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
     trainer.reward_funcs, trainer.eval_dataset = [which], trainer.train_dataset
     trainer.train()
     trainer.evaluate()
-    assert on == ["kept, quarantine", "kept", "kept"]
+    trainer.predict(trainer.train_dataset)
+    assert on == ["kept, quarantine", *["kept"] * 4]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
@@ -527,6 +557,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "vllm in parts": (MaskSpec(), {"use_vllm": True, "vllm_tensor_parallel_size": 2}, "use vllm_tensor_parallel_size=1"),
     "vllm without a folder": (MaskSpec(), {"use_vllm": True}, "vLLM reads the base model from a folder"),
     "sync": (MaskSpec(), {"sync_ref_model": True}, "cannot move"),
+    "continuous": (MaskSpec(), {"use_transformers_continuous_batching": True}, "casts adapters to half precision"),
     "compile": (MaskSpec(), {"torch_compile": True}, "costs time and gains none"),
     "groups": (UNFLAGGED, {"size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 4}, "whole groups"),
     "deviation": (UNFLAGGED, {"scale_rewards": "group"}, "not divided by a deviation"),
@@ -537,6 +568,10 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "pairs": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {"own": {"pairs": pairs()}}, "has its own pairs"),
     "no pairs": (MaskSpec(), {"own": {"pairs": None}}, "pass pairs="),
     "peft": (MaskSpec(), {"own": {"peft_config": peft.LoraConfig()}}, "would train unrouted"),
+    "static graph": (UNFLAGGED, {"ddp_static_graph": True}, "leave ddp_static_graph out"),
+    "flags by position": (MaskRoute.from_flags(torch.zeros(8, dtype=torch.bool)), {}, "give from_flags a function of the batch"),
+    "full bf16": (MaskSpec(), {"bf16_full_eval": True}, "would round the adapters"),
+    "step in the backward": (MaskSpec(), {"optim": "galore_adamw_layerwise"}, "steps inside of the backward"),
     "another model": (MaskSpec(), {"spec": attach(make_family("Llama"), "blocks.*", spec=LORA)}, "attached to another model"),
 }
 
@@ -550,6 +585,27 @@ def test_what_cannot_be_routed_is_refused_in_one_sentence(case: str, tmp_path: P
         make_trainer(tmp_path, rule, model=model, **settings)
     assert "\n" not in str(error.value)
     attach(model, "blocks.*", spec=LORA)
+
+
+def test_a_dtype_that_was_never_compared_with_vllm_is_refused(tmp_path: Path) -> None:
+    model = make_family("Llama", torch.float16)
+    model.name_or_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"vLLM does not compute in torch.float16: choose from float32, bfloat16"):
+        make_trainer(tmp_path, OpenSpec(), model=model, use_vllm=True)
+
+
+def test_deepspeed_is_refused(tmp_path: Path) -> None:
+    args = config(tmp_path)
+    args.deepspeed = {"zero_optimization": {"stage": 2}}  # GRPOConfig itself takes it only where DeepSpeed is installed
+    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
+        RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
+
+
+def test_a_group_mean_needs_every_reward(tmp_path: Path) -> None:
+    trainer, _ = make_trainer(tmp_path, UNFLAGGED)
+    trainer.reward_funcs = [lambda completion_ids, **_columns: [None, *reward(completion_ids)[1:]]]
+    with pytest.raises(ValueError, match="every reward function returned None for one"):
+        trainer.train()
 
 
 def test_processes_that_would_train_each_for_itself_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -581,13 +637,62 @@ def test_evaluation_before_a_model_is_sharded_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setenv("FSDP_VERSION", "2")
     trainer, _ = make_trainer(tmp_path, OpenSpec(), kind=Sharding)
     with pytest.raises(ValueError, match=r"in train\(\): call evaluate\(\) after it"):
-        trainer.evaluate()
+        trainer.evaluate(trainer.train_dataset)
 
 
-def test_a_compiler_of_the_launcher_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
-    with pytest.raises(ValueError, match="leave torch_compile out"):
-        make_trainer(tmp_path, OpenSpec())
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("ACCELERATE_DYNAMO_BACKEND", "EAGER", "leave torch_compile out"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "fp16 scales losses"),
+        ("WANDB_LOG_MODEL", "checkpoint", "WANDB_LOG_MODEL uploads"),
+    ],
+)
+def test_settings_of_the_launcher_are_refused_too(
+    variable: str, value: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with pytest.raises(ValueError, match=why):
+        make_trainer(tmp_path, OpenSpec(), report_to=["wandb"])
+
+
+def test_an_optimizer_of_ones_own_holds_the_adapters(tmp_path: Path) -> None:
+    """One that was made before they were attached would train nothing, without an error."""
+    model = make_family("Llama")
+    with pytest.raises(ValueError, match="does not hold the adapters"):
+        make_trainer(tmp_path, OpenSpec(), model=model, own={"optimizers": (torch.optim.SGD(model.parameters(), 0.1), None)})
+    adapters = attach(model, "blocks.*", spec=LORA)
+    both = [*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()]
+    own: dict[str, Any] = {"optimizers": (torch.optim.SGD(both, 0.1), None)}
+    with pytest.raises(ValueError, match="gives the quarantine its own rate"):
+        make_trainer(tmp_path, OpenSpec(), adapters, model=model, own=own)
+    trainer, _ = make_trainer(tmp_path, OpenSpec(), adapters, model=model, own=own | {"quarantine_lr": None})
+    before = weights(adapters)
+    trainer.train()
+    assert any(not torch.equal(p, before[name]) for name, p in weights(adapters).items())
+
+
+@pytest.mark.parametrize("how", ["injected", "positional"])
+def test_adapters_of_peft_in_the_model_are_refused(how: str, tmp_path: Path) -> None:
+    """As a model has them that was loaded from a folder that PEFT, or this trainer, wrote."""
+    model: Any = make_family("Llama", torch.float32)
+    lora, given = peft.LoraConfig(target_modules=["q_proj"]), []
+    if how == "injected":
+        model.add_adapter(lora)
+    else:
+        given = [None, tokenizer(), None, None, (None, None), None, lora]
+    with pytest.raises(ValueError, match="give a plain model"):
+        RoutedGRPOTrainer(
+            model,
+            reward,
+            config(tmp_path),
+            Dataset.from_dict({"prompt": TEXTS}),
+            *given,
+            **({} if given else {"processing_class": tokenizer()}),
+            adapters=LORA,
+            route=OpenSpec(),
+        )
 
 
 def test_sharded_adapters_are_refused(tmp_path: Path) -> None:
