@@ -523,7 +523,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         digest = hashlib.sha256()
         for name, t in self.adapters.tensors().items():
             digest.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-            digest.update(t.cpu().contiguous().view(torch.uint8).numpy())
+            digest.update(t.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         directions, turned = self.route.directions, bases(self.adapters)
         pairs = None if directions is None else directions.provenance.pairs_hash
         given = (digest.hexdigest(), [*turned.values()], [repr(self.route.spec), pairs, self._record is None])
