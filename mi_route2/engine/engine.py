@@ -185,6 +185,9 @@ class Engine:
         self._owners: Counter[str] = Counter()
         self._arrivals = 0
         self._done: list[Result] = []
+        self._untold: list[Event] = []
+        """Events of requests that were submitted before a ``generate``, from its steps."""
+        self._stepping = False
 
     @property
     def steering(self) -> SteeringState:
@@ -196,8 +199,11 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """True if a step would do something: a request runs or waits and is not paused, or a result was not returned yet."""
-        return bool(self._done or (self._going if self.paused else self._sequences))
+        """True if a step would do something.
+
+        A request runs or waits and is not paused, the deadline of a paused one has passed, or a result was not returned yet.
+        """
+        return bool(self._done or (self._going or self._overdue() if self.paused else self._sequences))
 
     @property
     def resources(self) -> dict[str, int]:
@@ -276,8 +282,8 @@ class Engine:
     def generate(self, requests: Iterable[Request], *, progress: bool = True) -> list[Result]:
         """Run ``requests`` and return their results in order. A progress bar counts tokens if this takes more than three seconds.
 
-        If a request is refused, or anything else raises, none of these requests stays in the engine. Results of requests that were
-        submitted before are returned by the next ``step``.
+        If a request is refused, or anything else raises, none of these requests stays in the engine. Results and events of requests
+        that were submitted before come with the next ``step``.
 
         Raises:
             RuntimeError: the engine is paused.
@@ -287,6 +293,7 @@ class Engine:
         most: dict[int, int] = {}
         found: dict[int, Result] = {}
         others: list[Result] = []
+        untold: list[Event] = []
         owners = set(self._owners)
         with unbroken() as let_through:
             try:
@@ -301,6 +308,7 @@ class Engine:
                             )
                         before = self.tokens
                         done = self.step()
+                        untold += [event for event in self.events if event.request not in most]
                         ended = {one.request: one for one in done if one.request in most}
                         others += [one for one in done if one.request not in most]
                         found |= ended
@@ -311,7 +319,7 @@ class Engine:
                 self._withdraw(most, owners)
                 raise
             finally:
-                self._done = others + self._done
+                self._done, self._untold = others + self._done, untold + self._untold
         return [found[number] for number in most]
 
     @torch.no_grad()
@@ -321,15 +329,22 @@ class Engine:
         An interrupt (Ctrl-C) is raised when the step is done; the next one goes on and returns the results.
 
         Raises:
-            RuntimeError: the model changed while requests run, so that their keys and values are those of another model.
+            RuntimeError: the model changed while requests run, so that their keys and values are those of another model, or a step
+                is being run already, which has called a controller.
         """
+        if self._stepping:
+            raise RuntimeError("a step cannot be run within a step: submit(request) there, and it runs from the next step on")
         with unbroken():
-            self._step()
+            self._stepping = True
+            try:
+                self._step()
+            finally:
+                self._stepping = False
         done, self._done = self._done, []
         return done
 
     def _step(self) -> None:
-        self.events = []
+        self.events, self._untold = self._untold, []
         self._expire()
         if self._going if self.paused else self._sequences:
             if not self.alive:
@@ -394,10 +409,14 @@ class Engine:
         if moved:
             self.scheduler.sort()
 
+    def _overdue(self) -> list[EngineRequest]:
+        """Return the requests whose deadline has passed."""
+        now = monotonic() if self._deadlines else 0.0
+        return [one for one, ends in self._deadlines.items() if ends <= now]
+
     def _expire(self) -> None:
         """End the requests whose deadline has passed."""
-        now = monotonic() if self._deadlines else 0.0
-        for one in [one for one, ends in self._deadlines.items() if ends <= now]:
+        for one in self._overdue():
             asked = one.request.deadline
             self._end(one, "error", f"its deadline of {asked:g} s has passed, after {one.generated} tokens: give it more time")
 

@@ -85,6 +85,8 @@ class Residents:
             found = [] if one.computed else self._reused(one)
             one.row = self._new_row(max(1, one.computed, len(found) * self.prefixes.block))
         except (KeyError, ValueError, RuntimeError, OSError) as error:
+            if not one.result.preemptions:
+                self.rules.withdraw({one.id})  # it never ran, so it brings nothing about in its conversation
             self.failed.append((one, str(error.args[0]) if error.args else str(error)))
             return "drop"
         self._reserved += cost

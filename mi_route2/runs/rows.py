@@ -124,6 +124,11 @@ def token_ids(run: str, tokens: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(int, given))
 
 
+def is_position(given: object) -> bool:
+    """Return whether this is a whole number of 64 bits, as which positions are stored."""
+    return not isinstance(given, bool) and isinstance(given, int | np.integer) and -(2**63) <= int(given) < 2**63
+
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FIRST_ROWS, LARGEST_BLOCK = 8, 4 << 20
 
@@ -236,8 +241,8 @@ class SiteRows:
     def at(self, positions: Sequence[int]) -> Tensor:
         """Return the rows ``[n, ...]`` at ``positions``, in the order given; ``KeyError`` names a missing one and the nearest."""
         given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
-        if wrong := [one for one in given if isinstance(one, bool) or not isinstance(one, int | np.integer)]:
-            raise ValueError(f"{wrong[0]!r:.60} is not a position of {self._name}: give whole numbers, as [4, 0]")
+        if wrong := [one for one in given if not is_position(one)]:
+            raise ValueError(f"{wrong[0]!r:.60} is not a position of {self._name}: give whole numbers below 2**63, as [4, 0]")
         wanted = torch.tensor(given, dtype=torch.int64)
         rank = torch.searchsorted(self._sorted, wanted).clamp_max(len(self._sorted) - 1)
         if len(absent := wanted[self._sorted[rank] != wanted]):

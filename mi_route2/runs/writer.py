@@ -12,8 +12,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from mi_route2.runs.disk import Disk, Stored
-from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held, token_ids
-from mi_route2.sites import Site
+from mi_route2.runs.rows import A_RUN, DTYPES, About, Chunk, Growing, Held, held, is_position, token_ids
+from mi_route2.sites import Site, demand_site
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,11 @@ class Writer:
     def _checked(self, site: Site, positions: Sequence[int], rows: Tensor) -> Sequence[int]:
         """Return the positions; ``ValueError`` if they or the rows do not fit."""
         self._demand_open()
+        demand_site(site, f"run {self.run!r}")
         given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else positions
         for one in given:
-            if isinstance(one, bool) or not isinstance(one, int | np.integer):
-                raise self._wrong(site, f"position {one!r:.40}: positions are whole numbers")
+            if not is_position(one):
+                raise self._wrong(site, f"position {one!r:.40}: positions are whole numbers below 2**63")
         places = array("q", given)
         if rows.ndim == 0 or len(rows) != len(places):
             raise self._wrong(site, f"{len(places)} positions for rows of shape {list(rows.shape)}: give one for each row")

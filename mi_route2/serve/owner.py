@@ -30,6 +30,7 @@ from mi_route2.patching.grid import Grid
 from mi_route2.patching.sweep import Finished, Sweep, prepare
 
 T = TypeVar("T")
+S = TypeVar("S", bound="Source[Any]")
 
 GONE = "the engine's thread has ended"
 IDLE, FRESH = 0.5, 0.05
@@ -84,7 +85,8 @@ class Source(Generic[T]):
 
     def _put(self, items: list[T], ended: bool) -> None:
         """Take what the thread produced; runs on the client's loop."""
-        if len(self._items) + len(items) > self._backlog and not ended:
+        # What comes now is not counted: one delivery may be larger than the backlog, which is no fault of the reader's.
+        if len(self._items) > self._backlog and not ended:
             self.slow = True
             self._items.clear()
             self.cancel()
@@ -218,6 +220,8 @@ class Owner:
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Run ``function`` on the thread between two steps, and return what it returns.
 
+        It may use ``generate`` but not ``step``, which returns results that streams wait for.
+
         Raises:
             RuntimeError: the thread has ended.
             Exception: whatever ``function`` raises.
@@ -248,13 +252,13 @@ class Owner:
         """
         stream = Stream(self, asyncio.get_running_loop(), self._backlog)
 
-        def admit(engine: Engine) -> None:
+        def admit(engine: Engine) -> Stream:
             self._open()
             stream.number = engine.submit(request)
             self._streams[stream.number] = stream
+            return stream
 
-        await self._wait(admit, stream)
-        return stream
+        return await self._admitted(admit)
 
     async def sweep(self, **given: Any) -> Job:
         """Prepare a patch sweep and return it; ``given`` are the arguments of ``patching.prepare`` without the host.
@@ -273,7 +277,7 @@ class Owner:
             self._spend(time.perf_counter() - began)
             return job
 
-        return await self.call(admit)
+        return await self._admitted(admit)
 
     async def close(self, drain: float = 10.0) -> None:
         """Refuse new work, let requests and sweeps end for at most ``drain`` seconds, cancel the rest, and end the thread."""
@@ -285,13 +289,15 @@ class Owner:
         while self._thread.is_alive():
             await asyncio.sleep(0.01)
 
-    async def _wait(self, admit: Callable[[Engine], None], stream: Stream) -> None:
-        """Run ``admit``; if the caller is cancelled meanwhile, so is the request that it may have submitted."""
+    async def _admitted(self, admit: Callable[[Engine], S]) -> S:
+        """Return what ``admit`` begins; if the caller is cancelled meanwhile, so is what it may have begun."""
+        begun: list[S] = []
         try:
-            await self.call(admit)
+            await self.call(lambda engine: begun.append(admit(engine)))
         except asyncio.CancelledError:
-            stream.cancel()
+            self._post(lambda: [one.cancel() for one in begun])
             raise
+        return begun[0]
 
     def _open(self) -> None:
         if self._closing:
@@ -331,14 +337,12 @@ class Owner:
             self._bury()
 
     def _obey(self) -> None:
-        """Run the commands that wait; if there is nothing else to do, wait for one."""
-        idle = not (self._engine.busy or self._jobs)
-        try:
-            while True:
-                self._commands.get(timeout=IDLE if idle else None, block=idle)()
-                idle = False
-        except Empty:
-            pass
+        """Run the commands that wait, and none that come meanwhile; if there is nothing else to do, wait for one."""
+        if not (self._engine.busy or self._jobs):
+            with suppress(Empty):
+                self._commands.get(timeout=IDLE)()
+        for _ in range(self._commands.qsize()):
+            self._commands.get_nowait()()
 
     def _step(self) -> None:
         if not self._engine.busy:

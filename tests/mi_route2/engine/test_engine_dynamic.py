@@ -530,6 +530,21 @@ def test_a_generate_that_is_withdrawn_leaves_no_rule_in_its_conversation() -> No
     close(table(engine.generate([later], progress=False)[0]), half)
 
 
+def test_a_request_that_fails_before_it_runs_leaves_no_rule_in_its_conversation() -> None:
+    host, store = host_of(), RunStore()
+    engine = Engine(host, store=store)
+    engine.submit(
+        Request(PROMPT, greedy(2), rules=(Rule("rest_of_conversation", attenuate=0.5),), conversation="c", run="run",
+                capture=(Capture(SITE),))
+    )  # fmt: skip
+    with store.writing("run", weights="w"):
+        (failed,) = engine.step()
+    assert (failed.finish, failed.ids) == ("error", [])
+    later = Request(PROMPT, greedy(3), steering=Steering(decode=(Steer(SITE, VECTOR),)), conversation="c")
+    (result,) = engine.generate([later], progress=False)
+    close(table(result), by_hand(host, PROMPT, 3, {SITE: adding(VECTOR, len(PROMPT))}))
+
+
 def test_an_override_of_a_preempted_request_never_ends_it() -> None:
     host = host_of()
     own, calm = Steering(decode=(Steer(SITE, VECTOR),)), Steering(decode=(Steer(SITE, VECTOR, 2.0),))

@@ -417,6 +417,25 @@ def test_a_controller_that_pauses_the_engine_ends_a_generate_and_not_the_process
     assert not engine.busy
 
 
+@pytest.mark.parametrize("asks", ["step", "generate"])
+def test_a_controller_that_begins_a_step_within_a_step_is_told_so_and_no_request_gets_too_many_tokens(asks: str) -> None:
+    class Judge:
+        name = "judge"
+
+        def on_step(self, view: StepView) -> list[Action]:
+            engine.step() if asks == "step" else engine.generate([Request(PROMPT[:2], Sampling(max_new=1))], progress=False)
+            return []
+
+    host, _ = adapted()
+    engine = Engine(host, controllers=Controllers([Judge()]))
+    asked = [Request(PROMPT, Sampling(max_new=n, temperature=n % 2, seed=1)) for n in (1, 2, 5)]
+    results = engine.generate(asked, progress=False)
+    assert [(one.finish, len(one.ids)) for one in results] == [("length", 1), ("length", 2), ("length", 5)]
+    assert "submit" in str(engine.controllers.snapshot()["recent"][-1]["failed"])
+    assert [one.ids for one in results] == [one.ids for one in Engine(host).generate(asked, progress=False)]
+    assert not engine.busy
+
+
 def test_a_controller_may_cancel_a_request_that_ends_in_this_very_step() -> None:
     class Canceller:
         name = "canceller"

@@ -90,6 +90,17 @@ def test_events_are_the_tokens_and_readings_of_the_result_and_readings_those_of_
     torch.testing.assert_close(torch.tensor([one[SITE] for one in norms.values()]).double(), values.norm(dim=-1), rtol=1e-6, atol=0)
 
 
+def test_events_of_others_during_a_generate_come_with_the_next_step() -> None:
+    engine = Engine(host_of())
+    number, tokens, results = engine.submit(Request(PROMPT, ASK)), [], {}
+    for step in range(10):
+        results |= {one.request: one for one in engine.step()}
+        tokens += [event.token for event in engine.events if event.request == number]
+        if step == 0:
+            engine.generate([Request(PROMPT[:4], Sampling(max_new=2))], progress=False)
+    assert [token.token for token in tokens if token] == results[number].ids
+
+
 def test_requests_with_different_salts_share_no_prefix_and_equal_ones_do() -> None:
     engine = Engine(host_of(), block=4)
     for salt, hit in (("a", 0), ("b", 0), ("a", 8), ("", 0), ("b", 8)):
@@ -126,6 +137,25 @@ def test_a_deadline_ends_a_request_that_runs_or_waits_and_no_other() -> None:
     assert not engine._deadlines
     with pytest.raises(ValueError, match="deadline"):
         Request(PROMPT, deadline=0.0)
+
+
+@pytest.mark.parametrize("mode", ["keep", "finish"])
+def test_a_deadline_passes_in_a_pause_too(mode: Any) -> None:
+    engine = Engine(host_of())
+    if mode == "finish":
+        engine.pause(mode)
+    number, other = engine.submit(Request(PROMPT, ASK, deadline=60.0)), engine.submit(Request(PROMPT, ASK))
+    if mode == "keep":
+        engine.step()
+        engine.pause(mode)
+    assert not engine.busy
+    engine._deadlines = dict.fromkeys(engine._deadlines, 0.0)
+    assert engine.busy
+    (result,) = engine.step()
+    assert (result.request, "deadline of 60 s has passed" in (result.error or "")) == (number, True)
+    assert not engine.busy
+    engine.resume()
+    assert finish(engine)[other].finish == "length"
 
 
 def test_memory_follows_the_tokens_in_use_and_one_long_request_lengthens_no_other() -> None:

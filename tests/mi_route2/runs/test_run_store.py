@@ -336,6 +336,7 @@ wrong = [
     ("cannot be stored as JSON", lambda: store.writing("b", weights="w", meta={1: "a", "1": "b"})),
     *((f"the token {one!r}: give token ids", lambda one=one: writer.add_tokens([3, one])) for one in (1.7, True, "7", -1)),
     *((f"position {one!r}: positions are whole", lambda one=one: writer.append(site, [one], rows)) for one in (1.7, True, "7")),
+    *(("needs a Site, as Site(3, 'resid_pre')", lambda one=one: writer.append(one, [0], rows)) for one in ("blocks.0.mid", None)),
 ]
 for sentence, call in wrong:
     try:
@@ -348,6 +349,15 @@ writer.add_tokens(np.array([7]))
 writer.append(site, torch.tensor([2, 0]), torch.zeros(2, 4))
 writer.close()
 assert (store.runs(), store.info("a").tokens, store.positions("a", site)) == (["a"], (5, 6, 7), [0, 2])
+for one in (2**63, -(2**70)):
+    for call in (lambda: store.rows("a", site, [one]), lambda: store.writing("b", weights="w").append(site, [one], rows)):
+        try:
+            call()
+        except ValueError as error:
+            assert "whole numbers below 2**63" in str(error), error
+        else:
+            raise AssertionError(one)
+    store._writing["b"].abort()
 """
 
 

@@ -194,6 +194,55 @@ def test_a_reader_that_is_too_slow_is_cancelled_and_holds_up_nobody() -> None:
     use(slow, backlog=4)
 
 
+def test_a_reader_that_waits_for_every_event_is_not_too_slow_however_many_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deliveries are further apart with every stream, so that a small backlog is less than one of them."""
+    monkeypatch.setattr(owner_module, "PACE", 0.05)
+
+    async def read(owner: Owner) -> None:
+        async def one() -> None:
+            stream = await owner.submit(Request(PROMPT[:1], Sampling(max_new=40)))
+            ids = [event.token.token async for event in stream if event.token]
+            assert stream.result is not None
+            assert (stream.result.finish, stream.result.ids) == ("length", ids), stream.result.error
+
+        await asyncio.gather(one(), one())
+        assert owner.slow == 0
+
+    use(read, backlog=1)
+
+
+def test_commands_that_never_end_keep_no_stream_from_its_tokens() -> None:
+    """Clients that ask again as soon as they are answered: the next command always waits when one is done."""
+
+    async def ask(owner: Owner) -> None:
+        stream = await owner.submit(Request(PROMPT[:1], Sampling(max_new=8)))
+
+        async def busy() -> None:
+            while stream.result is None:
+                await owner.call(lambda engine: time.sleep(0.004))
+
+        clients = [asyncio.create_task(busy()) for _ in range(4)]
+        try:
+            async with asyncio.timeout(20):
+                assert len([event async for event in stream]) == 8
+        finally:
+            for one in clients:
+                one.cancel()
+
+    use(ask)
+
+
+def test_a_generate_on_the_thread_takes_no_token_from_streams() -> None:
+    async def both(owner: Owner) -> None:
+        stream = await owner.submit(Request(PROMPT, Sampling(max_new=20)))
+        (other,) = await owner.call(lambda engine: engine.generate([Request(PROMPT[:2], Sampling(max_new=3))]))
+        ids = [event.token.token async for event in stream if event.token]
+        assert stream.result is not None
+        assert (ids, len(other.ids)) == (stream.result.ids, 3)
+
+    use(both)
+
+
 def test_a_request_may_be_cancelled_twice_before_its_end_is_noticed() -> None:
     """By its reader's slowness and by the client that goes away, for example."""
 
@@ -245,6 +294,30 @@ def test_cancelled_sweeps_end_with_the_reason_and_free_the_thread() -> None:
         assert again.grid().values.shape == (6, 12)
 
     use(cancel, tokens=24)
+
+
+def test_a_sweep_whose_caller_leaves_while_it_is_prepared_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **given: Any) -> Any:
+        began.set()
+        go_on.wait(60)
+        return prepare(*args, **given)
+
+    monkeypatch.setattr(owner_module, "prepare", slow)
+
+    async def leave(owner: Owner) -> None:
+        asking = asyncio.create_task(owner.sweep(**SWEEP))
+        await asyncio.to_thread(began.wait, 60)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        jobs = await owner.call(lambda _: list(owner._jobs)) if go_on.set() is None else []
+        while owner._jobs:
+            await asyncio.sleep(0.01)
+        assert [job.error for job in jobs] == ["this sweep was cancelled"]
+
+    use(leave, tokens=24)
 
 
 def test_a_thread_that_dies_ends_every_stream_with_its_reason_and_refuses_more() -> None:
