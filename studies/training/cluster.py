@@ -185,6 +185,8 @@ class _Queue:
             handle.result()
         except Exception as error:  # the job's own, with its trace, or submitit's if it ended without a result
             told = re.search(r"JobError: (.*)", str(error))
+            if not told:
+                handle.cancel(check=False)  # a job that Slurm has queued again would run beside the next command's
             if told or not job.finished:
                 lost = LOST.format(state=handle.state.lower(), log=handle.paths.stderr)
                 failure = f"{job.name} at seed {job.seed} failed: {told[1] if told else lost}"
