@@ -208,8 +208,9 @@ class Job:
     @property
     def identity(self) -> str:
         """Hash of everything that the job's result depends on, except for the code."""
+        canaries = [canary.identity for canary in self.canaries]
         described = json.dumps(
-            [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere.values()], sort_keys=True
+            [self.settings.digest, self.seed, self.spec, self.pairs_hash, *self.elsewhere.values(), *canaries], sort_keys=True
         )
         return hashlib.sha256(described.encode()).hexdigest()
 

@@ -29,6 +29,10 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert "steps" not in tiny_job(tmp_path, "vanilla").spec
     assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
     assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
+    before = "5daa3cb0a0f21b760b499ab544ade54f70a5abfd9001b5ac8a76bbb09fb6d291"  # when arms had no canaries
+    assert tiny_job(tmp_path, "vanilla").identity == before
+    other = replace(ARMS["filter-canary"], canaries=("canary-2",))
+    assert tiny_job(tmp_path, other).identity != tiny_job(tmp_path, replace(other, canaries=("canary-10",))).identity
 
 
 def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
