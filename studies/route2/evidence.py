@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 
 from mi_route2.plots import BLUE, GREEN, ORANGE, PAGE_WIDTH, PURPLE, VERMILLION, new_figure, save_figure, style
 from mi_route2.validation import read_object
-from studies.common.publishing import compact, write_texts
+from studies.common.publishing import compact, update_pages, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
@@ -237,7 +237,7 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 
 def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
-    """Write the report of finished run folders; return its files.
+    """Write the report of finished run folders, and fill the pages that show it; return the files.
 
     Raises:
         ValueError: Runs are broken, or two folders are of one preset.
@@ -261,4 +261,6 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
                 found = outcomes(predictions, evidence.preset, evidence.seeded())
                 texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
         written += write_texts(to, texts)
-    return [*written, fronts_figure(every, to / "fronts.png"), coverage_figure(every, to / "coverage.png")]
+    written += [fronts_figure(every, to / "fronts.png"), coverage_figure(every, to / "coverage.png")]
+    pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
+    return [*written, *update_pages(pages)]
