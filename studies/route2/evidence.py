@@ -6,6 +6,7 @@
     <preset>-coverage.md   whether an arm exploits what its canary does not
     <preset>.md            table by information budget
     <preset>-tests.md      predictions and outcomes
+    <preset>-goals.md      goals and whether they were met
     fronts.png             exploit against solve, with the path of ordinary training
     coverage.png           what the canary exploits in each mode, against what the filtered run still exploits there
 
@@ -45,6 +46,8 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
 }
 COVERED = ("canary-one", "filter-canary")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
+MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
+"""Goals of the predictions file: held-out exploit and solve of filter-canary, and by how much its controls exploit more."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
 
 
@@ -143,6 +146,32 @@ def table(evidence: Evidence) -> str:
         if body:
             parts.append(f"**{budget.capitalize()}**\n\n{markdown_table(header, body)}")
     return "\n".join(parts)
+
+
+def goals(evidence: Evidence, arm: str = "filter-canary") -> str:
+    """Return <preset>-goals.md: the goals that were set for an arm before its seeds were run, each with what came out."""
+    exploit, solve = (evidence.summary(arm, metric) for metric in (EXPLOIT, SOLVE))
+    assert exploit["mean"] is not None
+    assert solve["mean"] is not None
+    done = [value for value in exploit["seeds"] if value is not None]
+    within = sum(value <= MOST_EXPLOIT for value in done)
+    inside = stopped_inside(evidence, arm)
+    lines = [
+        f"held-out exploit at most {number(MOST_EXPLOIT)}: {interval(exploit)}, **{_met(exploit['mean'] <= MOST_EXPLOIT)}** "
+        f"({within} of {len(done)} seeds are within it, median {number(exploit['median'])}, worst {number(max(done))})",
+        f"solve at least {number(LEAST_SOLVE)}: {interval(solve)}, **{_met(solve['mean'] >= LEAST_SOLVE)}**",
+        f"no point of ordinary training better in both: **{_met(not inside)}**{f' ({", ".join(inside)})' if inside else ''}",
+    ]
+    for control in (name for name in BUDGETS["controls of the canary"] if name in evidence.values):
+        pairs = zip(evidence.values[control][EXPLOIT], evidence.values[arm][EXPLOIT], strict=True)
+        worse = summary([own - plain if own is not None and plain is not None else None for own, plain in pairs])
+        held = worse["mean"] is not None and worse["mean"] >= LEAST_WORSE
+        lines.append(f"{control} exploits at least {number(LEAST_WORSE)} more: {interval(worse, signed=True)}, **{_met(held)}**")
+    return "".join(f"- {line}.\n" for line in lines)
+
+
+def _met(held: bool) -> str:
+    return "met" if held else "missed"
 
 
 def coverage(evidence: Evidence, arm: str) -> list[tuple[int, str, float, float]]:
@@ -252,6 +281,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
             f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
             f"{evidence.preset}.md": table(evidence),
         }
+        if "filter-canary" in evidence.values:
+            texts[f"{evidence.preset}-goals.md"] = goals(evidence)
         texts[f"{evidence.preset}-coverage.md"] = (
             "\n".join(f"- {coverage_sentence(evidence, arm)}" for arm in COVERED if arm in evidence.values) + "\n"
         )

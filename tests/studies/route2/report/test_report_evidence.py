@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from studies.route2.evidence import Evidence, collect, coverage, coverage_sentence, stopped_inside, table, write_evidence
+from studies.route2.evidence import Evidence, collect, coverage, coverage_sentence, goals, stopped_inside, table, write_evidence
 from studies.route2.report.load import load_runs
 
 pytestmark = pytest.mark.study
@@ -41,6 +41,17 @@ def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
     assert lines["canary-one"][4].strip() == ".500"
     assert lines["canary-one"][7].strip() == "none"
     assert lines["canary-rotated"][7].strip() == "vanilla-10"
+
+
+def test_goals_are_compared_with_means_and_paired_differences() -> None:
+    said = goals(evidence(), "canary-one").splitlines()
+    assert said[0].startswith("- held-out exploit at most .020: .250")
+    assert said[0].endswith("**missed** (1 of 2 seeds are within it, median .250, worst .500).")
+    assert said[1].startswith("- solve at least .850: .700")
+    assert "**missed**" in said[1]
+    assert said[2] == "- no point of ordinary training better in both: **met**."
+    assert said[3].startswith("- canary-rotated exploits at least .300 more: +.100")
+    assert goals(evidence(), "canary-rotated").splitlines()[2].endswith("**missed** (vanilla-10).")
 
 
 def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:
