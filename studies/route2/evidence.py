@@ -156,11 +156,12 @@ def goals(evidence: Evidence, arm: str = "filter-canary") -> str:
     done = [value for value in exploit["seeds"] if value is not None]
     within = sum(value <= MOST_EXPLOIT for value in done)
     inside = stopped_inside(evidence, arm)
+    better = f" ({', '.join(inside)})" if inside else ""
     lines = [
         f"held-out exploit at most {number(MOST_EXPLOIT)}: {interval(exploit)}, **{_met(exploit['mean'] <= MOST_EXPLOIT)}** "
         f"({within} of {len(done)} seeds are within it, median {number(exploit['median'])}, worst {number(max(done))})",
         f"solve at least {number(LEAST_SOLVE)}: {interval(solve)}, **{_met(solve['mean'] >= LEAST_SOLVE)}**",
-        f"no point of ordinary training better in both: **{_met(not inside)}**{f' ({", ".join(inside)})' if inside else ''}",
+        f"no point of ordinary training better in both: **{_met(not inside)}**{better}",
     ]
     for control in (name for name in BUDGETS["controls of the canary"] if name in evidence.values):
         pairs = zip(evidence.values[control][EXPLOIT], evidence.values[arm][EXPLOIT], strict=True)
