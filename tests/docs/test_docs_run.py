@@ -15,6 +15,8 @@ import torch
 import tyro
 from families import make_batch, make_family, make_rollouts
 
+from mi_route2 import AdapterSpec, attach
+from mi_route2.adapters import save_pretrained
 from mi_route2.hosts import open_host
 from mi_route2.routing import Decision, PairBatch
 from mi_route2.sites import Site
@@ -140,6 +142,24 @@ def test_the_blocks_on_hooks_by_name_run() -> None:
     for line, code in found:
         run_block("docs/hosts.md", line, code, namespace | {"Site": Site})
     assert found
+
+
+def test_the_canary_of_its_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("canary-a", "canary-b")):
+        base, generator = make_family("Llama"), torch.Generator().manual_seed(number)
+        adapters = attach(base, "blocks.*", spec=AdapterSpec("lora", rank=2, quarantine="none"), generator=generator)
+        for parameter in adapters.kept_parameters().values():
+            torch.nn.init.normal_(parameter, generator=generator)
+        save_pretrained(adapters, tmp_path / name / "step-40")
+    batch = make_batch(8)
+    given = {"model": make_family("Llama"), "samples": make_rollouts(24), "batch": batch}
+    given["loss_fn"] = lambda logits, part: -(part.advantages[:, None] * part.rollouts.logprobs(logits)).sum()
+    ((line, code),) = blocks(ROOT / "docs/canary.md")
+    run_block("docs/canary.md", line, code, given)
+    assert isinstance(decision := given["decision"], Decision)
+    assert decision.scores is not None
+    assert len(decision.scores) == 8
 
 
 def test_blocks_are_the_python_ones_in_order(tmp_path: Path) -> None:
