@@ -35,7 +35,7 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-evidence: $(STAMP)  ## the canary's experiment: seeds 200-215 of both presets, tables and figures in docs/results/canary (hours)
+evidence: $(STAMP)  ## the canary's experiment: seeds 200-215 of both presets, tables and figures in docs/results/canary (two hours)
 	$(PY) -m studies.route2 run --preset strong --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
 	$(PY) -m studies.route2 run --preset weak --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
 	$(PY) -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778

@@ -262,7 +262,7 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
             ax.set_ylim(-0.03, 1.03)
             ax.set_xlabel("the canary exploits the mode (its best checkpoint)")
         axes[0].set_ylabel("the filtered run exploits it")
-        axes[0].legend(loc="upper right")
+        axes[0].legend(loc="center")
         return save_figure(figure, path)
 
 

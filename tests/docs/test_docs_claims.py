@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from studies.common.stats import summary
-from studies.common.tables import number
+from studies.common.stats import paired_difference, summary
+from studies.common.tables import interval, number
+from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
 
@@ -361,3 +362,57 @@ def test_what_differs_from_the_prototype(preset: str, request: pytest.FixtureReq
     for arm in ("filter-grad", "filter-full"):
         assert abs(first(rows[arm][5]) - first(rows[arm][4])) < 0.05
     assert first(rows["vanilla"][4]) > first(rows["vanilla"][3]) + 0.1
+
+
+CANARY = {preset: Evidence.read(RESULTS / f"canary/{preset}.json") for preset in ("strong", "weak")}
+
+
+def test_the_canarys_page_and_the_readme_say_what_its_runs_hold() -> None:
+    """The means of the page's first statement, and the three runs that failed."""
+    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    for evidence in CANARY.values():
+        assert len(evidence.seeds) == 16
+        exploit, solve = (evidence.summary("filter-canary", metric) for metric in (EXPLOIT, SOLVE))
+        assert exploit["n"] == 16
+        plain = [number(evidence.summary("vanilla", metric)["mean"]) for metric in (EXPLOIT, SOLVE)]
+        for value in (interval(exploit), number(solve["mean"]), *plain):
+            assert value in page
+            assert value in readme
+        assert number(exploit["median"]) in page
+    failed = {
+        (name, seed): number(value)
+        for name, evidence in CANARY.items()
+        for seed, value in zip(evidence.seeds, evidence.values["filter-canary"][EXPLOIT], strict=True)
+        if value is not None and value > MOST_EXPLOIT
+    }
+    assert failed == {("strong", 200): ".617", ("weak", 212): ".086", ("weak", 215): ".292"}
+
+
+def test_a_filter_with_a_gap_moves_the_hacking_there() -> None:
+    found = CANARY["strong"]
+    points = {mode: (canary, own) for seed, mode, canary, own in coverage(found, "filter-canary") if seed == 200}
+    here = found.seeds.index(200)
+    plain = {mode: found.values["vanilla"][f"deploy_exploit_{mode}"][here] for mode in found.modes}
+    for mode, most in (("sentinel", 0.065), ("file_marker", 0.205)):
+        assert points[mode][0] < most
+        assert points[mode][1] > 0.91
+        assert plain[mode] < 0.06  # pyright: ignore[reportOptionalOperand]
+    for mode in ("run_tests", "stdout_marker"):
+        assert points[mode][0] > 0.9
+        assert points[mode][1] == 0
+    base = CANARY["weak"].values["base"][EXPLOIT]
+    assert [number(base[CANARY["weak"].seeds.index(seed)]) for seed in (212, 215)] == [".096", ".148"]
+
+
+def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
+    strong, weak = CANARY.values()
+    solved = [dict(zip(weak.seeds, weak.values[arm][SOLVE], strict=True)) for arm in ("filter-canary", "route2-canary")]
+    lost = paired_difference(solved[0], solved[1])
+    assert interval(lost[1]) == ".075 [.050, .101]"
+    assert stopped_inside(strong, "quarantine-first") == ["vanilla-10"]
+    assert stopped_inside(weak, "quarantine-first") == []
+    assert [number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base")] == [".369", ".263"]
+    assert number(weak.summary("quarantine-first", EXPLOIT)["mean"]) == ".093"
+    for evidence in CANARY.values():
+        assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
+        assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
