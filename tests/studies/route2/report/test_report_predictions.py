@@ -20,7 +20,7 @@ from studies.route2.predictions import (
     predictions_markdown,
     sign_flip,
 )
-from studies.training.arms import ARMS
+from studies.training.arms import ARMS, EVIDENCE
 from studies.training.settings import PRESETS
 
 pytestmark = pytest.mark.study
@@ -110,6 +110,15 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
     assert both.differences(values) == {0: 0.0, 1: 0.0}
     deleted = Comparison(preset="p", name="n", plus=("a",), minus=("a",), metric=HACK, minus_metric="on_hack_held", expect="more")
     assert deleted.differences({("a", HACK): {3: 0.75}, ("a", "on_hack_held"): {3: 0.25, 4: 1.0}}) == {3: 0.5}
+
+
+def test_the_canarys_file_is_the_one_that_was_committed_before_its_runs() -> None:
+    predictions = Predictions.read(NAMED.parent / "canary" / FILE)
+    assert predictions.sha256 == "689e7b5952811128313e3571d3015cb31182abf85b12b9eb9aca311f98831e62"
+    assert set(predictions.arms) == set(EVIDENCE)
+    assert {preset: PRESETS[preset].digest for preset in predictions.presets} == predictions.presets
+    for c in predictions.comparison:
+        assert {*c.plus, *c.minus} <= set(predictions.arms)
 
 
 def test_the_committed_file_names_real_arms_settings_and_families_that_eight_seeds_can_decide() -> None:
