@@ -1,7 +1,7 @@
 """Routes of the study page: tokenization, alignment, patch sweeps cell by cell, one patched answer, and the runs of studies."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +113,19 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         _ended(server, client)
         raise
 
+    left: list[Client] = [client]
+
+    def free() -> None:
+        while left:
+            _ended(server, left.pop())
+
     def ended() -> None:
         job.cancel()
-        _ended(server, client)
+        free()
         note(request, cells=job.sweep.total)
 
     if body.stream:
-        return Events(_told(job, server), ended)
+        return Events(_told(job, server, free), ended)
     try:
         async with cancelled_with(request, [job]):
             async for _ in job:
@@ -219,8 +225,8 @@ def _event(name: str, content: Any) -> str:
     return f"event: {name}\ndata: {dumps(content)}\n\n"
 
 
-async def _told(job: Job, server: Server) -> AsyncGenerator[str, None]:
-    """Yield the events of a sweep: start, cells as they come, the summary."""
+async def _told(job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
+    """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
     sweep = job.sweep
     question = sweep.pair.question
     rows = {target: i for i, target in enumerate(sweep.targets)}
@@ -243,6 +249,7 @@ async def _told(job: Job, server: Server) -> AsyncGenerator[str, None]:
         cells = [[rows[cell.target], columns[cell.position], number(cell.value)] for cell in finished.cells]
         if cells:
             yield _event("cell", {"cells": cells})
+    free()  # whoever has read the summary may ask again, before this response has ended
     try:
         yield _event("summary", _summary(_finished(job, server)))
     except ApiError as error:
