@@ -40,7 +40,7 @@ evidence: $(STAMP)  ## the canary's experiment: seeds 200-215 of both presets, t
 	$(PY) -m studies.route2 run --preset weak --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
 	$(PY) -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778
 
-evidence-quick: $(STAMP)  ## the same on three tuning seeds of one preset, into runs/evidence (fifteen minutes)
+evidence-quick: $(STAMP)  ## the same on three tuning seeds of one preset, into runs/evidence
 	$(PY) -m studies.route2 run --preset strong --seeds 120-122 --arms evidence --workers $(WORKERS) --no-report --out runs/evidence
 	$(PY) -m studies.route2 evidence runs/evidence/strong-88e860b8 --to runs/evidence
 

@@ -28,6 +28,7 @@ from mi_route2.validation import read_object
 from studies.common.publishing import compact, update_pages, write_texts
 from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
+from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
 from studies.route2.publish import mask_quality, provenance
 from studies.route2.report.load import RunSet, load_runs
@@ -35,7 +36,6 @@ from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS, read_rows
 
-EXPLOIT, HACK, SOLVE = "deploy_exploit_held", "deploy_hack_held", "deploy_solve"
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
 PATH = ("base", *STOPPED, "vanilla")
 BUDGETS: Mapping[str, tuple[str, ...]] = {

@@ -413,6 +413,8 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
     assert stopped_inside(weak, "quarantine-first") == []
     assert [number(weak.summary(arm, SOLVE)["mean"]) for arm in ("quarantine-first", "base")] == [".369", ".263"]
     assert number(weak.summary("quarantine-first", EXPLOIT)["mean"]) == ".093"
+    honest = [number(evidence.summary("canary-honest", EXPLOIT)["mean"]) for evidence in CANARY.values()]
+    assert f"exploits in {honest[0]} on `strong`\n  and {honest[1]} on `weak`" in (DOCS / "canary.md").read_text(encoding="utf-8")
     for evidence in CANARY.values():
         assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
         assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
