@@ -6,7 +6,9 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -29,8 +31,8 @@ class Slots:
     """Key-value storage of running requests: a row each, on shelves for lengths that grow by a factor of four.
 
     A shelf has as many rows as are in use, up to a factor of two, and none when it is empty; the rows in use are its first ones. So
-    memory follows the tokens in use, and one long request does not lengthen the rows of others. The rows of one forward must be on
-    one shelf.
+    memory follows the tokens in use, and one long request does not lengthen the rows of others. The first shelf, on which requests
+    begin, may grow at once by those that are ``coming``. The rows of one forward must be on one shelf.
 
     Args:
         layers: number of blocks.
@@ -53,13 +55,13 @@ class Slots:
         device: torch.device | str = "cpu",
         start: int = 256,
     ):
-        self.rows, self.used = rows, 0
+        self.rows, self.used, self.coming = rows, 0, 0
         self.sizes = [min(start, most)]
         while self.sizes[-1] < most:
             self.sizes.append(min(4 * self.sizes[-1], most))
         with torch.inference_mode(False):  # as in _resize
             self._shelves = [torch.zeros(layers, 2, 0, heads, size, width, dtype=dtype, device=device) for size in self.sizes]
-        self._used = [0] * len(self.sizes)
+        self._used, self._written = [0] * len(self.sizes), [0] * len(self.sizes)
         self._position = layers * 2 * heads * width * dtype.itemsize
 
     @property
@@ -87,22 +89,28 @@ class Slots:
             raise RuntimeError(f"a row of {length} positions is longer than any: the longest has {self.sizes[-1]}")
         place = self._used[shelf]
         if place == self._shelves[shelf].shape[2]:
-            self._resize(shelf, min(max(1, 2 * place), self.rows + 1))
+            self._grow(shelf, {place + 1, 2 * place, 0 if shelf else place + self.coming})
+        if place < self._written[shelf]:
+            self._shelves[shelf][:, :, place] = 0
         self._used[shelf] += 1
+        self._written[shelf] = max(self._written[shelf], place + 1)
         self.used += 1
         return shelf * SHELF + place
 
-    def free(self, row: int) -> int | None:
-        """Free ``row``; return the row that was moved into its place, if any."""
-        shelf, place, data, last = self._at(row)
-        if place != last:
-            data[:, :, place] = data[:, :, last]
-        data[:, :, last] = 0
-        self._used[shelf] = last
-        self.used -= 1
-        if last * 4 <= data.shape[2]:
-            self._resize(shelf, 2 * last)
-        return shelf * SHELF + last if place != last else None
+    def free(self, *rows: int) -> dict[int, int]:
+        """Free ``rows``; return the rows that were moved into their places, old to new, in the order in which they were moved."""
+        moved: dict[int, int] = {}
+        for row in sorted(rows, reverse=True):  # the last ones first, so that few are moved
+            shelf, place, data, last = self._at(row)
+            if place != last:
+                data[:, :, place] = data[:, :, last]
+                moved[shelf * SHELF + last] = row
+            self._used[shelf] = last
+            self.used -= 1
+        for shelf in {row // SHELF for row in rows}:
+            if self._used[shelf] * 4 <= self._shelves[shelf].shape[2]:
+                self._resize(shelf, 2 * self._used[shelf])
+        return moved
 
     def move(self, row: int, length: int, keep: int) -> int:
         """Return a new row for this length with the first ``keep`` positions of ``row``, which is still to be freed."""
@@ -139,13 +147,34 @@ class Slots:
             raise RuntimeError(f"row {row} is not in use")
         return shelf, place, self._shelves[shelf], self._used[shelf] - 1
 
+    def _grow(self, shelf: int, sizes: set[int]) -> None:
+        """Resize to the most rows of ``sizes`` for which there is memory."""
+        rows = sorted({min(size, self.rows + 1) for size in sizes if size > self._shelves[shelf].shape[2]})
+        while True:
+            try:
+                return self._resize(shelf, rows.pop())
+            except RuntimeError:
+                if not rows:
+                    raise
+
     def _resize(self, shelf: int, rows: int) -> None:
         old, size = self._shelves[shelf], list(self._shelves[shelf].shape)
         size[2] = rows
         with torch.inference_mode(False):  # a shelf made in inference mode could not be written outside of it
-            new = old.new_zeros(size)  # unused positions stay zero
+            new = _zeros(size, old)
         new[:, :, : self._used[shelf]] = old[:, :, : self._used[shelf]]
-        self._shelves[shelf] = new
+        self._shelves[shelf], self._written[shelf] = new, self._used[shelf]
+
+
+def _zeros(size: list[int], like: Tensor) -> Tensor:
+    """Return zeros; on a CPU they are the operating system's, which have no memory until they are written, nor take time."""
+    if like.device.type != "cpu" or not prod(size):
+        return like.new_zeros(size)
+    try:
+        held = np.zeros(prod(size) * like.dtype.itemsize, dtype=np.uint8)
+    except MemoryError as error:
+        raise RuntimeError(str(error)) from error  # as torch's own allocators do
+    return torch.from_numpy(held).view(like.dtype).view(size)
 
 
 class View:

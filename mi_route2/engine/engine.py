@@ -393,6 +393,7 @@ class Engine:
             if len(self.controllers.sync) > 1 or not self._residents.rules.idle:
                 self.controllers.after_step(self._view(pieces, ran, {one for one, *_ in ended}), self._steering)
         finally:  # a request that has its last token must not get another one, whatever came between
+            self._residents.vacate(one for one, *_ in ended)
             for one, finish, error in ended:
                 if one.id in self._sequences:  # otherwise a controller has cancelled it
                     self._end(one, finish, error)
@@ -436,9 +437,13 @@ class Engine:
         due = set(ran.due)
         for one, start in starts.items():
             new = one.result.tokens[-1] if one in due and one.known > one.computed else None
+            if not (one.request.readings or one.request.norms):
+                if new is not None:
+                    self.events.append(Event(one.id, new))
+                continue
             result, positions = one.result, range(start, one.computed)
-            read = {at: result.readings[at] for at in positions if at in result.readings} if one.request.readings else {}
-            norms = {at: result.norms[at] for at in positions if at in result.norms} if one.request.norms else {}
+            read = {at: result.readings[at] for at in positions if at in result.readings}
+            norms = {at: result.norms[at] for at in positions if at in result.norms}
             if new is not None or read or norms:
                 self.events.append(Event(one.id, new, read, norms))
 
@@ -514,6 +519,7 @@ class Engine:
         if self._state.look():
             self.prefixes.clear()
             self.decoder.forget()
+            self._runner.forget()
             self._steering.found(self.decoder.quarantines())
             self._refit = True
 

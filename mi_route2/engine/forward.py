@@ -21,6 +21,9 @@ from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import patch, wide
 from mi_route2.steering.state import Readings, SteeringState
 
+PREPARED = 16
+"""Sets of sites whose hooks are kept, to be registered again in a later step."""
+
 Sink = Callable[[Tensor], None]
 """Receives the captured rows ``[n, ...]`` of one request at one site."""
 
@@ -69,6 +72,7 @@ class Forward:
         self._decoder, self._steering = decoder, steering
         self._host: Host = decoder.host
         self._hooks: AbstractContextManager[None] | None = None
+        self._prepared: dict[frozenset[Site], AbstractContextManager[None]] = {}
         self._sites: frozenset[Site] = frozenset()
         self._fired: set[Site] = set()
         self._work: dict[Site, Work] = {}
@@ -113,9 +117,16 @@ class Forward:
             return
         wanted = self._sites | missing
         self.close()
-        hooks = self._host.hooks({site: self._edit(site) for site in sorted(wanted)})
+        hooks = self._prepared.get(wanted) or self._host.hooks({site: self._edit(site) for site in sorted(wanted)})
         hooks.__enter__()
         self._hooks, self._sites = hooks, wanted
+        if len(self._prepared) == PREPARED:
+            self._prepared.clear()
+        self._prepared[wanted] = hooks
+
+    def forget(self) -> None:
+        """Drop what was prepared for the model's modules, after a change of the model."""
+        self._prepared.clear()
 
     def _edit(self, site: Site) -> Edit:
         def edit(h: Tensor) -> Tensor | None:
@@ -171,6 +182,7 @@ class Runner:
         self.decoder, self.slots, self.steering = decoder, slots, steering
         self._exact, self._grain = exact, grain
         self._forward = Forward(decoder, steering)
+        self.forget = self._forward.forget
 
     def run(self, pieces: Iterable[tuple[EngineRequest, int]], wants: frozenset[Site] = frozenset()) -> Ran:
         """Compute the pieces; ``wants`` are sites to capture at the last token of each.

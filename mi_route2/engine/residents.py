@@ -66,6 +66,7 @@ class Residents:
 
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
+        self.slots.coming = len(scheduler.waiting)
         try:
             return scheduler.plan(self.admit, self.put_back)
         finally:
@@ -132,13 +133,18 @@ class Residents:
         one.saved = self.slots.save(one.row, one.computed)
         one.result.preemptions += 1
         self.steering.preempted(one.id)
-        self._vacate(one)
+        self._vacate([one])
+
+    def vacate(self, ones: Iterable[EngineRequest]) -> None:
+        """Free the rows of requests that end, at once: one by one, each would take the place of another that ends."""
+        there = [one for one in ones if one.row >= 0]
+        for one in there:
+            self.publish(one)
+        self._vacate(there)
 
     def leave(self, one: EngineRequest) -> None:
         """Release all resources of a request that ended."""
-        if one.row >= 0:
-            self.publish(one)
-            self._vacate(one)
+        self.vacate([one])
         if one.admitted:
             self.steering.release(one.id, stays=True)
             self.rules.release(one.id)
@@ -246,17 +252,20 @@ class Residents:
         salt = self.state.digest + repr((self.exact, one.request.salt)).encode()
         self.prefixes.extend(one.keys, salt, one.tokens, one.acts, blocks, one.prompt if self.exact else None)
 
-    def _vacate(self, one: EngineRequest) -> None:
-        row, one.row = one.row, -1
-        self._reserved -= self.slots.cost(one.reach)
-        self._free(row)
+    def _vacate(self, ones: Sequence[EngineRequest]) -> None:
+        rows = [one.row for one in ones]
+        for one in ones:
+            one.row = -1
+            self._reserved -= self.slots.cost(one.reach)
+        self._free(*rows)
 
-    def _free(self, row: int) -> None:
-        """Free a row; the request whose row takes its place has another one then."""
-        del self._rows[row]
-        if (moved := self.slots.free(row)) is not None:
-            other = self._rows.pop(moved)
-            self._rows[row], other.row = other, row
+    def _free(self, *rows: int) -> None:
+        """Free rows; a request whose row takes such a place has another one then."""
+        for row in rows:
+            del self._rows[row]
+        for old, new in self.slots.free(*rows).items():
+            other = self._rows.pop(old)
+            self._rows[new], other.row = other, new
 
 
 def _without_memory(error: RuntimeError) -> str:

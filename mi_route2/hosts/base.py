@@ -14,7 +14,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -348,6 +348,20 @@ def known_architecture(model: nn.Module) -> Architecture:
 def split_heads(site: Site, value: Tensor, count: int) -> Tensor:
     """Reshape ``[b s h*dh]`` to ``[b s h dh]`` if the point has a head axis."""
     return value.unflatten(-1, (count, -1)) if site.point in HEADED and value.ndim == 3 else value
+
+
+class Reentrant(AbstractContextManager[None]):
+    """Context that can be entered again when it was left: ``enter`` begins a new one each time."""
+
+    def __init__(self, enter: Callable[[], AbstractContextManager[None]]):
+        self._enter, self._now = enter, nullcontext()
+
+    def __enter__(self) -> None:
+        self._now = self._enter()
+        self._now.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._now.__exit__(*raised)
 
 
 class Fired:

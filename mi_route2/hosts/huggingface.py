@@ -6,7 +6,7 @@ different forward.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
-from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, split_heads, whole_stream
+from mi_route2.hosts.base import Edit, Fired, Host, Reentrant, answered, known_architecture, split_heads, whole_stream
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
@@ -118,16 +118,22 @@ class TorchHost(Host):
         tap = tap_of(self.model, self.architecture, site)
         return f"{tap.path}.{tap.side}" + ("" if tap.rows is None else f"[..., {len(tap.rows)} rows]")
 
-    @contextmanager
-    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
         taps = {site: tap_of(self.model, self.architecture, site) for site in edits}
         modules = {site: self.model.get_submodule(tap.path) for site, tap in taps.items()}
+        return Reentrant(partial(self._hooked, whole_stream(edits), taps, modules))
+
+    @contextmanager
+    def _hooked(self, edits: Mapping[Site, Edit], taps: Mapping[Site, Tap], modules: Mapping[Site, nn.Module]) -> Iterator[None]:
         fired, again = Fired(edits), Replays(self.model)
-        with ExitStack() as handles:
-            handles.callback(again.root.remove)
-            for site, edit in whole_stream(edits).items():
-                handles.callback(_attach_hook(modules[site], site, taps[site], edit, fired, again).remove)
+        handles = [again.root]
+        try:
+            for site, edit in edits.items():
+                handles.append(_attach_hook(modules[site], site, taps[site], edit, fired, again))
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
         again.guard(modules)
         fired.demand(self.address)
 

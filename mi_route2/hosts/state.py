@@ -4,7 +4,9 @@ Cached keys and values are valid for one such state only.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from itertools import chain
+from operator import attrgetter, methodcaller
 from types import NoneType
 
 import torch
@@ -14,6 +16,9 @@ from torch.nn.modules import module as every_module
 from mi_route2.adapters.linear import RoutedLinear, Switchboard
 from mi_route2.adapters.weights import checksum
 from mi_route2.hosts.base import Host
+
+_HELD = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+_VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
 
 
 class ModelState:
@@ -29,7 +34,9 @@ class ModelState:
         # Kept alive, so that no later module or tensor can have the id of one that was removed.
         self._modules: list[nn.Module] = []
         self._tensors: list[Tensor] = []
-        self._settings: list[tuple[Mapping[str, object], str]] = []
+        self._written: list[Tensor] = []
+        """The tensors whose writes torch counts."""
+        self._settings: tuple[list[dict[str, object]], list[str]] = [], []
         self._classes: list[type[nn.Module]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
@@ -46,7 +53,9 @@ class ModelState:
         model = self._host.model
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._modules, self._tensors = list(model.modules()), list(named.values())
-        self._settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
+        self._written = [t for t in self._tensors if not t.is_inference()]
+        settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
+        self._settings = [own for own, _ in settings], [name for _, name in settings]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         functions = any(not _of_bridge(hook) for hook in self._functions())
@@ -76,17 +85,15 @@ class ModelState:
         yield from (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
 
     def _quick(self) -> tuple[object, ...]:
-        versions = sum(t._version for t in self._tensors if not t.is_inference())
+        versions = sum(map(_VERSION, self._written))
+        children, parameters, buffers, after, before = zip(*map(_HELD, self._modules), strict=True)
         # A module or a parameter that was replaced is found in its parent, without a walk of the tree.
-        places = tuple(
-            id(one) for m in self._modules for one in (*m._modules.values(), *m._parameters.values(), *m._buffers.values())
-        )
-        # torch never uses the id of a hook again
-        hooks = tuple(n for m in self._modules for n in (*m._forward_hooks, *m._forward_pre_hooks))
+        places = tuple(map(id, chain.from_iterable(map(_VALUES, chain(children, parameters, buffers)))))
+        hooks = tuple(chain.from_iterable(chain(after, before)))  # torch never uses the id of a hook again
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
         # A forward that was put on the module itself or on its class, another class, another scale or epsilon.
         forwards = (one.forward for one in self._classes)
-        code = (*map(type, self._modules), *forwards, *(own.get(name) for own, name in self._settings))
+        code = (*map(type, self._modules), *forwards, *map(dict.get, *self._settings))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         kind = self._tensors[0].device.type if self._tensors else "cpu"
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

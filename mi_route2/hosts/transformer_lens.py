@@ -1,7 +1,7 @@
 """TransformerLens bridge as a host: captures and edits at its hook points, and hook points for the adapters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
-from mi_route2.hosts.base import Edit, Fired, Host, answered, known_architecture, whole_stream
+from mi_route2.hosts.base import Edit, Fired, Host, Reentrant, answered, known_architecture, whole_stream
 from mi_route2.hosts.huggingface import Replays
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
@@ -373,10 +373,12 @@ class BridgeHost(Host):
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
         return f"blocks.{site.layer}.{hook}"
 
-    @contextmanager
-    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
         refuse_processed(self.bridge)
-        names = {site: self.address(site) for site in edits}
+        return Reentrant(partial(self._hooked, edits, {site: self.address(site) for site in edits}))
+
+    @contextmanager
+    def _hooked(self, edits: Mapping[Site, Edit], names: Mapping[Site, str]) -> Iterator[None]:
         # run_with_hooks bypasses the hooks of the bridge's own __call__, but every run calls the wrapped model
         fired, again = Fired(edits), Replays(self.bridge.original_model)
         hooks = [(names[site], self._hook(site, edit, fired, again)) for site, edit in whole_stream(edits).items()]

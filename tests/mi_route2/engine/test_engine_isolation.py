@@ -183,7 +183,7 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     engine._residents.slots = engine._runner.slots = slots
     asked = replace(steered(0), sampling=Sampling(max_new=30 if grows else 4), patch=(Patch(SITE, 2, VECTORS[0]),))
     short = Request(PROMPT[:3], ASK)
-    neighbour, other = engine.submit(short), engine.submit(asked)
+    neighbour, other = engine.submit(short), engine.submit(asked)  # both wait, but there is memory for the first one alone
     resize, full = slots._resize, int(grows)
 
     def without_memory(shelf: int, rows: int) -> None:

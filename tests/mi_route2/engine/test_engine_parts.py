@@ -144,9 +144,10 @@ class Keeping(RuleBasedStateMachine):
     def drawn(self, count: int) -> torch.Tensor:
         return torch.randn(self.LAYERS, 2, self.HEADS, count, self.WIDTH, generator=self.generator, dtype=torch.float64)
 
-    @rule(length=st.integers(1, 80))
+    @rule(length=st.integers(1, 80), data=st.data())
     @precondition(lambda self: len(self.held) < self.ROWS)
-    def take(self, length: int) -> None:
+    def take(self, length: int, data: st.DataObject) -> None:
+        self.slots.coming = data.draw(st.integers(0, 2))
         row = self.slots.take(length)
         assert row not in self.held
         assert length <= self.slots.capacity(row) < max(4 * length, 5)
@@ -183,14 +184,14 @@ class Keeping(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.held)
     def free(self, data: st.DataObject) -> None:
-        self.freed(data.draw(st.sampled_from(sorted(self.held))))
+        self.freed(*data.draw(st.lists(st.sampled_from(sorted(self.held)), min_size=1, unique=True)))
 
-    def freed(self, row: int) -> None:
-        last = max(other for other in self.held if other // SHELF == row // SHELF)
-        assert self.slots.free(row) == (None if row == last else last)
-        moved = self.held.pop(last)
-        if row != last:
-            self.held[row] = moved
+    def freed(self, *rows: int) -> None:
+        moved = self.slots.free(*rows)
+        for row in rows:
+            del self.held[row]
+        for old, new in moved.items():
+            self.held[new] = self.held.pop(old)
 
     def fitted(self, row: int, length: int) -> int:
         """Move a row to a longer one if it must be, as the engine does."""
@@ -228,6 +229,14 @@ class Keeping(RuleBasedStateMachine):
 
 TestKeeping = Keeping.TestCase
 TestKeeping.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_row_for_which_there_is_no_memory_is_refused_and_takes_none() -> None:
+    slots = Slots(2, 4, 2, 3, most=1 << 55, dtype=torch.float64, start=4)
+    with pytest.raises(RuntimeError, match="Unable to allocate"):
+        slots.take(1 << 55)
+    assert (slots.used, slots.bytes) == (0, 0)
+
 
 DIGESTS = st.sampled_from([b"", b"a", b"b"])
 
