@@ -50,6 +50,9 @@ Edit = Callable[[Tensor], Tensor | None]
 """Function of a site's value: returns ``None`` to read only, or the tensor that replaces the value."""
 
 
+Entering = Callable[[], AbstractContextManager[None]]
+"""Begins a context."""
+
 Names = Site | str | Iterable[Site | str] | Callable[[str], bool]
 """Selection of sites: a ``Site``, a point of all layers (``"resid_pre"``), a name or glob of this project (``"blocks.*.z"``) or of
 TransformerLens (``"blocks.0.attn.hook_z"``), several of these, or a function that returns True for the names that are selected."""
@@ -139,7 +142,7 @@ class Host(ABC):
 
     @checked
     def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Context: every forward through this host runs under ``edits``.
+        """Context: every forward through this host runs under ``edits``. It can be entered again when it was left.
 
         Raises:
             ValueError: A key is not a ``Site``, or the host or the architecture lacks its point.
@@ -151,11 +154,11 @@ class Host(ABC):
             demand_site(site, "a hook")
             if not callable(edit):
                 raise TypeError(f"the edit of {site} is a {type(edit).__name__}: give a function of the site's value")
-        return self._hooks(edits)
+        return _Reentrant(self._prepared(edits))
 
     @abstractmethod
-    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Implement ``hooks``; the arguments are already checked."""
+    def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
+        """Return a function that returns the context of ``hooks``; the arguments are already checked."""
 
     @checked
     def attach(
@@ -350,10 +353,10 @@ def split_heads(site: Site, value: Tensor, count: int) -> Tensor:
     return value.unflatten(-1, (count, -1)) if site.point in HEADED and value.ndim == 3 else value
 
 
-class Reentrant(AbstractContextManager[None]):
+class _Reentrant(AbstractContextManager[None]):
     """Context that can be entered again when it was left: ``enter`` begins a new one each time."""
 
-    def __init__(self, enter: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, enter: Entering):
         self._enter, self._now = enter, nullcontext()
 
     def __enter__(self) -> None:

@@ -6,7 +6,7 @@ different forward.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from mi_route2.adapters.linear import Branch
 from mi_route2.adapters.tape import in_backward
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, HEADED, Architecture, heads
-from mi_route2.hosts.base import Edit, Fired, Host, Reentrant, answered, known_architecture, split_heads, whole_stream
+from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, split_heads, whole_stream
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, block_paths, module_at, no_adapter, refuse_booted, slot_at
 
@@ -118,10 +118,10 @@ class TorchHost(Host):
         tap = tap_of(self.model, self.architecture, site)
         return f"{tap.path}.{tap.side}" + ("" if tap.rows is None else f"[..., {len(tap.rows)} rows]")
 
-    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+    def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         taps = {site: tap_of(self.model, self.architecture, site) for site in edits}
         modules = {site: self.model.get_submodule(tap.path) for site, tap in taps.items()}
-        return Reentrant(partial(self._hooked, whole_stream(edits), taps, modules))
+        return partial(self._hooked, whole_stream(edits), taps, modules)
 
     @contextmanager
     def _hooked(self, edits: Mapping[Site, Edit], taps: Mapping[Site, Tap], modules: Mapping[Site, nn.Module]) -> Iterator[None]:

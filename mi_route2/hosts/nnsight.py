@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.tape import NO_MASK
-from mi_route2.hosts.base import Edit, Fired, Host, answered, whole_stream
+from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, whole_stream
 from mi_route2.hosts.huggingface import Tap, TorchHost, checkpointing, tap_of
 from mi_route2.sites import Site
 
@@ -146,8 +147,11 @@ class NNsightHost(Host):
         of_tuple = site.point == "attn_out" and self.architecture.positions and last in _ATTENTION
         return f"{path}.{tap.side}" + ("[0]" if of_tuple else "") + _rows(tap)
 
+    def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
+        return partial(self._hooked, edits)
+
     @contextmanager
-    def _hooks(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    def _hooked(self, edits: Mapping[Site, Edit]) -> Iterator[None]:
         whole = whole_stream(edits)
         taps = {site: tap_of(self.model, self.architecture, site) for site in whole}
         requested = _Requested(taps, whole, Fired(edits))

@@ -1,7 +1,7 @@
 """TransformerLens bridge as a host: captures and edits at its hook points, and hook points for the adapters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.sources.native.model import NativeModel
 from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
-from mi_route2.hosts.base import Edit, Fired, Host, Reentrant, answered, known_architecture, whole_stream
+from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, whole_stream
 from mi_route2.hosts.huggingface import Replays
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
@@ -373,9 +373,9 @@ class BridgeHost(Host):
             raise ValueError(f"the bridge of {self.architecture.name} has no {site.point}: {hook}")
         return f"blocks.{site.layer}.{hook}"
 
-    def _hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+    def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
         refuse_processed(self.bridge)
-        return Reentrant(partial(self._hooked, edits, {site: self.address(site) for site in edits}))
+        return partial(self._hooked, edits, {site: self.address(site) for site in edits})
 
     @contextmanager
     def _hooked(self, edits: Mapping[Site, Edit], names: Mapping[Site, str]) -> Iterator[None]:

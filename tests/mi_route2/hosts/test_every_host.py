@@ -210,6 +210,23 @@ def test_an_edit_in_place_that_returns_nothing_is_refused(name: str, host: str) 
         assert torch.equal(*logits), site
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_hooks_can_be_entered_again_and_leave_nothing(host: str) -> None:
+    own, _ = adapted(host, make_family("Llama", attn="eager"))
+    tokens, _ = make_tokens()
+    doubled = own.hooks({Site(1, "resid_mid"): lambda x: x * 2})
+    with torch.no_grad():
+        plain = own.logits(tokens)
+        for _ in range(2):
+            with doubled:
+                first, second = own.logits(tokens), own.logits(tokens)
+            assert torch.equal(first, second)
+            assert not torch.equal(first, plain)
+            assert torch.equal(own.logits(tokens), plain)
+    with pytest.raises(RuntimeError, match="did not fire"), doubled:
+        pass  # that it fired the last time is no excuse
+
+
 def gradient_of_what_is_added(host: Host, site: Site, tokens: Tensor) -> Tensor:
     """The oracle: the gradient of zeros that are added there."""
     delta: list[Tensor] = []
