@@ -8,23 +8,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import matplotlib
-import matplotlib.colors
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.stats import spearmanr
 
 from mi_route2.checks import checked
 from mi_route2.files import read_tensors, write_tensors
 from mi_route2.patching.question import Alignment, Grader, Skip
 from mi_route2.patching.targets import Target
-from mi_route2.plots import GREY, PAGE_WIDTH, new_figure, save_figure, style
 from mi_route2.sites import Site
 from mi_route2.validation import parse_object
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.colors import Colormap
     from plotly.graph_objects import Figure
 
 RADIUS = 3
@@ -216,6 +213,8 @@ class Grid:
         """Return Spearman's rank correlation of the effects of two grids; ``ValueError`` unless both have the same cells."""
         if (self.sites, self.columns, self.skipped) != (other.sites, other.columns, other.skipped):
             raise ValueError("these grids have different sites or positions: sweep both over the same ones")
+        from scipy.stats import spearmanr  # the import takes a second, and so does matplotlib's
+
         cells = ~np.isnan(self.values)
         correlation: Any = spearmanr(self.effect[cells], other.effect[cells])
         return float(correlation.statistic)
@@ -381,7 +380,11 @@ def _colored(grid: Grid) -> tuple[np.ndarray, str, float]:
     return shown, "recovered" if grid.defined else f"change of {grid.metric}", float(np.nanmax(np.abs(shown))) or 1.0
 
 
-def _colors() -> matplotlib.colors.Colormap:
+def _colors() -> "Colormap":
+    import matplotlib
+
+    from mi_route2.plots import GREY
+
     return matplotlib.colormaps["RdBu"].with_extremes(bad=GREY)  # white is no effect
 
 
@@ -441,13 +444,15 @@ def to_plotly(grid: Grid) -> "Figure":
         raise ModuleNotFoundError(
             "the interactive heatmap needs plotly, which is not installed: pip install 'mi-route2[plotly]'", name="plotly"
         ) from error
+    from matplotlib.colors import to_hex
+
     shown, what, reach = _colored(grid)
     rows, columns = range(len(grid.sites)), range(len(grid.columns))
     heat = Heatmap(
         z=shown,
         zmin=-reach,
         zmax=reach,
-        colorscale=[[i / 10, matplotlib.colors.to_hex(_colors()(i / 10))] for i in range(11)],
+        colorscale=[[i / 10, to_hex(_colors()(i / 10))] for i in range(11)],
         colorbar={"title": {"text": what}},
         customdata=[[tuple(map(html.escape, _told(grid, row, column))) for column in columns] for row in rows],
         hovertemplate="site %{customdata[0]}<br>token %{customdata[1]}<br>value %{customdata[2]}"
@@ -465,6 +470,8 @@ def to_plotly(grid: Grid) -> "Figure":
 
 def draw(grid: Grid, path: Path) -> Path:
     """Write the heatmap to ``path``; ``ValueError`` for a suffix or folder that ``save_figure`` refuses."""
+    from mi_route2.plots import PAGE_WIDTH, new_figure, save_figure, style
+
     shown, what, reach = _colored(grid)
     rows, columns = shown.shape
     height, width = min(_TALLEST, _MARGIN + _CELL * rows), min(_WIDEST, max(PAGE_WIDTH, _MARGIN + _CELL * columns))
