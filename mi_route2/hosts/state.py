@@ -40,7 +40,7 @@ class ModelState:
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
         self.opaque = False
-        """True if code of somebody else acts (a hook, a module, a forward put on one or its class): its numbers are not compared."""
+        """True if somebody else's code acts (a hook, a module, a forward put on one or its class): its numbers are unknown."""
         self.current: tuple[object, ...] = ()
         self.digest = b""
         """SHA-256 of ``current``, of which every block of the prefix cache is named."""
