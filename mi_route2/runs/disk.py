@@ -128,7 +128,8 @@ def read_shard(path: Path, stored: Stored) -> Tensor:
             raise damaged(path, stored, f"its header does not give the place of {stored.site}") from error
     if len(data) != kind.nbytes:
         raise damaged(path, stored, f"its {stored.site} has {len(data)} bytes, not {kind.nbytes}")
-    rows = (torch.frombuffer(data, dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype)).view(kind.rows, *kind.shape)
+    flat = torch.frombuffer(data, dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype, device="cpu")
+    rows = flat.view(kind.rows, *kind.shape)
     if seal(stored.run, stored.site, stored.positions, rows) != stored.sha256:
         raise damaged(path, stored, f"the checksum of {stored.site} does not match")
     return rows

@@ -1221,6 +1221,17 @@ def test_threads_write_read_and_drop_at_once(tier: str, tmp_path: Path, opened: 
         assert torch.equal(store.rows(run, MID, range(40)), values[int(run[4:])])
 
 
+def test_a_store_does_not_depend_on_torchs_default_device(store: RunStore) -> None:
+    """Which notebooks set to the GPU; ``meta`` is one that every machine has."""
+    rows = drawn(5, 3)
+    with torch.device("meta"):
+        with store.writing("a", weights="w") as writer:
+            for place in (3, 1, 4, 0, 2):
+                writer.append(MID, [place], rows[place : place + 1])
+        found = [store.rows("a", MID, [4, 0]), store.slice("a", MID, 1, 3)]
+    assert [bits(one) for one in found] == [bits(rows[[4, 0]]), bits(rows[1:3])]
+
+
 def test_truth_values_are_no_positions() -> None:
     """A mask would be read as rows 1 and 0."""
     store = RunStore()
