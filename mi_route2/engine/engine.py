@@ -139,7 +139,7 @@ class Engine:
             self._steering.register(name, vector)
         self.prefixes = Prefixes(block, prefix_bytes)
         self.steps = self.tokens = 0
-        self._seeds = generator or torch.Generator()
+        self._seeds = generator or torch.Generator("cpu")
         if generator is None:
             self._seeds.seed()
         self.last_error: str | None = None
@@ -640,7 +640,7 @@ class Engine:
         """Return ``sampling`` with a seed, drawing one of 53 bits, which JavaScript can read, if it samples and has none."""
         if sampling.plain or sampling.seed is not None:
             return sampling
-        return replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds)))
+        return replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds, device=self._seeds.device)))
 
     def _append(self, due: list[EngineRequest], logits: Tensor) -> list[tuple[EngineRequest, Finish, str | None]]:
         """Append the next token of each request in ``due``; return the requests that ended, with finish and error."""

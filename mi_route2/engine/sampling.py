@@ -92,8 +92,8 @@ class Sampling:
         if self.plain:
             return []
         assert self.seed is not None, "the engine draws one"
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.rand(self.max_new, dtype=torch.float64, generator=generator).tolist()
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        return torch.rand(self.max_new, dtype=torch.float64, generator=generator, device="cpu").tolist()
 
 
 def choose(
@@ -105,7 +105,7 @@ def choose(
     drawn = [i for i, one in enumerate(how) if not one.plain]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
-        uniform = torch.tensor([uniforms[i] for i in drawn], device=logits.device)
+        uniform = torch.tensor([uniforms[i] for i in drawn], dtype=torch.float32, device=logits.device)
         chosen[at] = _draw(_truncated(logits[at].double(), [how[i] for i in drawn]), uniform)
         values = torch.where(values.isfinite(), logits.gather(1, chosen[:, None])[:, 0], values)
     return chosen, values

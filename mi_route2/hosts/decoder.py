@@ -58,7 +58,7 @@ class Decoder:
             raise ValueError(f"a decoder runs {', '.join(DECODERS)}, not {row.name}: use host.logits")
         self.host = host
         self._own = DECODERS[row.name] == "own"
-        model = self._model = _plain(host)
+        model = self._model = plain_model(host)
         self._blocks, self._config = _block_list(model, row), config_of(model)
         config = self._config
         _refuse_windows(config)
@@ -86,7 +86,7 @@ class Decoder:
     @property
     def unembed(self) -> nn.Module:
         """The module that maps the final, normalized residual stream to logits."""
-        return module_at(_plain(self.host), self.host.architecture, self.host.architecture.unembed)
+        return module_at(plain_model(self.host), self.host.architecture, self.host.architecture.unembed)
 
     def __call__(
         self,
@@ -210,7 +210,7 @@ def additive(allowed: Bool[Tensor, "b 1 t S"], dtype: torch.dtype) -> Float[Tens
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
-def _plain(host: Host) -> nn.Module:
+def plain_model(host: Host) -> nn.Module:
     """Return the model itself, without the bridge around it (and, for the micro model, without ``Inner``)."""
     if host.name == "torch":
         return host.model

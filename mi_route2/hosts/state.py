@@ -16,6 +16,12 @@ from torch.nn.modules import module as every_module
 from mi_route2.adapters.linear import RoutedLinear, Switchboard
 from mi_route2.adapters.weights import checksum
 from mi_route2.hosts.base import Host
+from mi_route2.hosts.decoder import plain_model
+
+KNOWN = {"torch", "transformers", "transformer_lens", "mi_route2"}
+"""Packages whose modules hold no numbers but parameters, buffers and public settings."""
+SWITCHES = ("_disable_adapters", "_active_adapter")
+"""Private attributes by which layers of PEFT switch their adapters."""
 
 _HELD = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
@@ -41,7 +47,7 @@ class ModelState:
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
         self.opaque = False
-        """True if somebody else's function (a hook, a forward put on a module or class) acts: its own numbers are not compared."""
+        """True if somebody else's code acts (a hook, a module, a forward put on one or its class): its numbers are unknown."""
         self.current: tuple[object, ...] = ()
         self.digest = b""
         """SHA-256 of ``current``, of which every block of the prefix cache is named."""
@@ -59,7 +65,9 @@ class ModelState:
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         functions = any(not _of_bridge(hook) for hook in self._functions())
-        self.opaque = functions or any("forward" in vars(m) for m in self._modules) or any(map(_given_forward, self._classes))
+        own = KNOWN | {_package(type(plain_model(self._host)))}
+        foreign = any(_package(kind) not in own or _given_forward(kind) for kind in self._classes)
+        self.opaque = functions or foreign or any("forward" in vars(m) for m in self._modules)
         content = checksum(named)
         self.current = (*self._quick(), content)
         self.digest = hashlib.sha256(repr(self.current).encode()).digest()
@@ -111,6 +119,12 @@ def _given_forward(kind: type[nn.Module]) -> bool:
     return owner is not nn.Module and getattr(owner.forward, "__qualname__", "") != f"{owner.__qualname__}.forward"
 
 
+def _package(kind: type[nn.Module]) -> str:
+    return kind.__module__.partition(".")[0]
+
+
 def _settings(module: nn.Module) -> list[str]:
     """Return the names of the module's public numbers, switches and texts (private ones are notes of its forward)."""
-    return [name for name, value in vars(module).items() if type(value) in (bool, int, float, str, NoneType) and name[0] != "_"]
+    own = vars(module)
+    public = [name for name, value in own.items() if type(value) in (bool, int, float, str, NoneType) and name[0] != "_"]
+    return [*public, *(name for name in SWITCHES if name in own)]

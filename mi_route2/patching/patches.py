@@ -147,7 +147,7 @@ def _found(patch: Patch, size: tuple[int, ...], runs: Runs | None, vectors: Mapp
             return runs.rows(run, patch.site if site is None else site, [position])[0]
         case str(name):
             if name == ZEROS:
-                return torch.zeros(size)
+                return torch.zeros(size, device="cpu")
             if name not in vectors:
                 raise KeyError(f"no vector {name!r}: the nearest are {nearest(name, [*vectors, ZEROS])}")
             return vectors[name]

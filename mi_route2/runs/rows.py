@@ -177,7 +177,7 @@ class Growing:
             return twice[0]
         if ordered[0] > self._last:
             return None
-        new = torch.tensor(ordered, dtype=torch.int64)
+        new = torch.tensor(ordered, dtype=torch.int64, device="cpu")
         seen = new[torch.isin(new, _tensor(self._positions))]
         return int(seen[0]) if len(seen) else None
 
@@ -222,7 +222,9 @@ class Growing:
 
 
 def _tensor(numbers: "array[int]") -> Int[Tensor, " n"]:
-    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    if not numbers:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=torch.int64)
 
 
 class SiteRows:
@@ -232,7 +234,7 @@ class SiteRows:
         self._name, self._kind, self._chunks = name, kind, tuple(chunks)
         every = torch.cat([chunk.positions for chunk in self._chunks])
         self._sorted, self._order = every.sort()
-        self._ends = torch.tensor([len(chunk.positions) for chunk in self._chunks]).cumsum(0)
+        self._ends = torch.tensor([len(chunk.positions) for chunk in self._chunks], device="cpu").cumsum(0)
 
     def positions(self) -> list[int]:
         """Return every position, in order."""
@@ -243,7 +245,7 @@ class SiteRows:
         given = positions.tolist() if isinstance(positions, Tensor | np.ndarray) else list(positions)
         if wrong := [one for one in given if not is_position(one)]:
             raise ValueError(f"{wrong[0]!r:.60} is not a position of {self._name}: give whole numbers below 2**63, as [4, 0]")
-        wanted = torch.tensor(given, dtype=torch.int64)
+        wanted = torch.tensor(given, dtype=torch.int64, device="cpu")
         rank = torch.searchsorted(self._sorted, wanted).clamp_max(len(self._sorted) - 1)
         if len(absent := wanted[self._sorted[rank] != wanted]):
             close = self._sorted[(self._sorted - absent[0]).abs().argsort(stable=True)[:5]].sort().values

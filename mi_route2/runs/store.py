@@ -113,6 +113,8 @@ class RunStore:
         self._lock = threading.RLock()
         self._memory, self._leases = Memory(budget), Leases(lease_seconds, clock)
         self._writing: dict[str, Writer] = {}
+        self._ending: set[Writer] = set()
+        """Writers of runs that were invalidated, which may still be within a write."""
         self._shard_bytes = shard_bytes
         self._evictions = self._bytes_read = 0
         self._warned = self._closed = False
@@ -253,15 +255,17 @@ class RunStore:
             others |= {run: writer.about.weights for run, writer in ended.items()}
             self._remove({run: invalid(run, old, weights) for run, old in others.items()})
             for run in ended:
-                del self._writing[run]
+                self._ending.add(self._writing.pop(run))
         for writer in ended.values():  # without the lock, because the writer may be working and need it
             writer.abort(f"is invalid: it was begun with weights {writer.about.weights[:12]}, and the model now has {weights[:12]}")
+        with self._lock:
+            self._ending.difference_update(ended.values())
         return list(others)
 
     def close(self) -> None:
-        """Abort all open writers and release the folder. Runs on disk stay."""
+        """Abort all open writers, wait for their writes, and release the folder. Runs on disk stay."""
         with self._lock:
-            writers, self._closed = list(self._writing.values()), True
+            writers, self._closed = [*self._writing.values(), *self._ending], True
             self._writing.clear()
         for writer in writers:
             writer.abort("was aborted, since its store was closed")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -692,6 +693,69 @@ def test_nothing_is_reused_under_a_function_that_may_hold_numbers_of_its_own(nam
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
     assert far(generated(engine, Request(PROMPT, ASK))[0], before) < CLOSE
     assert engine.prefixes.hits > hits  # and without them it is used again
+
+
+class Pushed(torch.nn.Module):
+    """A wrapper of a user's own, whose vector torch does not count."""
+
+    def __init__(self, inner: torch.nn.Module, vector: torch.Tensor):
+        super().__init__()
+        self.inner, self.vector = inner, vector
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + self.vector
+
+
+def wrapped(host: Host) -> list[Callable[[], object]]:
+    """Wrap an MLP; return changes of the wrapper's vector."""
+    layer: Any = host.model.get_submodule("model.layers.0")
+    layer.mlp = wrapper = Pushed(layer.mlp, VECTOR.clone())
+    return [lambda: wrapper.vector.mul_(-3), lambda: setattr(wrapper, "vector", 2 * VECTOR)]
+
+
+def tuned(host: Host) -> list[Callable[[], object]]:
+    """Inject two adapters of PEFT; return switches and scales of these."""
+    model: Any = host.model
+    spec = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    tuner = peft.get_peft_model(model, spec)
+    tuner.add_adapter("other", spec)
+    tuner.double().eval()
+    switches: Any = tuner.base_model
+    layer: Any = model.get_submodule("model.layers.0.self_attn.q_proj")
+    return [
+        switches.disable_adapter_layers,
+        switches.enable_adapter_layers,
+        lambda: switches.set_adapter("other"),
+        lambda: layer.set_scale("other", 3.0),
+    ]
+
+
+@pytest.mark.parametrize("given", [wrapped, tuned])
+def test_nothing_is_reused_under_a_module_of_others_that_may_hold_numbers_of_its_own(
+    given: Callable[[Host], list[Callable[[], object]]],
+) -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    changes = given(host)
+    engine = Engine(host, block=4)
+    last = generated(engine, Request(PROMPT, ASK))[0]
+    for change in changes:
+        change()
+        found, anew = (generated(one, Request(PROMPT, ASK))[0] for one in (engine, Engine(host, block=4)))
+        assert far(found, anew) < CLOSE
+        assert far(found, last) > 1e-3
+        last = found
+
+
+@pytest.mark.parametrize("switch", [0, 2])
+def test_a_switch_of_peft_while_a_request_runs_is_an_error(switch: int) -> None:
+    host = open_host("torch", make_family("Qwen3", torch.float64))
+    changes = tuned(host)
+    engine = Engine(host)
+    engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    changes[switch]()
+    with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed while 1 requests"):
+        engine.step()
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

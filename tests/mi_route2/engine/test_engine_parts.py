@@ -1,7 +1,7 @@
 """The engine's parts against brute force: who runs, where keys and values are, what is shared, what is drawn."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,9 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mi_route2.engine.cache import SHELF, Acts, Prefixes, Saved, Slots
 from mi_route2.engine.engine import Engine
+from mi_route2.engine.request import Request
 from mi_route2.engine.sampling import Sampling, choose
 from mi_route2.engine.scheduler import Scheduler, urgency
 from mi_route2.hosts import open_host
+from mi_route2.patching.patches import Patch
+from mi_route2.sites import Site
 from mi_route2.steering.plan import Layout, Piece
 from tests.support.families import make_family
 
@@ -343,6 +346,29 @@ def test_a_row_that_is_not_a_number_says_so_and_others_do_not() -> None:
     rows[1, 3] = torch.nan
     _, values = choose(rows, [Sampling(), Sampling(), Sampling(temperature=1.0), *[Sampling()] * 2], [0.5] * 5)
     assert values.isnan().tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_a_draw_does_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
+    """Which scripts set to bfloat16 to load a model: rounded to it, half of all uniforms near 1 are 1."""
+    how, uniforms = [Sampling(temperature=1.0)] * len(LOGITS), [0.9989] * len(LOGITS)
+    before = choose(LOGITS, how, uniforms)[0]
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(choose(LOGITS, how, uniforms)[0], before)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def test_a_request_does_not_depend_on_torchs_default_device() -> None:
+    """Which notebooks set to the GPU, whatever the model is on; ``meta`` is one that every machine has."""
+    engine = Engine(open_host("torch", make_family("Qwen3", torch.float64)), generator=torch.Generator().manual_seed(1))
+    request = Request((3, 4, 5), Sampling(max_new=4, temperature=1.0), patch=(Patch(Site(1, "resid_pre"), 1, "zeros"),))
+    with torch.device("meta"):
+        (found,) = engine.generate([request], progress=False)
+    (again,) = engine.generate([replace(request, sampling=replace(request.sampling, seed=found.seed))], progress=False)
+    assert (found.finish, found.ids) == ("length", again.ids)
 
 
 WRONG = ({"max_new": 0}, {"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}, {"logprobs": -1})

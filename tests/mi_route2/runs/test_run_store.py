@@ -790,6 +790,35 @@ def test_a_shard_that_is_cut_short_longer_or_gone_is_refused(tmp_path: Path, ope
     assert torch.equal(store.rows("a", MID, range(6)), drawn(6, 3))
 
 
+def test_a_file_that_is_written_over_while_it_is_read_is_refused_and_ends_nothing(tmp_path: Path) -> None:
+    """A copy is put back with ``cp``, which empties each file first: a file mapped into memory would be a bus error."""
+    folder, rows = tmp_path / "runs", drawn(1000, 1000)
+    with RunStore(0, folder) as store:
+        write(store, "a", rows)
+    (path,) = shards(folder)
+    shutil.copy(path, tmp_path / "copy")
+
+    def read() -> None:
+        with RunStore(0, folder) as store:
+            end, refused = time.monotonic() + 10, set[str]()
+            reads = 0
+            while (reads < 300 or not refused) and time.monotonic() < end:
+                reads += 1
+                try:
+                    assert torch.equal(store.rows("a", MID, [7, 999]), rows[[7, 999]])
+                except ValueError as error:
+                    refused.add(str(error))
+            assert refused
+            assert all(text.startswith(f"{path} is damaged") for text in refused)
+
+    loop = subprocess.Popen(["sh", "-c", f"while cp {tmp_path}/copy {path}; do :; done"])
+    try:
+        assert in_a_child(read) == 0
+    finally:
+        loop.kill()
+        loop.wait()
+
+
 def test_a_shard_in_the_place_of_another_is_refused(tmp_path: Path, opened: Opened) -> None:
     store = opened(0, tmp_path)
     for seed, run in enumerate("ab"):
@@ -1073,6 +1102,46 @@ def test_a_write_that_is_killed_within_the_file_leaves_nothing(tmp_path: Path) -
             assert shards(folder) == []
 
 
+def test_a_store_that_is_closed_while_an_invalid_run_is_written(
+    tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer was ended by new weights within its write, for which ``close`` waits: the folder may be another store's then."""
+    store = opened(0, tmp_path, shard_bytes=1)
+    assert store._disk
+    writer, write_now = store.writing("a", weights="old"), store._disk.write
+    writing, go, errors = threading.Event(), threading.Event(), list[BaseException]()
+
+    def late(run: str, sites: Any) -> list[Stored]:
+        writing.set()
+        assert go.wait(10)
+        return write_now(run, sites)
+
+    def guarded(work: Callable[[], object]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(store._disk, "write", late)
+    threads = [guarded(lambda: writer.append(MID, [0], drawn(1, 2)))]
+    assert writing.wait(10)
+    threads.append(guarded(lambda: store.invalidate("new")))
+    while store.stats().writing:
+        time.sleep(0.001)
+    threads.append(guarded(store.close))
+    time.sleep(0.1)
+    go.set()
+    for thread in threads:
+        thread.join(10)
+    assert ["invalid" in str(error) for error in errors] == [True], errors
+    assert shards(tmp_path) == []
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_that_is_dropped_while_it_is_read(
     again: bool, tmp_path: Path, opened: Opened, monkeypatch: pytest.MonkeyPatch
@@ -1150,6 +1219,17 @@ def test_threads_write_read_and_drop_at_once(tier: str, tmp_path: Path, opened: 
     assert reasons <= {'dropped"', "evicted,"}
     for run in store.runs():
         assert torch.equal(store.rows(run, MID, range(40)), values[int(run[4:])])
+
+
+def test_a_store_does_not_depend_on_torchs_default_device(store: RunStore) -> None:
+    """Which notebooks set to the GPU; ``meta`` is one that every machine has."""
+    rows = drawn(5, 3)
+    with torch.device("meta"):
+        with store.writing("a", weights="w") as writer:
+            for place in (3, 1, 4, 0, 2):
+                writer.append(MID, [place], rows[place : place + 1])
+        found = [store.rows("a", MID, [4, 0]), store.slice("a", MID, 1, 3)]
+    assert [bits(one) for one in found] == [bits(rows[[4, 0]]), bits(rows[1:3])]
 
 
 def test_truth_values_are_no_positions() -> None:
