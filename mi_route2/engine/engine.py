@@ -16,6 +16,7 @@ cache. An engine must be used from one thread.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import replace
 from math import isfinite
 from time import monotonic
@@ -568,7 +569,6 @@ class Engine:
         if self._refit:
             self._steering.refit()
             self._refit = self.paused  # resume has requests to compute anew
-        self._refuse_runs(request, store)
         named = self._steering.vectors
         steering = request.steering and request.steering.resolved(looker(named))
         asked = replace(request, steering=steering, rules=tuple(rule.resolved(looker(named)) for rule in request.rules))
@@ -583,7 +583,9 @@ class Engine:
             self._steering.check(steering)
         shaped = {name: one.data if one.flat else one.data.reshape(one.shape) for name, one in named.items()}
         vectors = shaped if request.patch else {}
-        return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
+        with nullcontext() if store is None else store.unchanged():
+            self._refuse_runs(request, store)
+            return asked, resolve(request.patch, model.shape, runs=store, vectors=vectors, dtype=model.dtype, device=model.device)
 
     def _unfit(self, one: EngineRequest) -> str | None:
         """Return why the interventions of a request do not fit a model whose adapters were attached anew; ``None`` if they do."""

@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
@@ -214,6 +215,12 @@ class RunStore:
                 evictions=self._evictions,
                 bytes_read=self._bytes_read,
             )
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context: what this thread reads belongs together, because no other thread can finish, drop or evict a run."""
+        with self._lock:
+            yield
 
     # ---- leases and removal
 

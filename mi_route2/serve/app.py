@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
@@ -158,7 +158,7 @@ async def health(server: TheServer) -> Response:
     return Json({"status": "ok", "model": server.served.name, "mode": server.served.mode})
 
 
-@routes.get("/metrics", tags=["server"])
+@routes.get("/metrics", tags=["server"], response_class=PlainTextResponse)
 async def metrics(server: TheServer, _: TheClient) -> Response:
     """Return the metrics in Prometheus's text format."""
     return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")

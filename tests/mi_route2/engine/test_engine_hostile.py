@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -253,6 +254,35 @@ def test_writes_that_torch_does_not_count_are_seen_between_requests(how: str) ->
     (found,) = generated(engine, Request(PROMPT, ASK))
     assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
     assert far(found, old) > 1e-3
+
+
+def test_the_values_of_a_request_are_of_one_run_that_another_thread_captures_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read, begun = RunStore(), RunStore.rows, threading.Event()
+    engine = Engine(open_host("torch", make_family("MicroGPT", torch.float64)), store=store)
+
+    def write(value: float) -> None:
+        with store.writing("source", weights=engine.host.weights_hash()) as writer:
+            writer.append(SITE, [0, 1], torch.full((2, 16), value, dtype=torch.float64))
+
+    def again() -> None:
+        begun.wait(10)
+        store.drop("source")
+        write(2.0)
+
+    def slowly(*asked: Any) -> torch.Tensor:
+        rows = read(*asked)
+        begun.set()
+        other.join(0.3)
+        return rows
+
+    write(1.0)
+    monkeypatch.setattr(RunStore, "rows", slowly)
+    other = threading.Thread(target=again)
+    other.start()
+    number = engine.submit(Request(PROMPT, ASK, patch=tuple(Patch(SITE, i, FromRun("source", i)) for i in (0, 1))))
+    assert [float(patch.source[0]) for patch in engine._sequences[number].patches] == [1.0, 1.0]
+    other.join()
+    engine.close()
 
 
 READER = Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("clean", 2)),))

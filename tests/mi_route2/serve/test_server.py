@@ -401,7 +401,9 @@ def test_the_page_and_its_parts_are_served(server: Running) -> None:
     for name in re.findall(r'(?:src|href)="(/[^"]+)"', page.text):
         assert httpx.get(server.url + name).status_code == 200, name
     assert len(httpx.get(f"{server.url}/plotly.min.js").content) > 1_000_000
-    assert httpx.get(f"{server.url}/openapi.json").json()["paths"]["/v1/completions"]
+    paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    assert paths["/v1/completions"]
+    assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
 # What ends
