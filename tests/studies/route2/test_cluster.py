@@ -2,26 +2,23 @@
 
 import filecmp
 import json
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from on_cluster import HERE, preempted, tasks
 from tiny_study import tiny_job
 
+from studies.common.cluster import Cluster
 from studies.route2.cli import main
-from studies.training import cluster
+from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
-from studies.training.cluster import Cluster, run_submitted
+from studies.training.cluster import run_submitted
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, run_job
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
 
 pytestmark = [pytest.mark.study, pytest.mark.process]
-
-HERE = Cluster(kind="local", hours=0.5)
 
 
 def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 42) -> list[Job]:
@@ -29,32 +26,10 @@ def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 42) -> list[Job]:
     return [tiny_job(root, arm, cache=cache, steps=steps) for arm in ("base", *arms)]
 
 
-def preempt(job: Job, seen: list[int]) -> None:
-    """Take the machine away from a job as Slurm does, when it has written a checkpoint."""
-    while not (job.folder / CHECKPOINT).exists():
-        time.sleep(0.02)
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and is_task(process, job):
-            os.kill(int(process.name), signal.SIGUSR2)
-            seen.append(int(process.name))
-
-
-def is_task(process: Path, job: Job) -> bool:
-    """Whether this process is the task that holds the job's folder."""
-    try:
-        return b"submitit.core._submit" in (process / "cmdline").read_bytes() and any(
-            str(link.readlink()).startswith(str(job.folder)) for link in (process / "fd").iterdir()
-        )
-    except OSError:
-        return False
-
-
 def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path) -> None:
     here, there = (jobs_in(tmp_path / place, "route2-grad", cache=cache) for place in ("here", "there"))
-    seen: list[int] = []
-    hunter = threading.Thread(target=preempt, args=(there[1], seen), daemon=True)
-    hunter.start()
-    assert run_submitted(there, HERE, quiet=True) == []
+    with preempted(there[1].folder, CHECKPOINT) as seen:
+        assert run_submitted(there, HERE, quiet=True) == []
     assert len(seen) == 1
     for job, other in zip(here, there, strict=True):
         assert run_job(job)
@@ -84,12 +59,12 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(tmp_path: Path, cache: Path, mon
         if (job.folder / METRICS).exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster.time, "sleep", interrupted)
+    monkeypatch.setattr(training.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_submitted([job], HERE, quiet=True)
     monkeypatch.undo()
     until = time.monotonic() + 20
-    while any(is_task(process, job) for process in Path("/proc").iterdir() if process.name.isdigit()):
+    while tasks(job.folder):
         assert time.monotonic() < until, "the job still runs"
         time.sleep(0.1)
 
