@@ -12,8 +12,10 @@ submitit keeps its own files, pickles among them, in ``<run folder>/cluster``: o
 import contextlib
 import importlib.util
 import logging
+import os
 import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +32,12 @@ LOOKS = 0.5
 """Seconds between two looks at the queue."""
 WARNING = 120
 """Seconds before the time limit at which a job is told to go back to the queue."""
+ASKS = 10.0
+"""Seconds between two questions to Slurm for its queue."""
+GRACE = 60.0
+"""Seconds that a job without a result may be missing in the queue: a shared folder can show its result that much later."""
 LOST = "its job ended without a result ({state}): see {log}; run the same command again to go on"
+GONE = "Slurm's queue does not know it any more"
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,7 @@ class Queue(Generic[J]):
         self._executor = cluster.executor(folder)
         self._options = {"kill_on_invalid_dep": "yes", "requeue": True, **cluster.options}
         self._entries: dict[J, _Entry] = {}
+        self._asked, self._missed = -ASKS, dict[J, float]()
 
     def __enter__(self) -> "Queue[J]":
         return self
@@ -197,14 +205,31 @@ class Queue(Generic[J]):
 
     def looks(self) -> Iterator[Look[J]]:
         """Look at every job once; those that have ended leave the queue."""
+        gone = self._gone(time.monotonic())
         for job, (handle, _) in list(self._entries.items()):
             if job not in self._entries:  # it was dropped since
                 continue
-            if handle.done():
+            ended = handle.done()
+            if ended or job in gone:
                 del self._entries[job]
-                yield Look(job, running=False, ended=True, failure=self._failure(job, handle))
+                failure = self._failure(job, handle) if ended else self._lost(job, handle, GONE)
+                yield Look(job, running=False, ended=True, failure=failure)
             else:
                 yield Look(job, running=handle.state == "RUNNING", ended=False, failure=None)
+
+    def _gone(self, now: float) -> list[J]:
+        """Return the jobs that Slurm has not known for ``GRACE`` seconds.
+
+        Without accounting, submitit waits for ever for the result of a job that was killed.
+        """
+        if self.kind != "slurm" or now < self._asked + ASKS:
+            return []
+        self._asked = now
+        if (known := queued()) is None:
+            return []
+        missing = [job for job, entry in self._entries.items() if entry.handle.job_id not in known]
+        self._missed = {job: self._missed.get(job, now) for job in missing}
+        return [job for job, since in self._missed.items() if now >= since + GRACE]
 
     def drop(self, failed: J) -> list[J]:
         """Take the jobs that wait for this one out of the queue, and return them."""
@@ -229,6 +254,16 @@ class Queue(Generic[J]):
             if job.finished:
                 return None
         return LOST.format(state=state, log=handle.paths.stderr)
+
+
+def queued() -> set[str] | None:
+    """Return the ids of this user's jobs that wait or run, those of arrays one by one; ``None`` if Slurm does not answer."""
+    command = ["squeue", "--noheader", "--all", "--array", f"--user={os.getuid()}", "--format=%i"]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}  # which would filter
+    try:
+        return set(subprocess.run(command, env=plain, capture_output=True, text=True, timeout=30, check=True).stdout.split())
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def run_each(

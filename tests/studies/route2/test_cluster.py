@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 from on_cluster import HERE, preempted, tasks
 from tiny_study import tiny_job
 
+from studies.common import cluster
 from studies.common.cluster import Cluster
 from studies.route2.cli import main
 from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
-from studies.training.cluster import run_submitted
+from studies.training.cluster import run_queued, run_submitted
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, run_job
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
 
@@ -67,6 +69,70 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(tmp_path: Path, cache: Path, mon
     while tasks(job.folder):
         assert time.monotonic() < until, "the job still runs"
         time.sleep(0.1)
+
+
+SLURM = {
+    "srun": "",
+    "sbatch": 'id=$(( $(wc -l < queue) + 7 )); echo $id >> queue; echo "Submitted batch job $id"',
+    "squeue": "test ! -e down && cat queue",
+    "scancel": 'echo "$1" >> cancelled',
+}
+"""A Slurm without accounting, whose jobs never start: what its commands do in the folder of the cluster."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    (folder / "queue").touch()
+    for name, script in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\ncd {folder}\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    for name, seconds in {"LOOKS": 0.05, "ASKS": 0.1, "GRACE": 0.6}.items():
+        monkeypatch.setattr(cluster, name, seconds)
+    monkeypatch.setattr(training, "LOOKS", 0.05)
+    return folder
+
+
+@pytest.mark.parametrize("before", ["the queue knows it", "Slurm does not answer"])
+def test_a_job_that_the_queue_does_not_know_any_more_has_failed(before: str, slurm: Path, tmp_path: Path, cache: Path) -> None:
+    """Not before, however long it takes; and what waited for it is taken out of the queue."""
+    jobs = jobs_in(tmp_path / "runs", "vanilla", cache=cache)
+    changed: list[float] = []
+
+    def kill() -> None:
+        while len((slurm / "queue").read_text().split()) < 2:
+            time.sleep(0.01)
+        if before == "Slurm does not answer":
+            (slurm / "down").touch()
+            time.sleep(0.5)  # an answer that had begun would be read from an empty queue
+        (slurm / "queue").write_text("7\n8\n" if before == "the queue knows it" else "")
+        time.sleep(1.5)
+        changed.append(time.monotonic())
+        (slurm / "queue").write_text("8\n")
+        (slurm / "down").unlink(missing_ok=True)
+
+    threading.Thread(target=kill, daemon=True).start()
+    (failure,) = run_submitted(jobs, Cluster(), quiet=True)
+    assert time.monotonic() >= changed[0] + 0.6
+    log = tmp_path / "runs" / jobs[0].root.name / "cluster" / "7" / "7_0_log.err"
+    assert failure == (
+        f"base at seed 0 failed: its job ended without a result (Slurm's queue does not know it any more): see {log}; "
+        "run the same command again to go on (so 1 run that would start from it cannot be made)"
+    )
+    assert (slurm / "cancelled").read_text().split() == ["7", "8"]
+
+
+def test_a_job_that_left_the_queue_with_its_files_complete_has_not_failed(slurm: Path, tmp_path: Path, cache: Path) -> None:
+    (job,) = jobs_in(tmp_path / "runs", cache=cache)
+
+    def work() -> None:
+        run_queued(job)
+        (slurm / "queue").write_text("")
+
+    threading.Thread(target=work, daemon=True).start()
+    assert run_submitted([job], Cluster(), quiet=True) == []
 
 
 @pytest.mark.parametrize(
