@@ -127,23 +127,34 @@ class JobError(RuntimeError):
     """A job failed; the message is the sentence for the user."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Task(Generic[J]):
-    """Work of one job as the cluster runs it; ``JobError`` if it fails, so that jobs which wait for it do not start."""
+    """Work of one job as the cluster runs it; ``JobError`` if it fails, so that jobs which wait for it do not start.
+
+    Attributes:
+        work: What is done with the job.
+        left: Whether the job was queued again, so that this process only ends.
+    """
 
     work: Callable[[J], object]
+    left: bool = False
 
     def __call__(self, job: J) -> None:
         try:
             self.work(job)
         except Exception as error:
+            if self.left:  # submitit's exit was raised inside of a library that made another error of it
+                from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+
+                raise SystemExit(LOCAL_REQUEUE_RETURN_CODE) from error
             raise JobError(sentence(error)) from error
 
     def checkpoint(self, job: J) -> Any:
         """Return what is queued again if the cluster takes the machine away: the same, which goes on with what its files hold."""
         from submitit.helpers import DelayedSubmission
 
-        return DelayedSubmission(self, job)
+        self.left = True
+        return DelayedSubmission(Task(self.work), job)
 
 
 class Look(NamedTuple, Generic[J]):

@@ -7,6 +7,8 @@ the runs of their canary too).
 import time
 from pathlib import Path
 
+import torch
+
 from studies.common.cluster import LOOKS, Cluster, Queue, failed
 from studies.training.job import PRECISIONS, Job, run_job
 from studies.training.progress import Display, Follower, open_display
@@ -38,6 +40,7 @@ def run_training(
 
 def run_queued(job: Job) -> None:
     """Run a job on a machine of the cluster, after making its seed's base model if the job is that of the base."""
+    torch.set_num_threads(1)  # a warm start's bits depend on the number of threads, and not every cluster binds a job to its core
     if job.arm is None and job.settings.chat is None and not job.finished:
         base_model(job.settings, job.seed, job.cache, PRECISIONS[job.precision])
     run_job(job)

@@ -2,17 +2,21 @@
 
 import filecmp
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from on_cluster import HERE, preempted, tasks
 from tiny_study import tiny_job
 
 from studies.common import cluster
-from studies.common.cluster import Cluster
+from studies.common.cluster import Cluster, run_each
 from studies.route2.cli import main
 from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
@@ -40,6 +44,22 @@ def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path)
     spans = [json.loads(line) for line in (there[1].folder / TIMINGS).read_text().splitlines()]
     assert [span["from"] for span in spans][-1] in (20, 40), "it went on at its checkpoint"
     assert run_submitted(there, HERE, quiet=True) == [], "what is finished is not submitted again"
+
+
+def test_an_error_that_comes_of_the_preemption_is_no_failure(tmp_path: Path) -> None:
+    """safetensors, for one, turns the exit that the signal raises in the middle of a read into an error about the file."""
+
+    def work(job: Path) -> None:
+        if job.exists():
+            return
+        job.touch()
+        try:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(10)
+        except SystemExit as error:
+            raise ValueError(f"{job} is not a complete file") from error
+
+    run_each(work, [tmp_path / "job"], [], "work", workers=1, cluster=HERE, folder=tmp_path, quiet=True)
 
 
 def test_a_failed_base_job_takes_its_arms_along_and_says_why(tmp_path: Path, cache: Path) -> None:
@@ -133,6 +153,25 @@ def test_a_job_that_left_the_queue_with_its_files_complete_has_not_failed(slurm:
 
     threading.Thread(target=work, daemon=True).start()
     assert run_submitted([job], Cluster(), quiet=True) == []
+
+
+def test_a_base_model_is_made_with_one_thread_wherever_it_is_made(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start's bits depend on the number of threads, and a cluster that binds no job to its core offers all of them."""
+    seen: list[int] = []
+
+    def make(*given: Any, make: Callable[..., Any] = training.base_model) -> Any:
+        seen.append(torch.get_num_threads())
+        return make(*given)
+
+    monkeypatch.setattr(training, "base_model", make)
+    torch.set_num_threads(2)
+    try:
+        run_queued(tiny_job(tmp_path, "base", cache=cache))
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1]
 
 
 @pytest.mark.parametrize(
