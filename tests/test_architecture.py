@@ -231,6 +231,6 @@ def test_what_is_imported_is_declared() -> None:
             known_here = known_here | serve if within(name, "mi_route2.serve") else known_here
             known_here = known_here | {"plotly"} if name == "mi_route2.patching.grid" else known_here  # its error names the extra
             known_here = known_here | trl if within(name, "mi_route2.integrations") else known_here
-            known_here = known_here | {"submitit"} if name == "studies.training.cluster" else known_here  # so does its
+            known_here = known_here | {"submitit"} if name == "studies.common.cluster" else known_here  # so does its
             foreign = {target.split(".")[0] for target in targets} - known_here
             assert not foreign, f"{name} imports {', '.join(foreign)}, which pyproject.toml does not require"

@@ -1,6 +1,6 @@
 """Routed steps on rollouts of different lengths: one row without padding against the padded layout.
 
-    python -m studies.benchmarks.packed [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks.packed [--quick] [--smollm2] [--rollouts 16] [--routes NAME ...] [--rounds 15] [--out FILE.json]
 
 16 rollouts whose completions have a long tail of lengths (log-normal, median 48 tokens, at most 512), on the random Qwen3 of
 ``studies.benchmarks.engine`` or, with ``--smollm2``, on SmolLM2-135M with 8 rollouts. Adapters r8 + r8 at every Linear of the
@@ -21,6 +21,7 @@ from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts, packed_forward, vocabulary
 from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, StepContext, TrainBatch
+from mi_route2.validation import unknown_name
 from studies.benchmarks import command
 from studies.benchmarks.contenders import NoFitter, move, random_directions
 from studies.benchmarks.engine import random_model
@@ -76,15 +77,26 @@ class Options(command.Benchmark):
     """Time and peak memory of routed steps on packed rollouts relative to padded ones.
 
     A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take two
-    minutes, --quick some seconds; --smollm2 two minutes a round.
+    minutes, --quick some seconds; --smollm2 two minutes a round, and half a minute with one route and --rollouts 4.
     """
 
     smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of a tiny model")] = False
+    rollouts: Annotated[int | None, tyro.conf.arg(help="number of rollouts; default: 16, or 8 with --smollm2")] = None
+    routes: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(map(repr, SPECS))}")] = tuple(SPECS)
+
+    def check(self) -> None:
+        """Check the options; the errors of ``Benchmark.check``, and ``ValueError`` for rollouts and routes that are none."""
+        super().check()
+        if self.rollouts is not None and self.rollouts < 1:
+            raise ValueError(f"rollouts must be at least 1, not {self.rollouts}")
+        for name in self.routes:
+            if name not in SPECS:
+                raise ValueError(unknown_name(name, list(SPECS), "route"))
 
     def run(self) -> None:
         model = smollm2().model if self.smollm2 else random_model(self.seed)
         rollouts, longest = (4, 64) if self.quick else (8, 256) if self.smollm2 else (16, 448)
-        lengths = tail(rollouts, longest, np.random.default_rng(self.seed))
+        lengths = tail(self.rollouts or rollouts, longest, np.random.default_rng(self.seed))
         generator = torch.Generator().manual_seed(self.seed)
         spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
         padded = Policy(model, attach(model, "blocks.*", spec=spec, generator=generator))
@@ -92,7 +104,8 @@ class Options(command.Benchmark):
         packed = replace(padded, forward=packed_forward(model))
         batch = batch_of(lengths, vocabulary(model) or 100, generator)
         sides = []
-        for name, route_spec in SPECS.items():
+        for name in self.routes:
+            route_spec = SPECS[name]
             route: Route = OpenRoute(route_spec)
             if isinstance(route_spec, MaskSpec):
                 route = MaskRoute(route_spec, NoFitter())
@@ -101,7 +114,7 @@ class Options(command.Benchmark):
             demand_equal(padded, steps["padded"], steps["packed"])
             sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
         measured, rng = measure(sides, self.turns, np.random.default_rng(self.seed)), np.random.default_rng(self.seed)
-        results = [result(name, measured, rng) for name in SPECS]
+        results = [result(name, measured, rng) for name in self.routes]
         print(describe(lengths))
         print("so small a load shows that every side runs, and no more\n" if self.quick else "")
         print(table(results, measured))

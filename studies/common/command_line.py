@@ -45,6 +45,12 @@ def _twice(words: Sequence[str]) -> str:
     return next((option for place, option in enumerate(options) if option in options[:place]), "")
 
 
+def sentence(error: Exception) -> str:
+    """Return an error as text; its type is named only for errors that were not written for users."""
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text if isinstance(error, ValueError | KeyError | OSError) and text else f"{type(error).__name__}: {text}"
+
+
 def read_seeds(text: str) -> list[int]:
     """Parse seeds: ``"3"`` is 0, 1, 2; ``"0-7"`` a range with its end; ``"4,9"`` a list.
 

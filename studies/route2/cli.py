@@ -4,7 +4,7 @@ Start with ``run --help``. All results are in ``--out/<preset>-<hash>/``; the sa
 """
 
 import importlib.util
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,12 +12,12 @@ import tyro
 
 from mi_route2.hosts import HOSTS
 from mi_route2.validation import write_json
+from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, EVIDENCE, MAIN, get_arms, with_canaries
-from studies.training.cluster import Cluster, run_submitted
+from studies.training.cluster import run_training
 from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
-from studies.training.schedule import run_jobs
 from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
 from studies.training.tracking import TRACKERS, require
 from studies.training.worlds import MODES, data_hash, modes_of, open_problem, open_world, plan, weights_hash
@@ -52,18 +52,14 @@ class Run:
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
     report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
-    executor: Annotated[
-        Literal["local", "slurm"], tyro.conf.arg(help="processes of this machine, or jobs of a cluster (extra slurm)")
-    ] = "local"
-    partition: Annotated[str | None, tyro.conf.arg(help="with slurm: the partition")] = None
-    hours: Annotated[float, tyro.conf.arg(help="with slurm: time limit of a job, which is queued again if it needs more")] = 4.0
-    memory: Annotated[float, tyro.conf.arg(help="with slurm: GB of a job")] = 4.0
-    slurm: Annotated[tuple[str, ...], tyro.conf.arg(help="with slurm: further options of sbatch, e.g. account=me qos=low")] = ()
+    place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         if self.report_to is not None:
             require(self.report_to)
-        cluster = self.cluster()
+            if self.place.executor != "local":
+                raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
+        cluster = self.place.cluster()
         settings = override(self.settings(), self.override, self.config)
         sets: dict[tuple[str, ...], tuple[str, ...]] = {("all",): tuple(ARMS), ("evidence",): EVIDENCE}
         arms = with_canaries(get_arms(sets.get(self.arms, self.arms)))
@@ -91,10 +87,7 @@ class Run:
             if unusual:
                 write_json(root / ELSEWHERE, {"host": self.host, "precision": self.precision, **unusual})
             print(f"{len(jobs)} runs into {root}; first the base models of {len({j.seed for j in jobs})} seeds are trained")
-            if cluster is None:
-                failures = run_jobs(jobs, self.workers, live=self.live, report_to=self.report_to)
-            else:
-                failures = run_submitted(jobs, cluster, live=self.live)
+            failures = run_training(jobs, self.workers, cluster, live=self.live, report_to=self.report_to)
             if failures:
                 raise RuntimeError("; ".join(failures))
             if self.report:
@@ -102,21 +95,6 @@ class Run:
 
                 show_paths(write_report(root))
                 print((root / "table.md").read_text(encoding="utf-8"))
-
-    def cluster(self) -> Cluster | None:
-        """Return the cluster that the options name; ``None`` for this machine."""
-        if self.executor == "local":
-            if self.partition is not None or self.slurm:
-                raise ValueError("--partition and --slurm are options of a cluster: add --executor slurm")
-            return None
-        if self.report_to is not None:
-            raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
-        if wrong := [one for one in self.slurm if not all(one.partition("=")[::2])]:
-            raise ValueError(f"{wrong[0]!r} is no option of sbatch: write NAME=VALUE, as account=me")
-        options = dict(one.split("=", 1) for one in self.slurm)
-        cluster = Cluster(self.partition, self.hours, self.memory, options)
-        cluster.demand()
-        return cluster
 
     def settings(self) -> Settings:
         """Return the settings of the preset, or of a chat model on the user's own problem."""

@@ -4,17 +4,18 @@
 and figures. If a run was interrupted, the same command resumes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from mi_route2.validation import write_json
+from studies.common.cluster import Cluster, Executor, run_each
 from studies.common.command_line import read_seeds, run_command, show_paths
-from studies.common.processes import exclusive, run_pool
+from studies.common.processes import exclusive
 from studies.steering.settings import OWN, SUBJECTS, Settings
-from studies.training.schedule import run_jobs
+from studies.training.cluster import run_training
 from studies.training.settings import PRESETS, get_settings, override
 
 
@@ -32,6 +33,7 @@ class Run:
     train: Annotated[int, tyro.conf.arg(help="training rollouts for the probes, from the model, and as many from its base")] = (
         Settings.train
     )
+    place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         settings = Settings(
@@ -39,7 +41,7 @@ class Run:
             tasks=self.tasks,
             train=self.train,
         )
-        show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers))
+        show_paths(run_study(settings, read_seeds(self.seeds), self.out, self.workers, self.place.cluster()))
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Publish:
         print(f"wrote {publish(self.folder, self.to)}")
 
 
-def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2, *, quiet: bool = False) -> list[Path]:
+def run_study(
+    settings: Settings, seeds: list[int], out: Path, workers: int = 2, cluster: Cluster | None = None, *, quiet: bool = False
+) -> list[Path]:
     """Run the whole study and return the paths of the report.
 
     Raises:
@@ -91,11 +95,11 @@ def run_study(settings: Settings, seeds: list[int], out: Path, workers: int = 2,
         if todo := [run for run in runs if not run.finished]:
             with exclusive(out / settings.run.folder):
                 write_json(out / settings.run.folder / OWN, settings.run.as_dict())
-                if failures := run_jobs(todo, workers, quiet=quiet, live=False):
+                if failures := run_training(todo, workers, cluster, quiet=quiet, live=False):
                     raise RuntimeError("; ".join(failures))
         left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
         parts = [job.path(part) for job in left for part in parts_of(job.subject)]
-        run_pool(run_steering, left, workers, parts, "experiments", quiet=quiet)
+        run_each(run_steering, left, parts, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
         return write_report(folder)
 
 

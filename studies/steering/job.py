@@ -65,6 +65,10 @@ class SteeringJob:
     subject: str
 
     @property
+    def name(self) -> str:
+        return self.subject
+
+    @property
     def folder(self) -> Path:
         return self.out / self.settings.folder / f"seed-{self.seed}" / self.subject
 

@@ -4,25 +4,22 @@ Start with ``run --help``. All results are written to ``--out``: trained arms to
 (finished ones are reused), and traces to ``tracing-<hash>/``. If a run was interrupted, the same command resumes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from tqdm import tqdm
 
 from mi_route2.validation import write_json
+from studies.common.cluster import Cluster, Executor, run_each
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.environments.micro.world import MicroWorld
-from studies.environments.protocol import Witness
 from studies.tracing.settings import ARMS, Settings
 from studies.training.arms import get_arms
+from studies.training.cluster import run_training
 from studies.training.job import Job
-from studies.training.schedule import run_jobs
 from studies.training.settings import Settings as Training
 from studies.training.settings import get_settings, override
-from studies.training.worlds import open_world
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Run:
     preset: Annotated[str, tyro.conf.arg(help="strong, weak or delta_s, as in studies.route2")] = "strong"
     seeds: Annotated[str, tyro.conf.arg(help="a number (3 means 0, 1, 2), a range (0-7) or a list (4,9)")] = "3"
     arms: Annotated[tuple[str, ...], tyro.conf.arg(help="any arms of studies.route2")] = ARMS
-    workers: Annotated[int, tyro.conf.arg(help="number of training processes, one thread each")] = 2
+    workers: Annotated[int, tyro.conf.arg(help="number of processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="folder for run folders")] = Path("runs")
     config: Annotated[Path | None, tyro.conf.arg(help="TOML file of training settings to change; --override takes precedence")] = (
         None
@@ -44,6 +41,7 @@ class Run:
     draws: Annotated[int, tyro.conf.arg(help="number of draws of each control")] = Settings.draws
     rated: Annotated[int, tyro.conf.arg(help="prompts of each loophole for sampling hack rates")] = Settings.rated
     live: Annotated[bool, tyro.conf.arg(help="show a table of arms and seeds during training; otherwise one bar")] = True
+    place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         from studies.tracing.report import write_report
@@ -52,12 +50,13 @@ class Run:
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
-        jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, live=self.live)
+        cluster = self.place.cluster()
+        jobs = train(training, read_seeds(self.seeds), self.arms, self.workers, self.out, cluster, live=self.live)
         root = self.out / settings.folder
         with exclusive(root):
             write_json(root / "settings.json", settings.as_dict())
             write_json(root / "training.json", training.as_dict())
-            trace_jobs(root, settings, training, jobs)
+            trace_jobs(root, settings, jobs, self.workers, cluster)
             show_paths(write_report(root))
             print((root / "table.md").read_text(encoding="utf-8"))
 
@@ -87,7 +86,16 @@ class Publish:
         print(f"wrote {publish(self.root, self.to)}")
 
 
-def train(training: Training, seeds: list[int], arms: tuple[str, ...], workers: int, out: Path, *, live: bool = True) -> list[Job]:
+def train(
+    training: Training,
+    seeds: list[int],
+    arms: tuple[str, ...],
+    workers: int,
+    out: Path,
+    cluster: Cluster | None = None,
+    *,
+    live: bool = True,
+) -> list[Job]:
     """Run the unfinished jobs of the base model and of every arm at every seed; return all jobs.
 
     Raises:
@@ -100,26 +108,21 @@ def train(training: Training, seeds: list[int], arms: tuple[str, ...], workers: 
         with exclusive(root):
             write_json(root / "settings.json", training.as_dict())
             print(f"{len(todo)} of {len(jobs)} runs are still to be trained, into {root}")
-            failures = run_jobs(jobs, workers, live=live)
+            failures = run_training(jobs, workers, cluster, live=live)
         if failures:
             raise RuntimeError("; ".join(failures))
     return jobs
 
 
-def trace_jobs(root: Path, settings: Settings, training: Training, jobs: list[Job]) -> None:
+def trace_jobs(
+    root: Path, settings: Settings, jobs: list[Job], workers: int = 1, cluster: Cluster | None = None, *, quiet: bool = False
+) -> None:
     """Trace every job that is not traced yet."""
-    with open_world(training) as (world, witness):
-        assert isinstance(world, MicroWorld)
-        _trace_all(root, settings, jobs, world, witness)
+    from studies.tracing.job import seed_tracings, trace_seed
 
-
-def _trace_all(root: Path, settings: Settings, jobs: list[Job], world: MicroWorld, witness: Witness) -> None:
-    from studies.tracing.job import run_tracing, tracings
-
-    bar = tqdm(tracings(root, settings, jobs), desc="tracing", unit="arm", leave=False, disable=None)
-    for tracing in bar:
-        bar.set_postfix_str(f"seed {tracing.seed} {tracing.arm}")
-        run_tracing(tracing, world, witness)
+    todo = [seed for seed in seed_tracings(root, settings, jobs) if not seed.finished]
+    parts = [tracing.path for seed in todo for tracing in seed.tracings]
+    run_each(trace_seed, todo, parts, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)
 
 
 COMMANDS = {"run": Run, "report": Report, "publish": Publish}

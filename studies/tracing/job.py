@@ -18,6 +18,7 @@ from mi_route2.hosts import Host
 from mi_route2.rollouts import Policy
 from mi_route2.sites import Site
 from studies.common.artifacts import read_part, write_part
+from studies.common.processes import held
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import Witness
@@ -27,6 +28,7 @@ from studies.tracing.rates import rate_states
 from studies.tracing.settings import UNTRAINED, Settings
 from studies.training.arms import ARMS
 from studies.training.job import FULL, Job, build_hosted, finished_policy, read_manifest
+from studies.training.worlds import open_world
 
 PAIRS = "pairs.safetensors"
 
@@ -74,6 +76,45 @@ class Tracing:
 def tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[Tracing]:
     """Return one tracing per job."""
     return [Tracing(root, settings, UNTRAINED if job.arm is None else job.name, job) for job in jobs]
+
+
+@dataclass(frozen=True)
+class SeedTracing:
+    """All arms of a seed, which use the same pairs. They are one job."""
+
+    tracings: tuple[Tracing, ...]
+
+    @property
+    def name(self) -> str:
+        return "tracing"
+
+    @property
+    def seed(self) -> int:
+        return self.tracings[0].seed
+
+    @property
+    def finished(self) -> bool:
+        """True if every arm is traced.
+
+        Raises:
+            ValueError: If a tracing is damaged.
+        """
+        return False not in [tracing.finished for tracing in self.tracings]  # checks all of them
+
+
+def seed_tracings(root: Path, settings: Settings, jobs: list[Job]) -> list[SeedTracing]:
+    """Return one job per seed."""
+    every = tracings(root, settings, jobs)
+    seeds = dict.fromkeys(tracing.seed for tracing in every)
+    return [SeedTracing(tuple(tracing for tracing in every if tracing.seed == seed)) for seed in seeds]
+
+
+def trace_seed(job: SeedTracing) -> None:
+    """Trace the arms of a seed that are not traced yet."""
+    with held(job.tracings[0].folder), open_world(job.tracings[0].training.settings) as (world, witness):
+        assert isinstance(world, MicroWorld)
+        for tracing in job.tracings:
+            run_tracing(tracing, world, witness)
 
 
 def run_tracing(tracing: Tracing, world: MicroWorld, witness: Witness) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from studies.common.command_line import sentence
 from studies.common.processes import start
 from studies.training.job import EVAL, MANIFEST, PRECISIONS, Job, run_job
 from studies.training.progress import Display, Tracked, open_display
@@ -71,12 +72,6 @@ def _worded(message: Warning | str, category: type[Warning], filename: str, line
     """Format a warning as its sentence, with its place if it does not come from this project."""
     place = "" if Path(filename).is_relative_to(PROJECT) else f" ({category.__name__} at {filename}:{lineno})"
     return f"warning: {message}{place}\n"
-
-
-def sentence(error: Exception) -> str:
-    """Return an error as text; its type is named only for errors that were not written for users."""
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return text if isinstance(error, ValueError | KeyError | OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def run_jobs(jobs: list[Job], workers: int, *, quiet: bool = False, live: bool = True, report_to: str | None = None) -> list[str]:
@@ -250,11 +245,14 @@ class _Dispatch:
         if kind == "done":
             self._ready.extend(self._order.release(job))
         else:
-            lost = len(self._order.lose(job))
-            without = f" (so {_runs(lost)} that would start from it cannot be made)" if lost else ""
-            failure = f"{job.name} at seed {job.seed} failed: {value}{without}"
+            failure = f"{job.name} at seed {job.seed} failed: {value}{without(len(self._order.lose(job)))}"
             self._failures.append(failure)
         self._display.ended(job, failure)
+
+
+def without(lost: int) -> str:
+    """Return the end of a failure's sentence: how many runs cannot start any more; an empty text if all can."""
+    return f" (so {_runs(lost)} that would start from it cannot be made)" if lost else ""
 
 
 def _runs(n: int) -> str:

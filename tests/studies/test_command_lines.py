@@ -41,6 +41,8 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "steering, no tasks": ("steering", ["run", "--tasks", "0"], "tasks must be at least 1, not 0"),
     "tracing, an unknown arm": ("tracing", ["run", "--arms", "vanila"], "unknown arm 'vanila': did you mean 'vanilla'?"),
     "tracing, an arm twice": ("tracing", ["run", "--arms", "vanilla", "vanilla"], "arms must be given once each"),
+    "steering, a partition of none": ("steering", ["run", "--partition", "cpu"], "add --executor slurm"),
+    "tracing, no option of sbatch": ("tracing", ["run", "--executor", "slurm", "--slurm", "qos"], "'qos' is no option of sbatch"),
     "tracing, no draws": ("tracing", ["run", "--draws", "0"], "draws must be at least 1, not 0"),
     "lanes, no steps": ("lanes", ["run", "--quick", "--text", "TEXT", "--dev.steps", "0"], "steps must be at least 1, not 0"),
     "sandbox, no such file": ("sandbox", ["run", "NONE"], "there is no script at NONE"),

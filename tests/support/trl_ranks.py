@@ -27,6 +27,8 @@ from datasets import Dataset
 from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
 from mi_route2.adapters import save_adapters
@@ -157,7 +159,10 @@ def run(out: Path, kind: type[RoutedGRPOTrainer], processes: int) -> None:
 
 
 def strangers(out: Path) -> None:
-    """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each."""
+    """Train on processes with adapters of other seeds, which FSDP2 leaves as they are, or a recorder on one; shuffle in each.
+
+    And with parts of groups, and on a model that ``from_pretrained`` sharded.
+    """
     rank, told = int(os.environ["RANK"]), []
     for rule, own in ((MaskSpec(), {}), (MaskSpec(), {"record": Told() if rank else None}), (MaskSpec(shuffle=True), {})):
         model: Any = make_family("Llama")
@@ -165,6 +170,19 @@ def strangers(out: Path) -> None:
         settings: dict[str, Any] = {"model": model, "kind": Sharding, "size": GROUP * PROMPTS // 2, "own": own}
         try:
             make_trainer(out / "trainer", rule, adapters, **settings)[0].train()
+        except ValueError as error:
+            told.append(str(error))
+    make_family("Llama").save_pretrained(out / "base")  # transformers writes on the first process alone
+    PartialState().wait_for_everyone()
+    size, halved = GROUP * PROMPTS // 2, {"split_batches": True}  # accelerate gives each process a part of a batch, half a group
+    with patch_environment(accelerate_use_fsdp="false"):
+        try:
+            make_trainer(out / "trainer", RANKED["unflagged"][0], size=size, accelerator_config=halved)[0].train()
+        except ValueError as error:
+            told.append(str(error))
+        model = AutoModelForCausalLM.from_pretrained(out / "base", distributed_config=DistributedConfig(fsdp_size=2))
+        try:
+            make_trainer(out / "trainer", MaskSpec(), model=model, size=size)
         except ValueError as error:
             told.append(str(error))
     (out / f"refused-{rank}.json").write_text(json.dumps(told))

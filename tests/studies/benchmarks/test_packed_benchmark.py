@@ -37,13 +37,22 @@ def test_lengths_have_a_long_tail() -> None:
     assert np.mean(lengths) < 448 / 2
 
 
-def test_the_page_prints_what_was_measured() -> None:
-    document = json.loads((DOCS / "results/benchmarks/packed.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize(("name", "rounds"), [("packed", 9), ("packed_smollm2", 3)])
+def test_the_page_prints_what_was_measured(name: str, rounds: int) -> None:
+    document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     found = re.search(
-        r"<!-- packed -->\n\n(.*)\n\n<!-- table: packed -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8")
+        rf"<!-- {name} -->\n\n(.*)\n\n<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8")
     )
     described, expected = printed(document)
     assert found
-    assert found[1].startswith(described), f"docs/scale.md must have, below <!-- packed -->:\n\n{described}"
-    assert found[2] == expected + "\n", f"docs/scale.md must have, below <!-- table: packed -->:\n\n{expected}"
-    assert document["rounds"] >= 9
+    assert found[1].startswith(described), f"docs/scale.md must have, below <!-- {name} -->:\n\n{described}"
+    assert found[2] == expected + "\n", f"docs/scale.md must have, below <!-- table: {name} -->:\n\n{expected}"
+    assert document["rounds"] >= rounds
+    assert document["smollm2"] == ("smollm2" in name)
+
+
+def test_what_cannot_be_measured_is_said() -> None:
+    with pytest.raises(ValueError, match="unknown route 'gradient flag': did you mean 'gradient flags'"):
+        Options(routes=("gradient flag",)).check()
+    with pytest.raises(ValueError, match="rollouts must be at least 1, not 0"):
+        Options(rollouts=0).check()

@@ -8,20 +8,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from on_cluster import HERE, preempted, tasks
 from tiny_study import tiny_job
 
+from studies.common import cluster
+from studies.common.cluster import Cluster, run_each
 from studies.route2.cli import main
-from studies.training import cluster
+from studies.training import cluster as training
 from studies.training.checkpoint import CHECKPOINT
-from studies.training.cluster import Cluster, run_submitted
+from studies.training.cluster import run_queued, run_submitted
 from studies.training.job import DEPLOYED, EVAL, FULL, Job, run_job
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS
 
 pytestmark = [pytest.mark.study, pytest.mark.process]
-
-HERE = Cluster(kind="local", hours=0.5)
 
 
 def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 42) -> list[Job]:
@@ -29,32 +32,10 @@ def jobs_in(root: Path, *arms: str, cache: Path, steps: int = 42) -> list[Job]:
     return [tiny_job(root, arm, cache=cache, steps=steps) for arm in ("base", *arms)]
 
 
-def preempt(job: Job, seen: list[int]) -> None:
-    """Take the machine away from a job as Slurm does, when it has written a checkpoint."""
-    while not (job.folder / CHECKPOINT).exists():
-        time.sleep(0.02)
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and is_task(process, job):
-            os.kill(int(process.name), signal.SIGUSR2)
-            seen.append(int(process.name))
-
-
-def is_task(process: Path, job: Job) -> bool:
-    """Whether this process is the task that holds the job's folder."""
-    try:
-        return b"submitit.core._submit" in (process / "cmdline").read_bytes() and any(
-            str(link.readlink()).startswith(str(job.folder)) for link in (process / "fd").iterdir()
-        )
-    except OSError:
-        return False
-
-
 def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path) -> None:
     here, there = (jobs_in(tmp_path / place, "route2-grad", cache=cache) for place in ("here", "there"))
-    seen: list[int] = []
-    hunter = threading.Thread(target=preempt, args=(there[1], seen), daemon=True)
-    hunter.start()
-    assert run_submitted(there, HERE, quiet=True) == []
+    with preempted(there[1].folder, CHECKPOINT) as seen:
+        assert run_submitted(there, HERE, quiet=True) == []
     assert len(seen) == 1
     for job, other in zip(here, there, strict=True):
         assert run_job(job)
@@ -63,6 +44,22 @@ def test_a_preempted_sweep_ends_with_the_same_bytes(tmp_path: Path, cache: Path)
     spans = [json.loads(line) for line in (there[1].folder / TIMINGS).read_text().splitlines()]
     assert [span["from"] for span in spans][-1] in (20, 40), "it went on at its checkpoint"
     assert run_submitted(there, HERE, quiet=True) == [], "what is finished is not submitted again"
+
+
+def test_an_error_that_comes_of_the_preemption_is_no_failure(tmp_path: Path) -> None:
+    """safetensors, for one, turns the exit that the signal raises in the middle of a read into an error about the file."""
+
+    def work(job: Path) -> None:
+        if job.exists():
+            return
+        job.touch()
+        try:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(10)
+        except SystemExit as error:
+            raise ValueError(f"{job} is not a complete file") from error
+
+    run_each(work, [tmp_path / "job"], [], "work", workers=1, cluster=HERE, folder=tmp_path, quiet=True)
 
 
 def test_a_failed_base_job_takes_its_arms_along_and_says_why(tmp_path: Path, cache: Path) -> None:
@@ -84,14 +81,97 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(tmp_path: Path, cache: Path, mon
         if (job.folder / METRICS).exists():
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cluster.time, "sleep", interrupted)
+    monkeypatch.setattr(training.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_submitted([job], HERE, quiet=True)
     monkeypatch.undo()
     until = time.monotonic() + 20
-    while any(is_task(process, job) for process in Path("/proc").iterdir() if process.name.isdigit()):
+    while tasks(job.folder):
         assert time.monotonic() < until, "the job still runs"
         time.sleep(0.1)
+
+
+SLURM = {
+    "srun": "",
+    "sbatch": 'id=$(( $(wc -l < queue) + 7 )); echo $id >> queue; echo "Submitted batch job $id"',
+    "squeue": "test ! -e down && cat queue",
+    "scancel": 'echo "$1" >> cancelled',
+}
+"""A Slurm without accounting, whose jobs never start: what its commands do in the folder of the cluster."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    (folder / "queue").touch()
+    for name, script in SLURM.items():
+        (folder / name).write_text(f"#!/bin/sh\ncd {folder}\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    for name, seconds in {"LOOKS": 0.05, "ASKS": 0.1, "GRACE": 0.6}.items():
+        monkeypatch.setattr(cluster, name, seconds)
+    monkeypatch.setattr(training, "LOOKS", 0.05)
+    return folder
+
+
+@pytest.mark.parametrize("before", ["the queue knows it", "Slurm does not answer"])
+def test_a_job_that_the_queue_does_not_know_any_more_has_failed(before: str, slurm: Path, tmp_path: Path, cache: Path) -> None:
+    """Not before, however long it takes; and what waited for it is taken out of the queue."""
+    jobs = jobs_in(tmp_path / "runs", "vanilla", cache=cache)
+    changed: list[float] = []
+
+    def kill() -> None:
+        while len((slurm / "queue").read_text().split()) < 2:
+            time.sleep(0.01)
+        if before == "Slurm does not answer":
+            (slurm / "down").touch()
+            time.sleep(0.5)  # an answer that had begun would be read from an empty queue
+        (slurm / "queue").write_text("7\n8\n" if before == "the queue knows it" else "")
+        time.sleep(1.5)
+        changed.append(time.monotonic())
+        (slurm / "queue").write_text("8\n")
+        (slurm / "down").unlink(missing_ok=True)
+
+    threading.Thread(target=kill, daemon=True).start()
+    (failure,) = run_submitted(jobs, Cluster(), quiet=True)
+    assert time.monotonic() >= changed[0] + 0.6
+    log = tmp_path / "runs" / jobs[0].root.name / "cluster" / "7" / "7_0_log.err"
+    assert failure == (
+        f"base at seed 0 failed: its job ended without a result (Slurm's queue does not know it any more): see {log}; "
+        "run the same command again to go on (so 1 run that would start from it cannot be made)"
+    )
+    assert (slurm / "cancelled").read_text().split() == ["7", "8"]
+
+
+def test_a_job_that_left_the_queue_with_its_files_complete_has_not_failed(slurm: Path, tmp_path: Path, cache: Path) -> None:
+    (job,) = jobs_in(tmp_path / "runs", cache=cache)
+
+    def work() -> None:
+        run_queued(job)
+        (slurm / "queue").write_text("")
+
+    threading.Thread(target=work, daemon=True).start()
+    assert run_submitted([job], Cluster(), quiet=True) == []
+
+
+def test_a_base_model_is_made_with_one_thread_wherever_it_is_made(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm start's bits depend on the number of threads, and a cluster that binds no job to its core offers all of them."""
+    seen: list[int] = []
+
+    def make(*given: Any, make: Callable[..., Any] = training.base_model) -> Any:
+        seen.append(torch.get_num_threads())
+        return make(*given)
+
+    monkeypatch.setattr(training, "base_model", make)
+    torch.set_num_threads(2)
+    try:
+        run_queued(tiny_job(tmp_path, "base", cache=cache))
+    finally:
+        torch.set_num_threads(1)
+    assert seen == [1]
 
 
 @pytest.mark.parametrize(

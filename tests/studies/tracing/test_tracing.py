@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from on_cluster import HERE, preempted
 from tiny_study import tiny_settings
 
 from mi_route2.files import read_tensors
@@ -164,12 +165,24 @@ def test_resumed_equals_uninterrupted(study: Path, tmp_path: Path) -> None:
         run_tracing(last, world, witness)
     shutil.copy(study / "seed-0/vanilla.json", root / "seed-0")  # half of an arm: its tensors are missing
     with pytest.raises(ValueError, match="tensors beside it are damaged"):
-        trace_jobs(root, settings_of(training), training, jobs)
+        trace_jobs(root, settings_of(training), jobs)
     (root / "seed-0/vanilla.json").unlink()
-    trace_jobs(root, settings_of(training), training, jobs)
+    trace_jobs(root, settings_of(training), jobs)
     names = sorted(path.name for path in (study / "seed-0").iterdir())
     assert sorted(path.name for path in (root / "seed-0").iterdir()) == names
     assert len(names) == 1 + 2 * len(TRACED)
+    for name in names:
+        assert (root / "seed-0" / name).read_bytes() == (study / "seed-0" / name).read_bytes(), name
+
+
+@pytest.mark.process
+def test_a_preempted_tracing_of_a_cluster_goes_on_and_ends_with_the_same_bytes(study: Path, tmp_path: Path) -> None:
+    root, (base, vanilla, _) = tmp_path / study.name, jobs_of(study.parent)
+    with preempted(root / "seed-0", f"{UNTRAINED}.json") as seen:
+        trace_jobs(root, settings_of(tiny_training()), [base, vanilla], cluster=HERE, quiet=True)
+    assert seen == [(root / "seed-0" / f"{UNTRAINED}.json").stat().st_ino], "it was hit once, and what it had is not made again"
+    names = {PAIRS, *(f"{arm}{suffix}" for arm in TRACED[:2] for suffix in (".json", ".safetensors"))}
+    assert {path.name for path in (root / "seed-0").iterdir()} == names
     for name in names:
         assert (root / "seed-0" / name).read_bytes() == (study / "seed-0" / name).read_bytes(), name
 
