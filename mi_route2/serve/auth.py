@@ -63,6 +63,10 @@ class Json(JSONResponse):
         return dumps(content).encode()
 
 
+EITHER: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
+"""What the schema says of a route that answers whole or as a stream."""
+
+
 class Events(StreamingResponse):
     """Stream of events. ``ended`` is called once it is over, also if the client went away before the first one."""
 

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
-from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, refusal
 from mi_route2.serve.models import CLOSED, Readable
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.schema import (
@@ -80,7 +80,7 @@ def _demand(name: str | None, server: Server) -> None:
         raise ApiError(404, f"there is no model {name!r} here: this server has {server.served.name!r}", code="model_not_found")
 
 
-@routes.post("/v1/completions", tags=["completions"])
+@routes.post("/v1/completions", tags=["completions"], responses=EITHER)
 async def completions(body: Completion, server: TheServer, client: TheClient, request: Request) -> Response:
     """Continue prompts, with interventions per request."""
     _demand(body.model, server)
@@ -95,7 +95,7 @@ async def completions(body: Completion, server: TheServer, client: TheClient, re
     return await _answered(body, prompts, most, body.top, server, client, request, Wording("cmpl", "text_completion", False))
 
 
-@routes.post("/v1/chat/completions", tags=["completions"])
+@routes.post("/v1/chat/completions", tags=["completions"], responses=EITHER)
 async def chat_completions(body: ChatCompletion, server: TheServer, client: TheClient, request: Request) -> Response:
     """Answer a conversation in the model's chat template, with interventions per request."""
     _demand(body.model, server)

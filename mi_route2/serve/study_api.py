@@ -15,7 +15,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import Where
-from mi_route2.serve.auth import ApiError, Client, Events, Json, dumps, note, refusal, sentence
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, refusal, sentence
 from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
 from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
@@ -95,7 +95,7 @@ async def aligned(body: AlignIn, server: TheServer, _: TheClient) -> Response:
 # Sweeps
 
 
-@routes.post("/v1/patch_sweep")
+@routes.post("/v1/patch_sweep", responses=EITHER)
 async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, request: Request) -> Response:
     """Patch every selected site at every position, and score each; whole, or cell by cell as a stream."""
     running = server.sweeping.get(client.owner, 0)

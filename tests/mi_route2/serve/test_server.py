@@ -402,7 +402,8 @@ def test_the_page_and_its_parts_are_served(server: Running) -> None:
         assert httpx.get(server.url + name).status_code == 200, name
     assert len(httpx.get(f"{server.url}/plotly.min.js").content) > 1_000_000
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
-    assert paths["/v1/completions"]
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/patch_sweep"):
+        assert set(paths[path]["post"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
     assert list(paths["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
 
 
