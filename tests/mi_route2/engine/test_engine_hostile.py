@@ -1340,3 +1340,16 @@ def test_attention_that_was_exchanged_is_that_of_now_or_refused() -> None:
     host.model.set_attn_implementation("flex_attention")
     with pytest.raises(RuntimeError, match="flex_attention cannot: load the model with attn_implementation='sdpa'"):
         engine.submit(request)
+
+
+def test_many_that_wait_take_no_bytes_that_those_who_run_may_not_reserve() -> None:
+    host = open_host("torch", make_family("Llama"))
+    row = Engine(host)._residents.slots.cost(1)
+    engine = Engine(host, slot_bytes=2 * row)
+    for _ in range(40):
+        engine.submit(Request(PROMPT, Sampling(max_new=4)))
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.resources["slot_bytes"])
+    assert row <= most <= 4 * row  # a shelf has twice the rows in use at most
