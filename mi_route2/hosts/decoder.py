@@ -236,7 +236,7 @@ def additive(allowed: Bool[Tensor, "b 1 t S"], dtype: torch.dtype) -> Float[Tens
 
 def plain_model(host: Host) -> nn.Module:
     """Return the model itself, without the bridge around it (and, for the micro model, without ``Inner``)."""
-    if host.name == "torch":
+    if host.name != "transformer_lens":
         return host.model
     inner = host.model.get_submodule("original_model")
     return getattr(inner, "inner", inner)

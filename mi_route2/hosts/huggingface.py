@@ -143,12 +143,12 @@ class TorchHost(Host):
         fired.demand(self.address)
 
 
-def _at(model: nn.Module, path: str) -> object:
-    """Return the module at ``path``; ``None`` if there is none any more."""
-    try:
-        return model.get_submodule(path)
-    except AttributeError:
-        return None
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at ``path``, without the checks of ``get_submodule``; ``None`` if there is none any more."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 class Replays:
