@@ -232,7 +232,8 @@ class Engine:
         Raises:
             ValueError, KeyError: the request cannot be run.
             QueueFullError: as many requests wait as ``queue`` says.
-            RuntimeError, OSError: the model is in training mode, or the store cannot be read.
+            RuntimeError, OSError: the model is in training mode or has another dtype, device or attention than it had, or the store
+                cannot be read.
         """
         asked, patches = self._checked(request)
         with unbroken():
@@ -547,7 +548,7 @@ class Engine:
         if not self._sequences and not self.paused:
             self._look()
         model, residents, store = self.decoder, self._residents, self._residents.store
-        model.refuse_dropout()
+        model.demand_fit()
         refuse(request, model.context, model.vocabulary)
         room = self.scheduler.room
         if room is not None and len(request.prompt) + request.sampling.max_new > room:

@@ -66,7 +66,9 @@ class Residents:
 
     def plan(self, scheduler: Scheduler[EngineRequest]) -> Turn[EngineRequest]:
         """Plan the next step."""
-        self.slots.coming = len(scheduler.waiting)
+        coming, row = len(scheduler.waiting), self.slots.cost(1)
+        # no more rows at once than may be reserved: they are allocated although nobody uses them yet
+        self.slots.coming = coming if self.slot_bytes is None else min(coming, max(0, self.slot_bytes - self._reserved) // row)
         try:
             return scheduler.plan(self.admit, self.put_back)
         finally:

@@ -14,7 +14,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -142,7 +142,9 @@ class Host(ABC):
 
     @checked
     def hooks(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
-        """Context: every forward through this host runs under ``edits``. It can be entered again when it was left.
+        """Context: every forward through this host runs under ``edits``.
+
+        It can be entered again, and within itself, where the edits act once more.
 
         Raises:
             ValueError: A key is not a ``Site``, or the host or the architecture lacks its point.
@@ -354,17 +356,19 @@ def split_heads(site: Site, value: Tensor, count: int) -> Tensor:
 
 
 class _Reentrant(AbstractContextManager[None]):
-    """Context that can be entered again when it was left: ``enter`` begins a new one each time."""
+    """Context that can be entered again, also within itself: ``enter`` begins a new one each time."""
 
     def __init__(self, enter: Entering):
-        self._enter, self._now = enter, nullcontext()
+        self._enter = enter
+        self._entered: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> None:
-        self._now = self._enter()
-        self._now.__enter__()
+        context = self._enter()
+        context.__enter__()
+        self._entered.append(context)
 
     def __exit__(self, *raised: Any) -> bool | None:
-        return self._now.__exit__(*raised)
+        return self._entered.pop().__exit__(*raised)
 
 
 class Fired:

@@ -44,7 +44,6 @@ class Decoder:
         heads: Number of key-value heads.
         width: Size of a head.
         context: Longest sequence, in tokens.
-        vocabulary: Number of tokens.
 
     Raises:
         ValueError: The host, the architecture or its attention implementation is not supported.
@@ -62,12 +61,11 @@ class Decoder:
         self._blocks, self._config = _block_list(model, row), config_of(model)
         config = self._config
         _refuse_windows(config)
-        if (kind := getattr(config, "_attn_implementation", None) or MASKED[0]) not in MASKED and not self._own:
-            raise ValueError(f"a decoder masks each query, which {kind} cannot: load the model with attn_implementation='sdpa'")
+        if (why := self._unmaskable()) is not None:
+            raise ValueError(why)
         self.layers = len(self._blocks)
         self.heads, self.width = _sizes(config)
         self.context = int(_first(config, "max_position_embeddings", "n_positions", "context"))
-        self.vocabulary = int(_first(config, "vocab_size", "vocab"))
         parameter = next(model.parameters())
         self.dtype, self.device = parameter.dtype, parameter.device
         self._drops = bool(getattr(config, "attention_dropout", 0.0)) or any(
@@ -76,7 +74,11 @@ class Decoder:
         self._checkpointed = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._stream = (int(_first(config, "hidden_size", "n_embd", "d")),)
         self._shapes: dict[Site, tuple[int, ...]] = {}
-        self._bool_mask = self._own or getattr(config, "_attn_implementation", "") == "exact"
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens that the model has now."""
+        return int(_first(self._config, "vocab_size", "vocab"))
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -111,17 +113,28 @@ class Decoder:
                 hooks in the skipped blocks do not fire.
 
         Raises:
-            RuntimeError: The model is in training mode and has dropout, or gradient checkpointing is on.
+            RuntimeError: As in ``demand_fit``.
             ValueError: ``entry`` names a layer that cannot be entered.
         """
-        self.refuse_dropout()
+        self.demand_fit()
         if entry is None:
             return self._run(tokens, positions, allowed, cache, keep)
         with self._entering(*entry):
             return self._run(tokens, positions, allowed, cache, keep)
 
-    def refuse_dropout(self) -> None:
-        """Raise ``RuntimeError`` if the model is in training mode and has dropout, or gradient checkpointing is on."""
+    def demand_fit(self) -> None:
+        """Raise ``RuntimeError`` for a model that cannot be run as it is now.
+
+        It is in training mode with dropout or gradient checkpointing, or its dtype, device or attention implementation was changed.
+        """
+        parameter = next(self._model.parameters())
+        if (parameter.dtype, parameter.device) != (self.dtype, self.device):
+            raise RuntimeError(
+                f"the model is {parameter.dtype} on {parameter.device} now, but keys, values and vectors here are for "
+                f"{self.dtype} on {self.device}: change it back, or make a new engine"
+            )
+        if (why := self._unmaskable()) is not None:
+            raise RuntimeError(why)
         if self._drops and any(module.training for module in self._model.modules()):
             raise RuntimeError("the model, or a part of it, is in training mode and drops activations at random: call eval() on it")
         if any(module.gradient_checkpointing and module.training for module in self._checkpointed):
@@ -157,6 +170,17 @@ class Decoder:
     def unmasked(self) -> bool:
         """True if ``allowed`` may be ``None``."""
         return not self._own and self.host.name == "torch" and getattr(self._config, "_attn_implementation", "") == "sdpa"
+
+    @property
+    def _bool_mask(self) -> bool:
+        return self._own or getattr(self._config, "_attn_implementation", "") == "exact"
+
+    def _unmaskable(self) -> str | None:
+        """Return why the model's attention cannot be run; ``None`` if it can."""
+        kind = getattr(self._config, "_attn_implementation", None) or MASKED[0]
+        if self._own or kind in MASKED:
+            return None
+        return f"a decoder masks each query, which {kind} cannot: load the model with attn_implementation='sdpa'"
 
     def _run(self, tokens: Tensor, positions: Tensor, allowed: Tensor | None, cache: KeyValues, keep: Tensor | None) -> Tensor:
         model: Any = self.host.model
@@ -212,7 +236,7 @@ def additive(allowed: Bool[Tensor, "b 1 t S"], dtype: torch.dtype) -> Float[Tens
 
 def plain_model(host: Host) -> nn.Module:
     """Return the model itself, without the bridge around it (and, for the micro model, without ``Inner``)."""
-    if host.name == "torch":
+    if host.name != "transformer_lens":
         return host.model
     inner = host.model.get_submodule("original_model")
     return getattr(inner, "inner", inner)

@@ -5,7 +5,7 @@ inside of ``hooks``. A backward outside of it, and a replay without a forward, a
 different forward.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -119,23 +119,36 @@ class TorchHost(Host):
         return f"{tap.path}.{tap.side}" + ("" if tap.rows is None else f"[..., {len(tap.rows)} rows]")
 
     def _prepared(self, edits: Mapping[Site, Edit]) -> Entering:
-        taps = {site: tap_of(self.model, self.architecture, site) for site in edits}
-        modules = {site: self.model.get_submodule(tap.path) for site, tap in taps.items()}
-        return partial(self._hooked, whole_stream(edits), taps, modules)
+        return partial(self._hooked, whole_stream(edits), self._places(edits))
+
+    def _places(self, sites: Iterable[Site]) -> dict[Site, tuple[Tap, nn.Module]]:
+        taps = {site: tap_of(self.model, self.architecture, site) for site in sites}
+        return {site: (tap, self.model.get_submodule(tap.path)) for site, tap in taps.items()}
 
     @contextmanager
-    def _hooked(self, edits: Mapping[Site, Edit], taps: Mapping[Site, Tap], modules: Mapping[Site, nn.Module]) -> Iterator[None]:
+    def _hooked(self, edits: Mapping[Site, Edit], places: Mapping[Site, tuple[Tap, nn.Module]]) -> Iterator[None]:
+        if any(_at(self.model, tap.path) is not module for tap, module in places.values()):
+            places = self._places(edits)  # adapters were attached or detached, or a module replaced, since the sites were looked up
         fired, again = Fired(edits), Replays(self.model)
         handles = [again.root]
         try:
             for site, edit in edits.items():
-                handles.append(_attach_hook(modules[site], site, taps[site], edit, fired, again))
+                tap, module = places[site]
+                handles.append(_attach_hook(module, site, tap, edit, fired, again))
             yield
         finally:
             for handle in handles:
                 handle.remove()
-        again.guard(modules)
+        again.guard({site: module for site, (_, module) in places.items()})
         fired.demand(self.address)
+
+
+def _at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at ``path``, without the checks of ``get_submodule``; ``None`` if there is none any more."""
+    module: nn.Module | None = model
+    for name in path.split("."):
+        module = None if module is None else module._modules.get(name)
+    return module
 
 
 class Replays:

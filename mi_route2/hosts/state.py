@@ -15,6 +15,7 @@ from torch.nn.modules import module as every_module
 
 from mi_route2.adapters.linear import RoutedLinear, Switchboard
 from mi_route2.adapters.weights import checksum
+from mi_route2.architectures import config_of
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.decoder import plain_model
 
@@ -36,7 +37,7 @@ class ModelState:
     """
 
     def __init__(self, host: Host):
-        self._host = host
+        self._host, self._config = host, config_of(plain_model(host))
         # Kept alive, so that no later module or tensor can have the id of one that was removed.
         self._modules: list[nn.Module] = []
         self._tensors: list[Tensor] = []
@@ -105,7 +106,8 @@ class ModelState:
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         kind = self._tensors[0].device.type if self._tensors else "cpu"
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return versions, places, hooks, everywhere, code, boards, cast
+        attention = getattr(self._config, "_attn_implementation", None)
+        return versions, places, hooks, everywhere, code, boards, cast, attention
 
 
 def _of_bridge(hook: object) -> bool:

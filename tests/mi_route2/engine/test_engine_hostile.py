@@ -1295,3 +1295,61 @@ def test_what_is_set_in_a_pause_is_compared_with_the_adapters_that_were_attached
     truth = generated(anew, after, Request(PROMPT[:7], ASK))
     assert far(table(results[kept])[1:], truth[0]) < CLOSE
     assert far(table(results[late]), truth[1]) < CLOSE
+
+
+# What a model is, between requests
+
+
+def test_a_model_of_another_type_is_refused_in_one_sentence() -> None:
+    host = open_host("torch", make_family("Llama"))
+    engine = Engine(host)
+    engine.generate([Request(PROMPT, ASK)], progress=False)
+    host.model.to(torch.float32)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"is torch.float32 on cpu now, .* torch.float64 on cpu: .* make a new engine"):
+            engine.generate([Request(PROMPT, Sampling(max_new=1))], progress=False)
+    host.model.to(torch.float64)
+    assert table(engine.generate([Request(PROMPT, ASK)], progress=False)[0]).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [VOCAB - 10, VOCAB + 10])
+def test_a_vocabulary_that_was_resized_is_that_of_now(size: int) -> None:
+    host = open_host("torch", make_family("Llama"))
+    engine = Engine(host)
+    engine.submit(Request(PROMPT, ASK))
+    engine.close()
+    host.model.resize_token_embeddings(size, mean_resizing=False)
+    prompt = (*PROMPT, size - 1)
+    own = generated(engine, Request(prompt, Sampling(max_new=1, logprob_token_ids=tuple(range(size)))))[0]
+    assert far(own[0], host.logits(torch.tensor([prompt]))[0, -1].log_softmax(-1).detach()) < CLOSE
+    for wrong in (Request((size,)), Request((3,), Sampling(logprob_token_ids=(size,)))):
+        with pytest.raises(ValueError, match=f"{size}"):
+            engine.submit(wrong)
+
+
+def test_attention_that_was_exchanged_is_that_of_now_or_refused() -> None:
+    host: Any = open_host("torch", make_family("Llama"))
+    engine = Engine(host, block=4)
+    request = Request(PROMPT, Sampling(max_new=4, logprob_token_ids=tuple(range(VOCAB))))
+    for kind in ("exact", "eager", "sdpa"):
+        host.model.set_attn_implementation(kind)
+        (result,) = engine.generate([request], progress=False)
+        whole = host.logits(torch.tensor([[*PROMPT, *result.ids]]))[0, len(PROMPT) - 1 : -1].log_softmax(-1).detach()
+        assert far(table(result), whole) < (1e-5 if kind == "eager" else CLOSE), kind
+        assert result.cached == 0, kind
+    host.model.set_attn_implementation("flex_attention")
+    with pytest.raises(RuntimeError, match="flex_attention cannot: load the model with attn_implementation='sdpa'"):
+        engine.submit(request)
+
+
+def test_many_that_wait_take_no_bytes_that_those_who_run_may_not_reserve() -> None:
+    host = open_host("torch", make_family("Llama"))
+    row = Engine(host)._residents.slots.cost(1)
+    engine = Engine(host, slot_bytes=2 * row)
+    for _ in range(40):
+        engine.submit(Request(PROMPT, Sampling(max_new=4)))
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.resources["slot_bytes"])
+    assert row <= most <= 4 * row  # a shelf may have more rows than are in use, but none for requests that only wait

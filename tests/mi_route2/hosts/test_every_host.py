@@ -227,6 +227,41 @@ def test_hooks_can_be_entered_again_and_leave_nothing(host: str) -> None:
         pass  # that it fired the last time is no excuse
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_hooks_entered_within_themselves_act_twice_and_then_once(host: str) -> None:
+    own, _ = adapted(host, make_family("Llama", attn="eager"))
+    tokens, _ = make_tokens()
+    site = Site(1, "resid_pre")
+    doubled = own.hooks({site: lambda x: x * 2})
+    with torch.no_grad(), doubled:
+        before = own.logits(tokens)
+        with doubled:
+            twice = own.logits(tokens)
+        after = own.logits(tokens)
+    with torch.no_grad(), own.hooks({site: lambda x: x * 4}):
+        fourfold = own.logits(tokens)
+    assert torch.equal(before, after)
+    assert torch.equal(twice, fourfold)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hooks_entered_after_adapters_have_come_and_gone_see_the_model_of_now(host: str) -> None:
+    own = open_host(host, make_family("Llama"))
+    tokens, _ = make_tokens()
+    site, seen = Site(1, "q"), list[Tensor]()
+    reading = own.hooks({site: lambda x: seen.append(x.clone())})
+    with torch.no_grad():
+        for change in ("none", "attached", "detached"):
+            if change == "attached":
+                adapters = own.attach("blocks.*.attn.q", spec=SPECS["lora"], generator=torch.Generator().manual_seed(7))
+                move(adapters, 0.2)
+            elif change == "detached":
+                adapters.detach()
+            with reading:
+                own.logits(tokens)
+            assert torch.equal(seen[-1], own.capture([site], tokens)[site]), change
+
+
 def gradient_of_what_is_added(host: Host, site: Site, tokens: Tensor) -> Tensor:
     """The oracle: the gradient of zeros that are added there."""
     delta: list[Tensor] = []
