@@ -28,9 +28,9 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     def trained(*_: object, **__: object) -> list[str]:
         raise AssertionError("the command went on to training")
 
-    def call(*arguments: object, run_jobs: Callable[..., list[str]] = trained) -> tuple[int, str, str]:
+    def call(*arguments: object, run_training: Callable[..., list[str]] = trained) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["route2", *map(str, arguments)])
-        monkeypatch.setattr(cli, "run_jobs", run_jobs)
+        monkeypatch.setattr(cli, "run_training", run_training)
         capfd.readouterr()
         code = cli.main()
         output, errors = capfd.readouterr()
@@ -179,12 +179,12 @@ def test_a_missing_pairs_file_is_refused_and_a_good_one_is_not(tmp_path: Path, m
     write_pairs(make_pairs(get_world("strong"), 3), tmp_path / "good.toml")
     seen: list[Path | None] = []
 
-    def look(jobs, workers, **_):
+    def look(jobs, *_, **__):
         seen.extend({job.pairs for job in jobs})
         return []
 
     arguments = ("run", "--out", tmp_path / "runs", "--pairs", tmp_path / "good.toml", "--no-report")
-    assert main(*arguments, run_jobs=look)[0] == 0
+    assert main(*arguments, run_training=look)[0] == 0
     assert seen == [tmp_path / "good.toml"]
     write_pairs(make_pairs(get_world("strong"), 4), tmp_path / "other.toml")
     job = cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "good.toml")
@@ -230,12 +230,12 @@ def test_a_folder_of_another_run_and_a_damaged_manifest_are_refused(tmp_path: Pa
 
 
 def test_failures_are_told_in_one_sentence_and_ctrl_c_in_another(tmp_path: Path, main: Main) -> None:
-    def interrupted(jobs: object, workers: int, **_: object) -> list[str]:
+    def interrupted(*_: object, **__: object) -> list[str]:
         raise KeyboardInterrupt
 
-    told = main("run", "--out", tmp_path, run_jobs=lambda jobs, workers, **_: ["a failed: x", "b failed: y"])
+    told = main("run", "--out", tmp_path, run_training=lambda *_, **__: ["a failed: x", "b failed: y"])
     one_sentence(told, "a failed: x; b failed: y")
-    code, _, errors = main("run", "--out", tmp_path, run_jobs=interrupted)
+    code, _, errors = main("run", "--out", tmp_path, run_training=interrupted)
     assert code == 130
     assert errors.strip() == "stopped; the same command goes on from the last checkpoints"
 
