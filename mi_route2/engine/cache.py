@@ -5,6 +5,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -109,7 +110,8 @@ class Slots:
             self.used -= 1
         for shelf in {row // SHELF for row in rows}:
             if self._used[shelf] * 4 <= self._shelves[shelf].shape[2]:
-                self._resize(shelf, 2 * self._used[shelf])
+                with suppress(RuntimeError):  # no memory for both at once: the shelf stays as it is
+                    self._resize(shelf, 2 * self._used[shelf])
         return moved
 
     def move(self, row: int, length: int, keep: int) -> int:

@@ -142,9 +142,10 @@ class EngineRequest:
     """The engine's state of one request.
 
     ``named`` are the vectors that names in its rules stood for when it came. ``row`` is its row of key-value slots while it runs;
-    ``saved`` holds its keys and values while it is preempted. ``lost`` is called if the run that it writes cannot go on.
-    ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are looked for. ``noted`` is the steering
-    state's change count when ``acts`` was last updated for generated tokens. ``kept`` is the last position that each capture has.
+    ``saved`` holds its keys and values while it is preempted, or ``unsaved`` why there is no memory for them. ``lost`` is called if
+    the run that it writes cannot go on. ``turn`` is its place among equal priorities, ``text`` the text in which stop texts are
+    looked for. ``noted`` is the steering state's change count when ``acts`` was last updated for generated tokens. ``kept`` is the
+    last position that each capture has.
     """
 
     id: int
@@ -158,6 +159,7 @@ class EngineRequest:
     computed: int = 0
     row: int = -1
     saved: Saved | None = None
+    unsaved: str | None = None
     admitted: bool = False
     acts: Acts = field(default_factory=Acts)
     noted: int = -1
@@ -223,7 +225,7 @@ class EngineRequest:
     def restart(self) -> None:
         """Forget everything that was computed, so that it is computed anew by another model."""
         self.computed = self.published = self.result.cached = 0
-        self.saved, self.noted, self.keys = None, -1, []
+        self.saved, self.unsaved, self.noted, self.keys = None, None, -1, []
         self.acts = Acts()
         self.acts.patches = [(patch.position, patch.digest) for patch in self.patches]
         self.captured.clear()

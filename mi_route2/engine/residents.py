@@ -7,6 +7,7 @@ the request); its keys and values are saved outside of the slots and restored un
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from mi_route2.engine.cache import Prefixes, Saved, Slots
 from mi_route2.engine.request import EngineRequest
@@ -82,6 +83,8 @@ class Residents:
             self._tight = True
             return "wait"
         try:
+            if one.unsaved is not None:
+                raise RuntimeError(one.unsaved)
             if not (self._steered(one) if one.admitted else self._reserve(one)):
                 return "wait"
             one.admitted = True
@@ -131,8 +134,14 @@ class Residents:
         return fitting
 
     def put_back(self, one: EngineRequest) -> None:
-        """Save the keys and values of a preempted request and free its row; it keeps everything else."""
-        one.saved = self.slots.save(one.row, one.computed)
+        """Save the keys and values of a preempted request and free its row; it keeps everything else.
+
+        Without memory for the copy, it ends with that reason when it would go on.
+        """
+        try:
+            one.saved = self.slots.save(one.row, one.computed)
+        except RuntimeError as error:
+            one.unsaved = _without_memory(error)
         one.result.preemptions += 1
         self.steering.preempted(one.id)
         self._vacate([one])
@@ -173,7 +182,8 @@ class Residents:
         if not self._caching or blocks <= one.published:
             return
         self._name(one, blocks)
-        self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
+        with suppress(RuntimeError):  # no memory for a copy: prefixes only save time
+            self.prefixes.keep(one.keys, lambda i: self.slots.save(one.row, (i + 1) * size, i * size))
         one.published = blocks
 
     def _reserve(self, one: EngineRequest) -> bool:

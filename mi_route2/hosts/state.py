@@ -23,6 +23,8 @@ KNOWN = {"torch", "transformers", "transformer_lens", "mi_route2"}
 """Packages whose modules hold no numbers but parameters, buffers and public settings."""
 SWITCHES = ("_disable_adapters", "_active_adapter")
 """Private attributes by which layers of PEFT switch their adapters."""
+SCALES = "scaling"
+"""The dict by which they scale them."""
 
 _HELD = attrgetter("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
 _VALUES, _VERSION = methodcaller("values"), attrgetter("_version")
@@ -44,6 +46,7 @@ class ModelState:
         self._written: list[Tensor] = []
         """The tensors whose writes torch counts."""
         self._settings: tuple[list[dict[str, object]], list[str]] = [], []
+        self._scales: list[dict[str, object]] = []
         self._classes: list[type[nn.Module]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
@@ -63,6 +66,10 @@ class ModelState:
         self._written = [t for t in self._tensors if not t.is_inference()]
         settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._settings = [own for own, _ in settings], [name for _, name in settings]
+        given = [vars(m).get(SCALES) for m in self._modules]
+        self._scales = [
+            one for one in given if isinstance(one, dict) and all(type(value) in (int, float) for value in one.values())
+        ]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         functions = any(not _of_bridge(hook) for hook in self._functions())
@@ -102,7 +109,7 @@ class ModelState:
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
         # A forward that was put on the module itself or on its class, another class, another scale or epsilon.
         forwards = (one.forward for one in self._classes)
-        code = (*map(type, self._modules), *forwards, *map(dict.get, *self._settings))
+        code = (*map(type, self._modules), *forwards, *map(dict.get, *self._settings), *map(dict.copy, self._scales))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         kind = self._tensors[0].device.type if self._tensors else "cpu"
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

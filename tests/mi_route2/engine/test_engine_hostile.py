@@ -776,16 +776,19 @@ def test_nothing_is_reused_under_a_module_of_others_that_may_hold_numbers_of_its
         last = found
 
 
-@pytest.mark.parametrize("switch", [0, 2])
-def test_a_switch_of_peft_while_a_request_runs_is_an_error(switch: int) -> None:
+@pytest.mark.parametrize("switch", [0, 2, 3])
+def test_a_switch_or_scale_of_peft_while_a_request_or_a_sweep_runs_is_an_error(switch: int) -> None:
     host = open_host("torch", make_family("Qwen3", torch.float64))
     changes = tuned(host)
     engine = Engine(host)
     engine.submit(Request(PROMPT, ASK))
     engine.step()
+    planned = prepare(host, clean=[3, 4, 5], corrupt=[6, 4, 7], sites="resid_pre", answer=3, foil=4)
     changes[switch]()
     with pytest.raises(RuntimeError, match="weights, adapters, modules or hooks changed while 1 requests"):
         engine.step()
+    with pytest.raises(RuntimeError, match="have changed since this sweep was prepared"):
+        planned.grid(progress=False)
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])

@@ -1,5 +1,6 @@
 """What cannot be run is refused when it comes, and what fails on its way fails alone."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -201,6 +202,90 @@ def test_a_request_for_whose_row_there_is_no_memory_ends_alone(grows: bool, monk
     monkeypatch.undo()
     again = replace(asked, sampling=ASK)
     right(host, engine.generate([again], progress=False)[0], again)
+
+
+def full(slots: Slots, method: str, caller: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Make a copy of keys and values fail whenever ``caller`` asks for it; the list says that it was asked for."""
+    real, asked = getattr(slots, method), list[bool]()
+
+    def without_memory(*args: int) -> object:
+        if sys._getframe(1).f_code.co_name == caller:
+            asked.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args)
+
+    monkeypatch.setattr(slots, method, without_memory)
+    return asked
+
+
+@pytest.mark.parametrize("by", ["priority", "preempt", "pause"])
+def test_a_preempted_request_for_whose_copy_there_is_no_memory_ends_alone(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of()
+    engine = Engine(host, rows=2, prefix_bytes=0)
+    first, urgent = Request(PROMPT, ASK), Request(PROMPT[2:], ASK, priority=1)
+    beside = steered(1, priority=1)
+    preempted, other = engine.submit(first), engine.submit(beside)
+    results = {one.request: one for one in engine.step()}
+    asked = full(engine._residents.slots, "save", "put_back", monkeypatch)
+    if by == "preempt":
+        engine.preempt(preempted)
+    elif by == "pause":
+        engine.pause("keep")
+        engine.resume()
+    last = engine.submit(urgent)
+    results |= run(engine)
+    assert asked
+    for number in (preempted, other) if by == "pause" else (preempted,):
+        assert "no memory for its keys and values" in (results[number].error or "")
+        assert len(results[number].tokens) == 1
+    if by != "pause":
+        right(host, results[other], beside)
+    right(host, results[last], urgent)
+    assert (engine._residents._reserved, engine._residents.slots.used, engine.steering.requests) == (0, 0, ())
+    monkeypatch.undo()
+    right(host, engine.generate([first], progress=False)[0], first)
+
+
+def test_a_request_that_no_memory_could_keep_goes_on_under_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its keys and values are computed anew in any case."""
+    host = host_of()
+    engine, asked = Engine(host), Request(PROMPT, Sampling(max_new=1, logprob_token_ids=ASK.logprob_token_ids))
+    number = engine.submit(Request(PROMPT, ASK))
+    engine.step()
+    full(engine._residents.slots, "save", "put_back", monkeypatch)
+    engine.pause("keep")
+    with torch.no_grad():
+        next(host.model.parameters()).mul_(1.1)
+    engine.resume()
+    result = run(engine)[number]
+    assert result.finish == "length", result.error
+    longer = replace(asked, prompt=(*PROMPT, *result.ids[:3]))
+    torch.testing.assert_close(result.tokens[3].asked, engine.generate([longer], progress=False)[0].tokens[0].asked)
+
+
+def test_a_prefix_that_no_memory_can_keep_costs_no_request_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not its end either: a request of one token has one."""
+    host = host_of()
+    engine = Engine(host, block=4)
+    asked = full(engine._residents.slots, "save", "<lambda>", monkeypatch)
+    requests = [Request(PROMPT, replace(ASK, max_new=1)), Request(PROMPT[1:], ASK)]
+    for request in (*requests, *requests):
+        (result,) = engine.generate([request], progress=False)
+        right(host, result, request)
+    assert asked
+    assert (len(engine.prefixes), engine.prefixes.bytes) == (0, 0)
+
+
+def test_rows_that_no_memory_can_move_together_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of()
+    engine = Engine(host)
+    asked = full(engine._residents.slots, "_resize", "free", monkeypatch)
+    requests = [Request(PROMPT[i:], replace(ASK, max_new=2 + (i == 7) * 4)) for i in range(8)]
+    for _ in range(2):
+        for request, result in zip(requests, engine.generate(requests, progress=False), strict=True):
+            right(host, result, request)
+    assert asked
+    assert (engine._residents._reserved, engine._residents.slots.used) == (0, 0)
 
 
 # What is refused when it comes
