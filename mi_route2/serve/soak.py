@@ -6,10 +6,10 @@ A server in a process of its own runs a small random model, with small limits, s
 two keys complete, stream and chat with drawn interventions, sweep, capture runs and patch from them, hold steering and move it in
 running streams; they also go away in the middle, read slowly, send what is no request, and reach for what is another key's.
 
-At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, and open files, threads and,
-in a soak of ten minutes or more, memory must be as they were after the first quarter. A sample of the answers is asked for once more,
-one by one, from a new server: every token, log-probability, reading and captured value must be the same, bit for bit (with
-``--batched``: until the first other token, within 1e-3).
+At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, and open files, threads
+and, in a soak of ten minutes or more, memory must be as they were after the first quarter. A sample of the answers is asked for
+once more, one by one, from a new server: every token, log-probability, reading and captured value must be the same, bit for bit
+(with ``--batched``: until the first other token, within 1e-3).
 """
 
 import asyncio
