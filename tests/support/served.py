@@ -67,3 +67,21 @@ def running(served: Served, study_runs: Path | None = None, **given: Any) -> Ite
         server.should_exit = True
         thread.join(20)
         served.opened.close()
+
+
+@contextmanager
+def unhurried(one: Running, seconds: float = 0.02) -> Iterator[None]:
+    """Let each step of the engine wait ``seconds`` until the block is left, so that a busy client finds its stream running."""
+    engine, left = one.server.owner._engine, threading.Event()
+    step = engine.step
+
+    def waiting() -> Any:
+        left.wait(seconds)
+        return step()
+
+    engine.step = waiting
+    try:
+        yield
+    finally:
+        left.set()
+        engine.step = step

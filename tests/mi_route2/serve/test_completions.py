@@ -18,7 +18,7 @@ from mi_route2.serve.models import Readable
 from mi_route2.serve.schema import packed, unpacked
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 
@@ -298,13 +298,14 @@ def wait(server: Running, most: float = 10.0) -> None:
 def test_a_client_that_goes_cancels_its_requests(server: Running, stream: bool) -> None:
     tokens = server.server.owner.snapshot["tokens"]
     body = {"prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": stream, "ignore_eos": True}
-    if stream:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
-            next(response.iter_lines())
-    else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
-    wait(server)
+    with unhurried(server):
+        if stream:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                next(response.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/v1/completions", json=body, timeout=httpx.Timeout(5.0, read=0.1))
+        wait(server)
     assert server.server.owner.snapshot["tokens"] - tokens < 1500
     assert server.server.owner.alive
     until = time.monotonic() + 10
@@ -319,19 +320,20 @@ def test_sliders_act_on_the_running_stream(server: Running, client: openai.OpenA
     asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 100, "temperature": 0, "stream": True}
     gates: list[float] = []
     number = None
-    for chunk in client.completions.create(**asked, extra_body={**body, "ignore_eos": True}):
-        extra = chunk.model_extra["mi_route2"]
-        gates += [one["watch"]["gate"] for one in extra.get("readings", {}).values()]
-        if number is None:
-            number = extra["request"]
-            url = f"{server.url}/v1/streams/{number}"
-            assert httpx.post(f"{url}/threshold", json={"monitor": "watch", "threshold": 1e6}).status_code == 200
-            assert httpx.post(f"{url}/scale", json={"scale": 0.0}).status_code == 200
-            answer = httpx.post(f"{url}/threshold", json={"monitor": "other", "threshold": 1.0})
-            assert answer.status_code == 400
-            assert "no monitor 'other'" in answer.json()["error"]["message"]
-            dynamic = httpx.get(f"{server.url}/v1/steering/dynamic").json()
-            assert dynamic["requests"][str(number)]["scale"] == 0.0
+    with httpx.Client(base_url=server.url) as http, unhurried(server):
+        for chunk in client.completions.create(**asked, extra_body={**body, "ignore_eos": True}):
+            extra = chunk.model_extra["mi_route2"]
+            gates += [one["watch"]["gate"] for one in extra.get("readings", {}).values()]
+            if number is None:
+                number = extra["request"]
+                url = f"/v1/streams/{number}"
+                assert http.post(f"{url}/threshold", json={"monitor": "watch", "threshold": 1e6}).status_code == 200
+                assert http.post(f"{url}/scale", json={"scale": 0.0}).status_code == 200
+                answer = http.post(f"{url}/threshold", json={"monitor": "other", "threshold": 1.0})
+                assert answer.status_code == 400
+                assert "no monitor 'other'" in answer.json()["error"]["message"]
+                dynamic = http.get("/v1/steering/dynamic").json()
+                assert dynamic["requests"][str(number)]["scale"] == 0.0
     assert gates[0] > 0
     assert set(gates[-20:]) == {0.0}
     assert httpx.post(f"{server.url}/v1/streams/{number}/scale", json={"scale": 1.0}).status_code == 404

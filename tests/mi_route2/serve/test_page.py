@@ -4,7 +4,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -13,7 +13,7 @@ import httpx
 import pytest
 from browser import chromium
 from playwright.sync_api import Browser, BrowserContext, Page, expect
-from served import running
+from served import Running, running, unhurried
 
 from mi_route2.patching import Grid, sweep
 from mi_route2.serve.auth import Keys
@@ -63,31 +63,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Pace:
-    """Seconds that a step of the engine takes at least, so that a slider can be moved while a stream runs."""
-
-    seconds = 0.0
-
-    def slow(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        def slowed() -> Any:
-            time.sleep(self.seconds)
-            return step()
-
-        return slowed
-
-
 @pytest.fixture(scope="module")
-def pace() -> Pace:
-    return Pace()
-
-
-@pytest.fixture(scope="module")
-def address(served: Served, grid: Grid, runs: Path, pace: Pace) -> Iterator[str]:
+def server(served: Served, grid: Grid, runs: Path) -> Iterator[Running]:
     """Serve the model on this machine, with a study's runs."""
     with running(served, study_runs=runs) as found:
-        engine = found.server.owner._engine
-        engine.step = pace.slow(engine.step)
-        yield found.url
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +103,10 @@ class Seen:
 
 
 @pytest.fixture
-def seen(browser: Browser, address: str) -> Iterator[Seen]:
+def seen(browser: Browser, server: Running) -> Iterator[Seen]:
     """Return a window; at the end, nothing was written to the console and no request has left the host."""
     context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
-    window = Seen(context, address)
+    window = Seen(context, server.url)
     yield window
     context.close()
     assert window.wrong == []
@@ -175,7 +155,7 @@ def test_the_heatmap_is_the_librarys_grid_and_peaks_at_the_known_cell(seen: Seen
     expect(page.locator("#peak")).to_contain_text(f"at {peak.target}, {peak.position} ")
 
 
-def test_cells_appear_forward_by_forward(seen: Seen, pace: Pace) -> None:
+def test_cells_appear_forward_by_forward(seen: Seen) -> None:
     page = seen.go(tab="patch", sites="resid_pre,mlp_out,attn_out,resid_post,kept_out")
     expect(page.locator("#strip .couple").first).to_be_visible()
     page.evaluate("""() => {
@@ -305,19 +285,18 @@ def test_each_token_has_the_color_and_the_readings_of_its_position(seen: Seen, s
     assert page.locator("#tokens .below").count() == 0  # a gate is never negative
 
 
-def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, served: Served, pace: Pace) -> None:
+def test_the_thresholds_slider_moves_the_gates_of_the_running_stream(seen: Seen, server: Running, served: Served) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
     before = float(page.input_value("#threshold"))
-    pace.seconds = 0.08
-    try:
+    with unhurried(server, 0.2):
         stream(page)
         expect(page.locator("#tokens .made").nth(2)).to_be_visible()
-        page.locator("#threshold").press("End")
+        with page.expect_response(re.compile("/threshold$")):
+            page.locator("#threshold").press("End")
         after = float(page.input_value("#threshold"))
-        expect(page.locator("#stream-status")).to_contain_text("done", timeout=20_000)
-    finally:
-        pace.seconds = 0.0
+        expect(page.locator("#tokens .made").nth(7)).to_be_visible()
+    expect(page.locator("#stream-status")).to_contain_text("done")
     assert after > before + 0.5
     used = []
     for score, gate in (numbers(label) for label in labels(page, "#tokens .token") if not label.endswith("not read")):
@@ -350,11 +329,10 @@ def test_a_link_restores_a_threshold_far_from_the_monitors(seen: Seen) -> None:
     expect(page.locator("input[value=gate]")).to_be_checked()
 
 
-def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, pace: Pace) -> None:
+def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: Seen, server: Running) -> None:
     page = seen.go(tab="stream")
     expect(page.locator("#prompt")).not_to_have_value("")
-    pace.seconds = 0.15
-    try:
+    with unhurried(server, 0.2):
         stream(page)
         expect(page.locator("#tokens .made").first).to_be_visible()
         with page.expect_response(re.compile("/scale$")) as answered:
@@ -365,8 +343,6 @@ def test_the_scales_slider_acts_on_the_running_stream_and_stop_ends_it(seen: See
         assert now["scale"] == pytest.approx(4e6)  # 4 times, of a vector that was sent at a millionth: it started at 0
         page.click("#stop")
         expect(page.locator("#stream-status")).to_contain_text("stopped")
-    finally:
-        pace.seconds = 0.0
     for _ in range(100):
         if not httpx.get(f"{seen.address}/v1/steering/dynamic").json()["requests"]:
             break

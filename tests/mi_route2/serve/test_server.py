@@ -28,7 +28,7 @@ from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.state import Limits
 from mi_route2.sites import Site
-from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
 
@@ -182,14 +182,15 @@ def test_the_prefix_cache_is_shared_within_a_key_only(alice: PatchStudy, bob: Pa
     assert cached(alice) == cached(bob) > 0
 
 
-def test_a_stream_is_touched_by_its_own_key_only(alice: PatchStudy, bob: PatchStudy) -> None:
-    chunks = alice.stream(PROMPT, max_tokens=400, decode_steering_vectors={SITE: "push"}, ignore_eos=True)
-    number = next(chunks)["mi_route2"]["request"]
-    assert refusal(bob.scale, number, 2.0).status == 404
-    assert str(number) not in bob._call("GET", "/v1/steering/dynamic")["requests"]
-    assert str(number) in alice._call("GET", "/v1/steering/dynamic")["requests"]
-    alice.scale(number, 2.0)
-    chunks.close()
+def test_a_stream_is_touched_by_its_own_key_only(server: Running, alice: PatchStudy, bob: PatchStudy) -> None:
+    with unhurried(server):
+        chunks = alice.stream(PROMPT, max_tokens=400, decode_steering_vectors={SITE: "push"}, ignore_eos=True)
+        number = next(chunks)["mi_route2"]["request"]
+        assert refusal(bob.scale, number, 2.0).status == 404
+        assert str(number) not in bob._call("GET", "/v1/steering/dynamic")["requests"]
+        assert str(number) in alice._call("GET", "/v1/steering/dynamic")["requests"]
+        alice.scale(number, 2.0)
+        chunks.close()
 
 
 def test_what_concerns_all_takes_the_admin_key(server: Running, alice: PatchStudy, admin: PatchStudy) -> None:
@@ -251,7 +252,11 @@ def test_limits_answer_with_a_sentence(server: Running, alice: PatchStudy) -> No
 
 
 def test_a_full_queue_answers_429() -> None:
-    with running(random_micro(context=512), limits=Limits(rows=1, queue=1)) as small, PatchStudy(small.url) as study:
+    with (
+        running(random_micro(context=512), limits=Limits(rows=1, queue=1)) as small,
+        PatchStudy(small.url) as study,
+        unhurried(small),
+    ):
         streams = []
         for _ in range(2):
             streams.append(study.stream(PROMPT, max_tokens=480, ignore_eos=True))
@@ -411,7 +416,7 @@ def test_the_page_and_its_parts_are_served(server: Running) -> None:
 
 
 def test_a_dead_engine_ends_every_stream_with_a_reason_and_health_says_so() -> None:
-    with running(random_micro(context=512)) as doomed, PatchStudy(doomed.url) as study:
+    with running(random_micro(context=512)) as doomed, PatchStudy(doomed.url) as study, unhurried(doomed):
         chunks = study.stream(PROMPT, max_tokens=480, ignore_eos=True)
         next(chunks)
 
