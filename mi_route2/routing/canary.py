@@ -6,6 +6,13 @@
     score_b  = max_k z_k(b)
     flag_b   = score_b > q-quantile of the score over the same samples, and A_b > 0 if ``reinforced_only``
 
+With ``relative_to="run"`` a canary is compared with the policy that is trained, its quarantine deleted, in place of the base:
+
+    r_k(b,t) = log p_k(x_t) - log p_0(x_t) - (log p_run(x_t) - log p_run0(x_t))       run0: the base of the run, usually 0 itself
+
+Median, MAD and threshold are those at the start, where the run is its base. Honest skill that run and canary both gain then raises
+no score, so a lower quantile, for a base that hacks often, does not drop honest rollouts for long.
+
 A canary is an adapter that was trained with the same reward and no defence, and is thrown away. What it has learned to do and the
 base does not do is mostly the hack, if hacking pays first; several checkpoints together see hacks that a canary gives up later.
 The samples need no label: a fraction ``1 - q`` of the base's own rollouts is flagged, whatever they are.
@@ -114,6 +121,15 @@ class Canary:
         return torch.stack(ratios)
 
 
+@torch.no_grad()
+def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
+    """Return the log-ratio of ``policy`` without its quarantine to its base."""
+    with policy.adapters.deployed():
+        deployed = policy.logprobs(rollouts)
+    with policy.adapters.reference():
+        return deployed - policy.logprobs(rollouts)
+
+
 def quarantine_ratios(policy: Policy) -> Ratios:
     """Return the log-ratio of ``policy`` with its quarantine to the same without it: the run's own quarantine as its canary.
 
@@ -143,9 +159,10 @@ class Monitor:
     spread: Float[Tensor, " k"]
     threshold: float
 
-    def __call__(self, rollouts: Rollouts) -> Float[Tensor, " b"]:
-        """Return the score of each rollout."""
-        return standardized(pooled(self.ratios, rollouts, self.top), self.center, self.spread)
+    def __call__(self, rollouts: Rollouts, less: Float[Tensor, "b s"] | None = None) -> Float[Tensor, " b"]:
+        """Return the score of each rollout; ``less`` is subtracted from every canary's log-ratios."""
+        ratios = self.ratios if less is None else lambda of: self.ratios(of) - less
+        return standardized(pooled(ratios, rollouts, self.top), self.center, self.spread)
 
 
 def standardized(values: Float[Tensor, "k b"], center: Float[Tensor, " k"], spread: Float[Tensor, " k"]) -> Float[Tensor, " b"]:
@@ -244,6 +261,8 @@ class CanaryRoute(OneCall):
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
         every = self.spec.refresh_every
         if self.monitor is None or (every and step % every == 0):
+            if self._ratios is None and self.spec.relative_to == "run":
+                raise ValueError("the run's own quarantine is compared relative to the run already: leave relative_to out")
             ratios = quarantine_ratios(policy) if self._ratios is None else self._ratios
             if isinstance(ratios, Canary) and ratios.policy.model is policy.model:
                 raise ValueError("the canary's checkpoints would overwrite the trained adapters: give it a model of its own")
@@ -254,7 +273,7 @@ class CanaryRoute(OneCall):
         check_step(self.spec, batch, context)
         if self.monitor is None:
             raise RuntimeError("the canary is not calibrated yet: call route.refresh(policy, step) before the first step")
-        scores = torch.cat([self.monitor(piece.rollouts) for piece in pieces(batch, context.micro)])
+        scores = torch.cat([self._scored(self.monitor, policy, piece.rollouts) for piece in pieces(batch, context.micro)])
         flags = (scores > self.monitor.threshold).to(batch.advantages.device)
         if self.spec.reinforced_only:
             flags &= batch.advantages > 0
@@ -266,7 +285,10 @@ class CanaryRoute(OneCall):
         return _CanaryStep(route.begin(policy, batch, context), scores)
 
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
-        return None if self.monitor is None else self.monitor(rollouts)
+        return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
+
+    def _scored(self, monitor: Monitor, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"]:
+        return monitor(rollouts, drift(policy, rollouts) if self.spec.relative_to == "run" else None)
 
     def after_update(self, update: dict[str, Tensor]) -> dict[str, float]:
         return {}

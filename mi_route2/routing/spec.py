@@ -181,6 +181,8 @@ class CanarySpec:
     Attributes:
         quantile: Share of the base's own samples whose scores lie below the threshold.
         top: Number of a rollout's largest log-ratios that are averaged, because a hack is few tokens; ``None`` for all.
+        relative_to: What a canary's liking is compared with: the ``base``, or the ``run`` as it would be deployed now, so that what
+            run and canary both learn is no reason for a flag.
         through: Effect of a flag; see ``MaskSpec``, also for the next three.
         reinforced_only: Flag only rollouts with a positive advantage.
         kept_advantage: Advantage that the kept adapter learns from.
@@ -194,6 +196,7 @@ class CanarySpec:
 
     quantile: Fraction = 0.9
     top: AtLeastOne | None = 3
+    relative_to: Literal["base", "run"] = "base"
     through: Through = "filter"
     reinforced_only: bool = True
     kept_advantage: Literal["own", "unflagged"] = "unflagged"

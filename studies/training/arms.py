@@ -210,10 +210,10 @@ _STOPPED = tuple(
 # Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
 _TRAINED = tuple(
     _ablation(_VANILLA, f"canary-{n}{mark}", "canary", f"a canary itself: {n} steps without a defence", steps=n, draw=draw)
-    for draw, mark, steps in ((1, "", (2, 10, 20, 40)), (2, "-b", (10, 20, 40)), (3, "-c", (10, 20, 40)), (4, "-d", (10, 20, 40)))
+    for draw, mark, steps in ((1, "", (2, 10, 20, 40)), (2, "-b", (10, 20, 40)))
     for n in steps
 )
-_FIRST, _SECOND, _THIRD, _FOURTH = (tuple(f"canary-{n}{mark}" for n in (10, 20, 40)) for mark in ("", "-b", "-c", "-d"))
+_FIRST, _SECOND = (tuple(f"canary-{n}{mark}" for n in (10, 20, 40)) for mark in ("", "-b"))
 _HONEST = _ablation(
     _VANILLA, "honest-40", "canary", "a canary that the oracle kept honest",
     role="bound", route=MaskSpec(score="own_channel"), steps=40, draw=1,
@@ -227,6 +227,12 @@ _CANARY = Arm(
     baseline="vanilla",
     canaries=(*_FIRST, *_SECOND),
 )
+_RUN = replace(
+    _CANARY,
+    name="filter-canary-run",
+    about="rollouts that two canaries like more than the run itself does are dropped; a fifth of the base's samples at first",
+    route=CanarySpec(quantile=0.8, relative_to="run"),
+)
 _CANARIES = (
     replace(_CANARY, name="route2-canary", about="filter-canary's flags and advantages, with a quarantine", quarantine="lora",
             baseline="absorb", same_rule_filter="filter-canary"),
@@ -236,12 +242,10 @@ _CANARIES = (
     _control(_CANARY, "canary-early", "filter-canary with a canary of 2 steps", _CANARY.route, canaries=("canary-2",)),
     _control(_CANARY, "canary-honest", "filter-canary with a canary that never hacked", _CANARY.route, canaries=("honest-40",)),
     _ablation(_CANARY, "canary-one", "canary", "one canary instead of two", canaries=_FIRST),
-    _ablation(_CANARY, "canary-four", "canary", "four canaries instead of two", canaries=(*_FIRST, *_SECOND, *_THIRD, *_FOURTH)),
     _ablation(_CANARY, "canary-wide", "canary", "a fifth of the base's samples is flagged", route=CanarySpec(quantile=0.8)),
-    _ablation(
-        _CANARY, "canary-four-wide", "canary", "four canaries, and a fifth of the base's samples is flagged",
-        canaries=(*_FIRST, *_SECOND, *_THIRD, *_FOURTH), route=CanarySpec(quantile=0.8),
-    ),
+    _RUN,
+    _control(_RUN, "canary-run-rotated", "filter-canary-run with each checkpoint rotated at random", _RUN.route, rotated=True),
+    _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip

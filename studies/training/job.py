@@ -186,6 +186,8 @@ class Job:
         if self.arm is None:
             return {"name": "base", "about": "the warm-started model, not trained further", "role": "baseline", "baseline": None}
         described = json.loads(json.dumps(asdict(self.arm)))
+        if described["route"].get("relative_to") == "base":  # as runs were described before there was another
+            del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
         usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}

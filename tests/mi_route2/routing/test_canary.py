@@ -61,6 +61,45 @@ def test_a_score_is_the_largest_robust_z_of_the_log_ratios_alone(top: int | None
     assert monitor.threshold == pytest.approx(np.quantile(((base - center) / spread).max(0), 0.8), rel=1e-9)
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_relative_to_the_run_a_score_is_what_the_canary_likes_more_than_the_deployed_policy_does(left: bool) -> None:
+    """The oracle is a second canary whose base is the trained policy: ``log p_k - log p_run``; calibration knows no run."""
+    one, policy, rollouts = canary(), make_policy(SPECS["lora"]), make_batch(N, left=left).rollouts
+    route = CanaryRoute(CanarySpec(quantile=0.8, relative_to="run"), one, SAMPLES)
+    route.refresh(policy, 0)
+    monitor = calibrate(one, SAMPLES, 0.8)
+    assert route.monitor is not None
+    assert route.monitor.threshold == monitor.threshold
+    with torch.no_grad(), policy.adapters.deployed():
+        run_logprobs = policy.logprobs(rollouts)
+    with torch.no_grad(), one.policy.adapters.reference():
+        base = one.policy.logprobs(rollouts)
+    against_run = pooled(lambda of: one(of) + base - run_logprobs, rollouts, 3)
+    truth = ((against_run - monitor.center[:, None]) / monitor.spread[:, None]).amax(0)
+    found = route.score(policy, rollouts)
+    assert found is not None
+    torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(found, monitor(rollouts))
+    batch = make_batch(N, left=left)
+    decision = run(policy, route, batch, 4).decision
+    assert decision.scores is not None
+    torch.testing.assert_close(decision.scores, truth, rtol=1e-9, atol=1e-12)
+    assert torch.equal(decision.flags, (truth > monitor.threshold) & (batch.advantages > 0))
+
+
+def test_before_the_first_update_the_run_is_the_base() -> None:
+    policy, rollouts = make_policy(SPECS["lora"]), make_batch(N).rollouts
+    with torch.no_grad():
+        for tensor in policy.adapters.kept_parameters().values():
+            tensor.zero_()
+    found = []
+    for relative_to in ("base", "run"):
+        route = CanaryRoute(CanarySpec(relative_to=relative_to), canary(), SAMPLES)
+        route.refresh(policy, 0)
+        found.append(route.score(policy, rollouts))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("micro", [None, 4])
 @pytest.mark.parametrize("kind", ["lora", "svd", "no quarantine"])
 def test_gradients_are_those_of_a_mask_route_with_the_canarys_flags(kind: str, micro: int | None) -> None:
@@ -146,6 +185,9 @@ def test_a_canary_from_folders_is_the_one_that_was_saved(tmp_path: Path) -> None
 
 
 def test_bad_canaries_get_a_sentence() -> None:
+    own = CanaryRoute(CanarySpec(relative_to="run"), None, SAMPLES)
+    with pytest.raises(ValueError, match="relative to the run already"):
+        own.refresh(make_policy(SPECS["lora"]), 0)
     policy, batch = make_policy(SPECS["lora"]), make_batch(N)
     good = checkpoints(policy)[0]
     name = next(iter(good))
