@@ -38,16 +38,29 @@ from studies.training.recorder import TIMINGS, read_rows
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
 PATH = ("base", *STOPPED, "vanilla")
+METHODS = ("filter-canary", "filter-canary-run")
+"""Arms for which goals were set; a report judges the last one that its runs have."""
+CONTROLS = {
+    method: tuple(name for name, arm in ARMS.items() if arm.role == "control" and arm.baseline == method) for method in METHODS
+}
 BUDGETS: Mapping[str, tuple[str, ...]] = {
-    "no label, no pair": (*PATH, "quarantine-first", "filter-canary", "route2-canary", "canary-one"),
-    "controls of the canary": ("canary-rotated", "canary-shuffled", "canary-early", "canary-honest"),
+    "no label, no pair": (
+        *PATH,
+        "quarantine-first",
+        "filter-canary",
+        "filter-canary-run",
+        "route2-canary",
+        "canary-one",
+        "canary-wide",
+    ),
+    "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
     "ten pairs": ("filter-full",),
     "a detector of the known mode": ("filter-known",),
 }
-COVERED = ("canary-one", "filter-canary")
+COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
-"""Goals of the predictions file: held-out exploit and solve of filter-canary, and by how much its controls exploit more."""
+"""Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
 
 
@@ -148,7 +161,7 @@ def table(evidence: Evidence) -> str:
     return "\n".join(parts)
 
 
-def goals(evidence: Evidence, arm: str = "filter-canary") -> str:
+def goals(evidence: Evidence, arm: str) -> str:
     """Return <preset>-goals.md: the goals that were set for an arm before its seeds were run, each with what came out."""
     exploit, solve = (evidence.summary(arm, metric) for metric in (EXPLOIT, SOLVE))
     assert exploit["mean"] is not None
@@ -163,7 +176,7 @@ def goals(evidence: Evidence, arm: str = "filter-canary") -> str:
         f"solve at least {number(LEAST_SOLVE)}: {interval(solve)}, **{_met(solve['mean'] >= LEAST_SOLVE)}**",
         f"no point of ordinary training better in both: **{_met(not inside)}**{better}",
     ]
-    for control in (name for name in BUDGETS["controls of the canary"] if name in evidence.values):
+    for control in (name for name in CONTROLS.get(arm, ()) if name in evidence.values):
         pairs = zip(evidence.values[control][EXPLOIT], evidence.values[arm][EXPLOIT], strict=True)
         worse = summary([own - plain if own is not None and plain is not None else None for own, plain in pairs])
         held = worse["mean"] is not None and worse["mean"] >= LEAST_WORSE
@@ -211,9 +224,9 @@ def coverage_sentence(evidence: Evidence, arm: str) -> str:
 
 
 MARKS = {
-    "filter-canary": (GREEN, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"), "quarantine-first": (PURPLE, "s"),
-    "canary-rotated": (ORANGE, "v"), "canary-shuffled": (ORANGE, "<"), "canary-early": (ORANGE, ">"),
-    "canary-honest": (ORANGE, "^"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
+    "filter-canary": (GREEN, "o"), "filter-canary-run": (BLUE, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"),
+    "canary-wide": (GREEN, "s"), "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
+    **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 
 
@@ -250,7 +263,7 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
         figure = new_figure(PAGE_WIDTH, 3.2)
         axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
         for ax, evidence in zip(axes, every, strict=True):
-            for arm, color, marker in zip(COVERED, (VERMILLION, GREEN), ("x", "o"), strict=True):
+            for arm, color, marker in zip(COVERED, (VERMILLION, GREEN, BLUE), ("x", "o", "+"), strict=True):
                 if arm in evidence.values:
                     points = coverage(evidence, arm)
                     name = f"{arm}: {len(ARMS[arm].canaries or ())} checkpoints"
@@ -282,8 +295,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
             f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
             f"{evidence.preset}.md": table(evidence),
         }
-        if "filter-canary" in evidence.values:
-            texts[f"{evidence.preset}-goals.md"] = goals(evidence)
+        if judged := [arm for arm in METHODS if arm in evidence.values]:
+            texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
         texts[f"{evidence.preset}-coverage.md"] = (
             "\n".join(f"- {coverage_sentence(evidence, arm)}" for arm in COVERED if arm in evidence.values) + "\n"
         )

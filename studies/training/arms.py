@@ -245,6 +245,10 @@ _CANARIES = (
     _ablation(_CANARY, "canary-wide", "canary", "a fifth of the base's samples is flagged", route=CanarySpec(quantile=0.8)),
     _RUN,
     _control(_RUN, "canary-run-rotated", "filter-canary-run with each checkpoint rotated at random", _RUN.route, rotated=True),
+    _control(
+        _RUN, "canary-run-shuffled", "filter-canary-run with its flags permuted over rollouts", replace(_RUN.route, shuffle=True)  # pyright: ignore
+    ),
+    _control(_RUN, "canary-run-honest", "filter-canary-run with a canary that never hacked", _RUN.route, canaries=("honest-40",)),
     _control(_RUN, "canary-run-early", "filter-canary-run with a canary of 2 steps", _RUN.route, canaries=("canary-2",)),
     replace(_ABSORB, name="quarantine-first", role="method", route=DelayedSpec(steps=10), quarantine_lr_scale=3.0,
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
