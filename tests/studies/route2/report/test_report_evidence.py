@@ -26,7 +26,7 @@ def evidence() -> Evidence:
         "vanilla": arm([0.9, 0.9], [0.1, 0.1], [0.9, 0.9], [0.9, 0.9]),
         "canary-10": arm([0.4, 0.4], [0.3, 0.3], [0.6, 0.7], [0.8, 0.0]),
         "canary-20": arm([0.4, 0.4], [0.3, 0.3], [0.9, 0.2], [0.5, 0.1]),
-        "canary-one": arm([0.0, 0.5], [0.9, 0.5], [0.0, 0.0], [0.1, 0.9]),
+        "filter-canary": arm([0.0, 0.5], [0.9, 0.5], [0.0, 0.0], [0.1, 0.9]),
         "canary-rotated": arm([0.3, 0.4], [0.4, 0.5], [0.0, 0.0], [0.1, 0.9]),
     }
     return Evidence("strong", (200, 201), ("a", "b"), values, {"settings_hash": "0"})
@@ -34,17 +34,17 @@ def evidence() -> Evidence:
 
 def test_an_arm_counts_only_outside_of_ordinary_training() -> None:
     found = evidence()
-    assert stopped_inside(found, "canary-one") == []
+    assert stopped_inside(found, "filter-canary") == []
     assert stopped_inside(found, "canary-rotated") == ["vanilla-10"]
     assert stopped_inside(found, "vanilla") == ["base", "vanilla-10"]
     lines = {line.split("|")[1].strip(): line.split("|") for line in table(found).splitlines() if line.startswith("| ")}
-    assert lines["canary-one"][4].strip() == ".500"
-    assert lines["canary-one"][7].strip() == "none"
+    assert lines["filter-canary"][4].strip() == ".500"
+    assert lines["filter-canary"][7].strip() == "none"
     assert lines["canary-rotated"][7].strip() == "vanilla-10"
 
 
 def test_goals_are_compared_with_means_and_paired_differences() -> None:
-    said = goals(evidence(), "canary-one").splitlines()
+    said = goals(evidence(), "filter-canary").splitlines()
     assert said[0].startswith("- held-out exploit at most .020: .250")
     assert said[0].endswith("**missed** (1 of 2 seeds are within it, median .250, worst .500).")
     assert said[1].startswith("- solve at least .850: .700")
@@ -56,13 +56,13 @@ def test_goals_are_compared_with_means_and_paired_differences() -> None:
 
 def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() -> None:
     found = evidence()
-    assert sorted(coverage(found, "canary-one")) == [
+    assert sorted(coverage(found, "filter-canary")) == [
         (200, "a", 0.9, 0.0),
         (200, "b", 0.8, 0.1),
         (201, "a", 0.7, 0.0),
         (201, "b", 0.1, 0.9),
     ]
-    said = coverage_sentence(found, "canary-one")
+    said = coverage_sentence(found, "filter-canary")
     assert "in the 1 seeds and modes of which its canary exploits less than .2 it exploits .900" in said
     assert "in the 3 of which the canary exploits at least .5 .033" in said
 
