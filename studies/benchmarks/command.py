@@ -1,7 +1,8 @@
 """Command line of a benchmark: its options, and a child process whose allocator keeps freed memory.
 
 Otherwise a tensor above glibc's default mmap threshold is returned to the system and faulted in again at each step, which can
-simulate a factor of two.
+simulate a factor of two. Tensors of more than 64 MiB are returned: holes of their size, between others that live longer, would
+make the process several times as large as what it holds.
 """
 
 import inspect
@@ -21,7 +22,7 @@ import tyro
 from mi_route2.files import write_whole
 
 ENVIRONMENT = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**32),
+    "MALLOC_MMAP_THRESHOLD_": str(2**26),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
