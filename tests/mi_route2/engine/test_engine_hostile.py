@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1230,6 +1230,23 @@ def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_e
     assert all(len(one.ids) <= ASK.max_new for one in results)
     assert [one.error for one in results if one.finish == "error"] == ["the step that made its next token was interrupted"]
     assert set(engine.resources.values()) - {engine.resources["slot_bytes"]} <= {0}
+
+
+def test_a_stop_token_before_an_interrupt_ends_its_request_and_every_token_is_told() -> None:
+    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    stop = Engine(host).generate([Request(PROMPT, ASK)], progress=False)[0].ids[0]
+    engine = Engine(host, tokenizer=Interrupting())
+    numbers = [engine.submit(Request(PROMPT, replace(ASK, stop_tokens=(stop,))))]
+    numbers += [engine.submit(Request(prompt, replace(ASK, stop=("never",)))) for prompt in (PROMPT[:4], PROMPT[:5], PROMPT[:6])]
+    results: dict[int, Result] = {}
+    told: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(20):
+        with suppress(KeyboardInterrupt):
+            results |= {one.request: one for one in engine.step()}
+        for event in engine.events:
+            told[event.request] += [] if event.token is None else [event.token.token]
+    assert (results[numbers[0]].finish, results[numbers[0]].ids) == ("stop", [stop])
+    assert told == {number: results[number].ids for number in numbers}
 
 
 def test_what_is_set_after_adapters_were_attached_is_compared_with_them_before_any_request_comes() -> None:
