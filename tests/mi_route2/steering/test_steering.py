@@ -744,7 +744,7 @@ def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monke
     state, v, zeros, calls = model.state(), model.vector(MID, 1), torch.zeros, count()
     state.set_global("base", [Steer(MID, v)])
     for request in range(3):
-        state.admit(request, Steering(decode=(Steer(MID, model.vector(MID, request + 2)),)))
+        state.admit(request, None if request == 0 else Steering(decode=(Steer(MID, model.vector(MID, request)),)))
     before, _ = model.run(state)
 
     def without_memory(*given: Any, **others: Any) -> Tensor:
@@ -752,9 +752,10 @@ def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monke
             raise torch.OutOfMemoryError("CUDA out of memory")
         return zeros(*given, **others)
 
-    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+    with monkeypatch.context() as patched:
         patched.setattr(torch, "zeros", without_memory)
-        state.set_global("base", [Steer(MID, 3 * v), Steer(EARLY, v), Steer(LATE, v)])
+        with pytest.raises(torch.OutOfMemoryError):
+            state.set_global("base", [Steer(MID, 3 * v), Steer(EARLY, v), Steer(LATE, v)])
     assert next(calls) == 2
     state.admit(3, None)  # what was prepared for requests is made anew
     assert torch.equal(model.run(state)[0], before)
