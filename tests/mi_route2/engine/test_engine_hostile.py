@@ -8,9 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import imul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -757,6 +759,9 @@ def tuned(host: Host) -> list[Callable[[], object]]:
         switches.enable_adapter_layers,
         lambda: switches.set_adapter("other"),
         lambda: layer.set_scale("other", 3.0),
+        lambda: setattr(layer, "scaling", {name: 0.5 * scale for name, scale in layer.scaling.items()}),
+        lambda: layer.scaling.update(other=np.float64(2.0)),
+        lambda: layer.scaling.update(other=imul(layer.scaling["other"], 2.0)),  # in place if it is a tensor
     ]
 
 
@@ -776,10 +781,13 @@ def test_nothing_is_reused_under_a_module_of_others_that_may_hold_numbers_of_its
         last = found
 
 
-@pytest.mark.parametrize("switch", [0, 2, 3])
+@pytest.mark.parametrize("switch", [0, 2, 3, 4, 5, 6])
 def test_a_switch_or_scale_of_peft_while_a_request_or_a_sweep_runs_is_an_error(switch: int) -> None:
+    """Scales may be numbers of numpy or torch, and the dict of them may be another one."""
     host = open_host("torch", make_family("Qwen3", torch.float64))
     changes = tuned(host)
+    layer: Any = host.model.get_submodule("model.layers.0.self_attn.q_proj")
+    layer.scaling["other"] = {5: np.float64(1.5), 6: torch.tensor(1.5)}.get(switch, 1.5)
     engine = Engine(host)
     engine.submit(Request(PROMPT, ASK))
     engine.step()
