@@ -280,7 +280,8 @@ class Runner:
         if width == 1:
             tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
         else:
-            rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
+            # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
+            rows = [one.tokens[start : start + count] + [one.tokens[start]] * (width - count) for one, start, count in group]
             tokens = torch.tensor(rows, device=device)
             columns = sorted({count - 1 for _, _, count in group})
             if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):

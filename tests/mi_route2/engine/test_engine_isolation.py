@@ -290,6 +290,23 @@ def test_rows_that_no_memory_can_move_together_stay(monkeypatch: pytest.MonkeyPa
     assert (engine._residents._reserved, engine._residents.slots.used) == (0, 0)
 
 
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "MicroGPT"])
+def test_a_token_that_is_not_a_number_harms_only_those_who_have_it(family: str) -> None:
+    """Token 0, with which shorter pieces used to be padded: its keys and values lie behind theirs, and 0 times NaN is NaN."""
+    host = open_host("torch", make_family(family, torch.float64))
+    embedding = next(module for module in host.model.modules() if isinstance(module, torch.nn.Embedding))
+    unembed = next(module for name, module in host.model.named_modules() if name.endswith(("lm_head", "unembed")))
+    unembed.weight = torch.nn.Parameter(embedding.weight.detach().clone())  # tied to it in some families
+    with torch.no_grad():
+        embedding.weight[0] = float("nan")
+    engine = Engine(host, block=4)
+    engine.generate([Request((*PROMPT, 1), ASK)], progress=False)
+    requests = [Request((*PROMPT, *range(20, 20 + count)), ASK) for count in (9, 5)]
+    fresh = [Request(PROMPT[count:], ASK, salt="other") for count in (1, 4)]
+    for request, result in zip((*requests, *fresh), engine.generate((*requests, *fresh), progress=False), strict=True):
+        right(host, result, request)
+
+
 # No memory for what comes after the forwards
 
 
