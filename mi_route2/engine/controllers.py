@@ -208,8 +208,8 @@ class RequestView:
     """One request after a step in which it ran.
 
     ``position`` is that of the last token that the model read; ``captured`` and ``readings`` belong to this token. ``token`` is the
-    token that was sampled from it, with its ``logprob`` (``None`` within a prompt). The token that was read is a generated one if
-    ``position >= prompt``, the prompt's length.
+    token that was sampled from it, with its ``logprob`` (``None`` within a prompt, or, ``logprob`` alone, without memory for it).
+    The token that was read is a generated one if ``position >= prompt``, the prompt's length.
     """
 
     request: int

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from mi_route2.checks import checked
 from mi_route2.engine.cache import Prefixes, Slots
 from mi_route2.engine.controllers import Controllers, ProbePolicy, RequestView, StepView
-from mi_route2.engine.forward import Ran, Runner
+from mi_route2.engine.forward import Ran, Runner, failure
 from mi_route2.engine.interrupts import unbroken
 from mi_route2.engine.request import EngineRequest, Event, Finish, Request, Result, Token, refuse
 from mi_route2.engine.residents import Residents
@@ -372,13 +372,20 @@ class Engine:
         pieces = self._residents.fit(pieces)
         self._residents.note(pieces)
         starts = {one: one.computed for one, _ in pieces}
+        ended: list[tuple[EngineRequest, Finish, str | None]] = []
+        ran = None
         try:
             ran = self._runner.run(pieces, self.controllers.wants(self.decoder.shape))
             self._read(ran)
-            ended = [] if ran.logits is None else self._append(ran.due, ran.logits)
+            if ran.logits is not None:
+                self._append(ran.due, ran.logits, ended)
         except BaseException:
+            if ran is not None:
+                self._tell(starts, ran)
+            for one, finish, error in ended:
+                self._end(one, finish, error)
             for one, _ in pieces:
-                if one.computed == one.known or one.generated == one.sampling.max_new:
+                if one.id in self._sequences and (one.computed == one.known or one.generated == one.sampling.max_new):
                     self._end(one, "error", "the step that made its next token was interrupted")
             raise
         self._tell(starts, ran)
@@ -645,18 +652,29 @@ class Engine:
             return sampling
         return replace(sampling, seed=int(torch.randint(2**53, (), generator=self._seeds, device=self._seeds.device)))
 
-    def _append(self, due: list[EngineRequest], logits: Tensor) -> list[tuple[EngineRequest, Finish, str | None]]:
-        """Append the next token of each request in ``due``; return the requests that ended, with finish and error."""
-        ended: list[tuple[EngineRequest, Finish, str | None]] = []
+    def _append(self, due: list[EngineRequest], logits: Tensor, ended: list[tuple[EngineRequest, Finish, str | None]]) -> None:
+        """Append the next token of each request in ``due``; add those that end to ``ended``, with finish and error."""
         uniforms = [one.uniforms[one.generated] if one.uniforms else 0.0 for one in due]
-        chosen, values = choose(logits, [one.sampling for one in due], uniforms)
+        try:
+            chosen, values = choose(logits, [one.sampling for one in due], uniforms)
+        except Exception as error:  # no memory for all of them at once, or for this one
+            if len(due) == 1:
+                ended.append((due[0], "error", failure("the choice of its next token", error)))
+            for i, one in enumerate(due if len(due) > 1 else ()):
+                self._append([one], logits[i : i + 1], ended)
+            return
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
             sampling = one.sampling
             if not isfinite(value):
                 reason = f"the logits at position {one.known - 1} are not finite: is an intervention too strong?"
                 ended.append((one, "error", reason))
                 continue
-            one.result.tokens.append(_detailed(token, logits[i], sampling) if sampling.detailed else Token(token))
+            try:
+                new = _detailed(token, logits[i], sampling) if sampling.detailed else Token(token)
+            except Exception as error:
+                ended.append((one, "error", failure("the log-probabilities of its next token", error)))
+                continue
+            one.result.tokens.append(new)
             one.tokens.append(token)
             self.tokens += 1
             try:
@@ -668,7 +686,6 @@ class Engine:
                 ended.append((one, "stop", None))
             elif len(one.tokens) - one.prompt >= sampling.max_new:
                 ended.append((one, "length", None))
-        return ended
 
     def _view(self, pieces: list[tuple[EngineRequest, int]], ran: Ran, ended: set[EngineRequest]) -> StepView:
         """Return the controllers' view of the step."""
@@ -676,7 +693,10 @@ class Engine:
         for each in ran.readings:
             readings |= each.last()
         places = {one: i for i, one in enumerate(ran.due)}
-        logprobs = [] if ran.logits is None else ran.logits.log_softmax(-1)
+        try:
+            logprobs = None if ran.logits is None else ran.logits.log_softmax(-1)
+        except RuntimeError:  # no memory for them: controllers must see the step in any case
+            logprobs = None
         views = []
         for one, _ in pieces:
             drawn = places.get(one) if one.known > one.computed else None  # a failed request has no token
@@ -685,7 +705,7 @@ class Engine:
                     one.id,
                     one.computed - 1,
                     None if drawn is None else one.tokens[-1],
-                    None if drawn is None else float(logprobs[drawn][one.tokens[-1]]),
+                    None if drawn is None or logprobs is None else float(logprobs[drawn][one.tokens[-1]]),
                     ran.seen.get(one.id, {}),
                     readings.get(one.id, {}),
                     one in ended,

@@ -172,6 +172,11 @@ class Ran:
     interrupt: BaseException | None = None
 
 
+def failure(what: str, error: Exception) -> str:
+    """Return the sentence with which a request ends."""
+    return f"{what} failed with {type(error).__name__}: {' '.join(str(error).split()) or 'it says no more':.400}"
+
+
 class Runner:
     """Runner of the pieces of a step.
 
@@ -206,28 +211,32 @@ class Runner:
             work = self._work(group)
             for site in wants:
                 _watch(work.setdefault(site, Work()), site, group, ran.seen)
+            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
             try:
                 found, read = self._one(group, work)
+                due = found if len(ends) == len(group) else found[ends] if ends else None
             except Exception as error:  # isolated: out of memory, a hook that did not fire, or any error of the model
                 if len(group) == 1:
-                    why = " ".join(str(error).split()) or "it says no more"
-                    ran.failed[group[0][0]] = f"a forward of this request failed with {type(error).__name__}: {why:.400}"
+                    ran.failed[group[0][0]] = failure("a forward of this request", error)
                 self._forward.close()  # a site that cannot fire must not be demanded of the others
                 waiting.extendleft([one] for one in reversed(group) if len(group) > 1)
                 continue
             except BaseException as error:  # what other forwards of this step have computed is not lost
                 ran = replace(ran, interrupt=error)
                 break
-            ends = [i for i, (sequence, start, count) in enumerate(group) if start + count == sequence.known]
-            if ends:
+            if due is not None:
                 ran.due.extend(group[i][0] for i in ends)
-                logits.append(found if len(ends) == len(group) else found[ends])
+                logits.append(due)
             if read is not None:
                 ran.readings.append(read)
         if not ran.due:
             return ran
-        whole = torch.cat(logits) if len(logits) > 1 else logits[0]
-        return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        try:
+            whole = torch.cat(logits) if len(logits) > 1 else logits[0]
+            return replace(ran, logits=whole.to(torch.promote_types(whole.dtype, torch.float32)))
+        except Exception as error:  # the pieces of other requests, and what was read in them, are not lost
+            ran.failed.update(dict.fromkeys(ran.due, failure("a copy of this request's logits", error)))
+            return replace(ran, due=[])
 
     def _groups(self, pieces: Iterable[tuple[EngineRequest, int]]) -> Iterator[Group]:
         if self._exact:
@@ -271,7 +280,8 @@ class Runner:
         if width == 1:
             tokens, keep = torch.tensor([one.tokens[start] for one, start, _ in group], device=device)[:, None], None
         else:
-            rows = [one.tokens[start : start + count] + [0] * (width - count) for one, start, count in group]
+            # padded with a token of its own: one that is not a number would reach it, because 0 times NaN is NaN
+            rows = [one.tokens[start : start + count] + [one.tokens[start]] * (width - count) for one, start, count in group]
             tokens = torch.tensor(rows, device=device)
             columns = sorted({count - 1 for _, _, count in group})
             if any(site.layer is None for site in (*work, *(self.steering.acting if steered else ()))):

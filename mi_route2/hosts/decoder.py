@@ -153,7 +153,9 @@ class Decoder:
             try:
                 found = self.host.capture([site], torch.zeros((1, 1), dtype=torch.long, device=self.device))
             except RuntimeError as error:
-                raise ValueError(f"{site} does not fire in this model as its adapters are switched or merged now") from error
+                raise ValueError(
+                    f"{site} does not fire in this model as its adapters are switched or merged now, or its modules were replaced"
+                ) from error
             self._shapes[site] = tuple(found[site].shape[2:])
         return self._shapes[site]
 

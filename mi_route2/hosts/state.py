@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter, methodcaller
 from types import NoneType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
@@ -46,7 +47,8 @@ class ModelState:
         self._written: list[Tensor] = []
         """The tensors whose writes torch counts."""
         self._settings: tuple[list[dict[str, object]], list[str]] = [], []
-        self._scales: list[dict[str, object]] = []
+        self._scaled: list[dict[str, object]] = []
+        """The attributes of modules that have scales."""
         self._classes: list[type[nn.Module]] = []
         self._boards: list[Switchboard] = []
         self._weights: str | None = None
@@ -66,10 +68,7 @@ class ModelState:
         self._written = [t for t in self._tensors if not t.is_inference()]
         settings = [(vars(m), name) for m in self._modules for name in ("forward", *_settings(m))]
         self._settings = [own for own, _ in settings], [name for _, name in settings]
-        given = [vars(m).get(SCALES) for m in self._modules]
-        self._scales = [
-            one for one in given if isinstance(one, dict) and all(type(value) in (int, float) for value in one.values())
-        ]
+        self._scaled = [vars(m) for m in self._modules if isinstance(vars(m).get(SCALES), dict)]
         self._boards = list({id(m.board): m.board for m in self._modules if isinstance(m, RoutedLinear)}.values())
         self._classes = list(dict.fromkeys(map(type, self._modules)))
         functions = any(not _of_bridge(hook) for hook in self._functions())
@@ -109,12 +108,20 @@ class ModelState:
         everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
         # A forward that was put on the module itself or on its class, another class, another scale or epsilon.
         forwards = (one.forward for one in self._classes)
-        code = (*map(type, self._modules), *forwards, *map(dict.get, *self._settings), *map(dict.copy, self._scales))
+        code = (*map(type, self._modules), *forwards, *map(dict.get, *self._settings), *map(_scales, self._scaled))
         boards = tuple((board.kept, board.quarantine, board.merged) for board in self._boards)
         kind = self._tensors[0].device.type if self._tensors else "cpu"
         cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         attention = getattr(self._config, "_attn_implementation", None)
         return versions, places, hooks, everywhere, code, boards, cast, attention
+
+
+def _scales(module: dict[str, object]) -> object:
+    """Return a copy of a layer's scales that can be compared (numpy's and torch's numbers by their values)."""
+    given = module.get(SCALES)
+    if not isinstance(given, dict):
+        return given
+    return {name: one.tolist() if isinstance(one, Tensor | np.generic) else one for name, one in given.items()}
 
 
 def _of_bridge(hook: object) -> bool:

@@ -213,6 +213,23 @@ def refuse_bypassed(bridge: TransformerBridge, sites: Iterable[str]) -> None:
             raise RuntimeError(_bypass(flag, past[0]))
 
 
+def refuse_replaced(bridge: TransformerBridge, places: Iterable[Place]) -> None:
+    """Raise ``ValueError`` for a component that was replaced in the bridge; most models call the first one."""
+    for place in places:
+        if _component(bridge, place.path) is not place.component:
+            raise ValueError(
+                f"the component at {place.path} was replaced after the host was opened, so adapters may not act: replace the "
+                "module in the model, and boot a bridge around that"
+            )
+
+
+def _component(bridge: TransformerBridge, path: str) -> nn.Module | None:
+    try:
+        return bridge.get_submodule(path)
+    except AttributeError:
+        return None
+
+
 def _bypass(flag: str, site: str) -> str:
     return f"under {flag} the bridge multiplies by the weights of {site} itself and bypasses its adapters: set_{flag}(False)"
 
@@ -336,7 +353,9 @@ class BridgeHost(Host):
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)
         known = self.linears()
-        refuse_bypassed(self.bridge, matching(known, *patterns))
+        chosen = matching(known, *patterns)
+        refuse_bypassed(self.bridge, chosen)
+        refuse_replaced(self.bridge, (self._places[name] for name in chosen))
         return known
 
     def _listed(self, adapters: Adapters) -> Adapters:

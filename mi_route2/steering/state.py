@@ -156,9 +156,16 @@ class Requests:
         elif (spec or Steering()) != living.asked:
             raise ValueError(f"request {request} was preempted and now has another steering: admit it with the same one")
         self.rows.demand(living.specs)
-        living.row = self.rows.acquire(living.spec)
-        living.alternatives = tuple(self.rows.acquire(config) for config in living.configs.values())
-        living.routed = self.rows.acquire(living.override.spec) if living.override else None
+        taken: list[int] = []
+        try:
+            for one in living.specs:
+                taken.append(self.rows.acquire(one))
+        except BaseException:  # no memory for one of them
+            for row in taken:
+                self.rows.release(row)
+            raise
+        living.row, living.alternatives = taken[0], tuple(taken[1 : 1 + len(living.configs)])
+        living.routed = taken[-1] if living.override else None
         living.resident = True
         self._count(living, 1)
         self.living[request] = living

@@ -127,10 +127,15 @@ class Rows:
         if key not in self._by_key:
             if not self._free:
                 raise Full(f"all {self.capacity} steering rows are in use: wait for a request to end")
+            row = Row(spec, key, spec.sums, refs=1, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
             index = self._free.pop()
-            self._by_key[key] = index
-            self.rows[index] = Row(spec, key, spec.sums, bands=tuple(self._bands(spec.clamps, phase) for phase in PHASES))
-            self._write(index)
+            self.rows[index], self._by_key[key] = row, index
+            try:
+                self._write(index)
+            except BaseException:  # no memory for a table: a row that lacks a vector must not be found again
+                self.release(index)
+                raise
+            return index
         index = self._by_key[key]
         self.rows[index].refs += 1
         return index
@@ -159,11 +164,19 @@ class Rows:
 
     def set_global(self, tier: str, entries: Sequence[Steer]) -> None:
         """Replace a global tier, in every line."""
-        before = set(self.globals[tier])
-        self.globals[tier] = summed(entries)
+        before, new = self.globals[tier], summed(entries)
+        sites = {*before, *new}
+        try:
+            self._set(tier, new, sites)
+        except BaseException:  # no memory for a table: some lines, or sites, would have the old vectors and some the new ones
+            self._set(tier, before, sites)
+            raise
+
+    def _set(self, tier: str, entries: dict[Site, Tensor], sites: set[Site]) -> None:
+        self.globals[tier] = entries
         for index, row in self.rows.items():
             row.contents.clear()
-            self._write(index, before | set(self.globals[tier]))
+            self._write(index, sites)
 
     def effective(self, row: Row, site: Site, phase: str) -> Tensor | None:
         """Return the vector of a line in float64; ``None`` if no tier has one."""

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from operator import imul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -757,6 +759,9 @@ def tuned(host: Host) -> list[Callable[[], object]]:
         switches.enable_adapter_layers,
         lambda: switches.set_adapter("other"),
         lambda: layer.set_scale("other", 3.0),
+        lambda: setattr(layer, "scaling", {name: 0.5 * scale for name, scale in layer.scaling.items()}),
+        lambda: layer.scaling.update(other=np.float64(2.0)),
+        lambda: layer.scaling.update(other=imul(layer.scaling["other"], 2.0)),  # in place if it is a tensor
     ]
 
 
@@ -776,10 +781,13 @@ def test_nothing_is_reused_under_a_module_of_others_that_may_hold_numbers_of_its
         last = found
 
 
-@pytest.mark.parametrize("switch", [0, 2, 3])
+@pytest.mark.parametrize("switch", [0, 2, 3, 4, 5, 6])
 def test_a_switch_or_scale_of_peft_while_a_request_or_a_sweep_runs_is_an_error(switch: int) -> None:
+    """Scales may be numbers of numpy or torch, and the dict of them may be another one."""
     host = open_host("torch", make_family("Qwen3", torch.float64))
     changes = tuned(host)
+    layer: Any = host.model.get_submodule("model.layers.0.self_attn.q_proj")
+    layer.scaling["other"] = {5: np.float64(1.5), 6: torch.tensor(1.5)}.get(switch, 1.5)
     engine = Engine(host)
     engine.submit(Request(PROMPT, ASK))
     engine.step()
@@ -1230,6 +1238,23 @@ def test_an_interrupt_between_the_tokens_of_a_step_leaves_nobody_who_waits_for_e
     assert all(len(one.ids) <= ASK.max_new for one in results)
     assert [one.error for one in results if one.finish == "error"] == ["the step that made its next token was interrupted"]
     assert set(engine.resources.values()) - {engine.resources["slot_bytes"]} <= {0}
+
+
+def test_a_stop_token_before_an_interrupt_ends_its_request_and_every_token_is_told() -> None:
+    host = open_host("torch", make_family("MicroGPT", torch.float64))
+    stop = Engine(host).generate([Request(PROMPT, ASK)], progress=False)[0].ids[0]
+    engine = Engine(host, tokenizer=Interrupting())
+    numbers = [engine.submit(Request(PROMPT, replace(ASK, stop_tokens=(stop,))))]
+    numbers += [engine.submit(Request(prompt, replace(ASK, stop=("never",)))) for prompt in (PROMPT[:4], PROMPT[:5], PROMPT[:6])]
+    results: dict[int, Result] = {}
+    told: dict[int, list[int]] = {number: [] for number in numbers}
+    for _ in range(20):
+        with suppress(KeyboardInterrupt):
+            results |= {one.request: one for one in engine.step()}
+        for event in engine.events:
+            told[event.request] += [] if event.token is None else [event.token.token]
+    assert (results[numbers[0]].finish, results[numbers[0]].ids) == ("stop", [stop])
+    assert told == {number: results[number].ids for number in numbers}
 
 
 def test_what_is_set_after_adapters_were_attached_is_compared_with_them_before_any_request_comes() -> None:

@@ -3,16 +3,18 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 import torch
 
+from mi_route2.engine import engine as engine_module
 from mi_route2.engine.cache import Prefixes, Saved, Slots
 from mi_route2.engine.controllers import Action, Controllers, StepView
 from mi_route2.engine.engine import Engine
 from mi_route2.engine.request import Capture, Request, Result
-from mi_route2.engine.rules import Rule
+from mi_route2.engine.rules import Probe, Rule
 from mi_route2.engine.sampling import Sampling
 from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
@@ -286,6 +288,130 @@ def test_rows_that_no_memory_can_move_together_stay(monkeypatch: pytest.MonkeyPa
             right(host, result, request)
     assert asked
     assert (engine._residents._reserved, engine._residents.slots.used) == (0, 0)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "MicroGPT"])
+def test_a_token_that_is_not_a_number_harms_only_those_who_have_it(family: str) -> None:
+    """Token 0, with which shorter pieces used to be padded: its keys and values lie behind theirs, and 0 times NaN is NaN."""
+    host = open_host("torch", make_family(family, torch.float64))
+    embedding = next(module for module in host.model.modules() if isinstance(module, torch.nn.Embedding))
+    unembed = next(module for name, module in host.model.named_modules() if name.endswith(("lm_head", "unembed")))
+    unembed.weight = torch.nn.Parameter(embedding.weight.detach().clone())  # tied to it in some families
+    with torch.no_grad():
+        embedding.weight[0] = float("nan")
+    engine = Engine(host, block=4)
+    engine.generate([Request((*PROMPT, 1), ASK)], progress=False)
+    requests = [Request((*PROMPT, *range(20, 20 + count)), ASK) for count in (9, 5)]
+    fresh = [Request(PROMPT[count:], ASK, salt="other") for count in (1, 4)]
+    for request, result in zip((*requests, *fresh), engine.generate((*requests, *fresh), progress=False), strict=True):
+        right(host, result, request)
+
+
+# No memory for what comes after the forwards
+
+
+def failing(name: str, caller: str, fails: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, of: Any = torch) -> list[bool]:
+    """Make ``of.name`` run out of memory whenever ``caller`` calls it with what ``fails`` says; the list says how often it did."""
+    real, asked = getattr(of, name), list[bool]()
+
+    def without_memory(*args: Any, **given: Any) -> Any:
+        if sys._getframe(1).f_code.co_name == caller and fails(*args):
+            asked.append(True)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(*args, **given)
+
+    monkeypatch.setattr(of, name, without_memory)
+    return asked
+
+
+@pytest.mark.parametrize("lacks", ["all at once", "the choice", "log-probabilities"])
+def test_a_token_for_which_there_is_no_memory_ends_its_request_alone(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three in one step: the first one stops at its first token, and the others have one each."""
+    host = host_of()
+    large, beside = Request(PROMPT, replace(ASK, max_new=3)), Request(PROMPT[2:], ASK)
+    stops = Request(PROMPT[4:], replace(ASK, stop_tokens=tuple(alone(host, Request(PROMPT[4:], ASK)).ids[:1])))
+    engine = Engine(host)
+    if lacks == "log-probabilities":
+        asked = failing("_detailed", "_append", lambda _token, _logits, how: how.max_new == 3, monkeypatch, engine_module)
+    else:
+        together = lacks == "all at once"
+        asked = failing(
+            "choose",
+            "_append",
+            lambda _, how, __: len(how) > 1 or (not together and how[0].max_new == 3),
+            monkeypatch,
+            engine_module,
+        )
+    numbers, told = [engine.submit(one) for one in (stops, large, beside)], dict[int, list[int]]()
+    results: dict[int, Result] = {}
+    for _ in range(6):
+        results |= {one.request: one for one in engine.step()}
+        for event in engine.events:
+            told.setdefault(event.request, []).extend(() if event.token is None else [event.token.token])
+    assert asked
+    first, second, third = (results[number] for number in numbers)
+    assert (first.finish, len(first.ids)) == ("stop", 1)
+    right(host, third, beside)
+    if lacks == "all at once":
+        right(host, second, large)
+    else:
+        assert "failed with OutOfMemoryError: CUDA out of memory" in (second.error or "")
+    assert {number: told.get(number, []) for number in numbers} == {number: results[number].ids for number in numbers}
+    assert (engine.busy, engine._residents._reserved, engine._residents.slots.used) == (False, 0, 0)
+
+
+def test_logits_that_no_memory_can_hold_together_end_those_who_needed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lose nothing of a prompt of which a piece was computed in the same step."""
+    host = host_of()
+    monitor = Steering(monitors=(Monitor(SITE, VECTORS[0], name="m"),))
+    long = Request(PROMPT, ASK, readings=True, norms=(SITE,), steering=monitor)
+    engine = Engine(host, chunk=5)
+    decoding = engine.submit(Request(PROMPT[:3], ASK))
+    engine.step()
+    numbers = engine.submit(long), engine.submit(Request(PROMPT[:4], ASK))
+    asked = failing("cat", "_run", lambda *_: len(asked) < 1, monkeypatch)
+    results = run(engine)
+    assert asked
+    assert [results[number].finish for number in (decoding, *numbers)] == ["error", "length", "error"]
+    assert "OutOfMemoryError: CUDA out of memory" in (engine.last_error or "")
+    found = results[numbers[0]]
+    right(host, found, long)
+    assert list(found.readings) == list(found.norms) == list(range(len(PROMPT) + ASK.max_new - 1))
+
+
+def test_controllers_see_a_step_for_whose_log_probabilities_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule would miss its token, and the request would go on without it."""
+    seen: list[tuple[int | None, float | None]] = []
+
+    class Seeing:
+        name = "seeing"
+
+        def on_step(self, view: StepView) -> list[Action]:
+            seen.extend((one.token, one.logprob) for one in view.requests)
+            return []
+
+    host = host_of()
+    engine = Engine(host, controllers=Controllers([Seeing()]))
+    asked = failing("log_softmax", "_view", lambda *_: len(asked) < 1, monkeypatch, torch.Tensor)
+    request = Request(PROMPT, ASK)
+    (found,) = engine.generate([request], progress=False)
+    right(host, found, request)
+    assert asked
+    assert [token for token, _ in seen] == found.ids
+    assert [logprob is None for _, logprob in seen] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("table", [0, 1])
+def test_a_request_for_whose_steering_there_is_no_memory_leaves_no_half_of_it(table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one with equal steering would find a row that holds nothing, or a part, and run on without a word."""
+    host, calls = host_of(), count()
+    engine = Engine(host, steering_rows=2)
+    rule = Rule("rest_of_request", Probe(SITE, VECTORS[1], threshold=1e9), (Steer(Site(0, "resid_pre"), VECTORS[2]),))
+    request = replace(steered(0), rules=(rule,))  # one row, and another for when the rule holds
+    asked = failing("zeros", "_store", lambda *_: next(calls) == table, monkeypatch)
+    (failed,) = engine.generate([request], progress=False)
+    assert (asked, failed.error, engine.resources["steering_rows"]) == ([True], "CUDA out of memory", 0)
+    right(host, engine.generate([request], progress=False)[0], steered(0))
 
 
 # What is refused when it comes

@@ -4,6 +4,7 @@ The bridge's own arithmetic sets what it can be compared with: Llama-like attent
 at ``eager``), GPT-2's and GPT-NeoX's softmax is in the model's type (the torch host at ``sdpa``).
 """
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,7 @@ from studies.environments.micro.model import KVCache
 pytestmark = pytest.mark.hosts
 
 FLOAT32_SOFTMAX = [name for name in TRANSFORMERS if not name.startswith("GPT")]
+TOKEN_ROW = torch.arange(3, 12)[None]
 ROUTE_POINTS = ("hook_kept_a", "hook_kept", "hook_quarantine", "hook_mask")
 GRAD_UNIT = MaskSpec(score="grad", unit="rollout", reinforced_only=False)
 TOKENS = MaskSpec(score="act", unit="token", through="detach", reinforced_only=False)
@@ -688,6 +690,21 @@ def test_a_bridge_that_was_booted_around_adapters_is_refused(name: str) -> None:
     assert (largest(bridge(tokens), full) > 1e-3) == (name == "GPT2")  # what makes it worth refusing
     with pytest.raises(ValueError, match=r"attached before the bridge was booted.*detach them"):
         BridgeHost(bridge)
+
+
+def test_adapters_are_refused_at_a_component_that_was_replaced() -> None:
+    """They would change nothing and learn nothing: the model calls the first one. A Linear within a component is called."""
+    host = open_host("transformer_lens", make_family("Llama"))
+    assert isinstance(host, BridgeHost)
+    parent, inner = (host.bridge.get_submodule(f"blocks.{layer}.mlp") for layer in (0, 1))
+    parent.add_module("out", copy.deepcopy(parent.get_submodule("out")))
+    component: Any = inner.get_submodule("out")
+    component.set_original_component(copy.deepcopy(component.original_component))
+    before = host.logits(TOKEN_ROW)
+    with pytest.raises(ValueError, match=r"the component at blocks.0.mlp.out was replaced after the host was opened"):
+        host.attach("blocks.*.mlp.down", spec=SPECS["lora"])
+    move(host.attach("blocks.1.mlp.down", spec=SPECS["lora"]))
+    assert float((host.logits(TOKEN_ROW) - before).detach().abs().max()) > 1e-6
 
 
 def test_weight_processing_is_refused_before_and_while_adapters_stand() -> None:

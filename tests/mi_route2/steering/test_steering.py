@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -736,3 +737,25 @@ def test_what_is_set_in_inference_mode_can_be_changed_outside_of_it(model: Model
             one.admit(request, Steering(base=(Steer(MID, vectors[1], 2.0),)))
         one.override(0, "c")
     assert torch.equal(model.run(state)[0], model.run(plain)[0])
+
+
+def test_a_tier_for_which_there_is_no_memory_stays_as_it_was(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two sites that are new in it, the first one has its table already."""
+    state, v, zeros, calls = model.state(), model.vector(MID, 1), torch.zeros, count()
+    state.set_global("base", [Steer(MID, v)])
+    for request in range(3):
+        state.admit(request, None if request == 0 else Steering(decode=(Steer(MID, model.vector(MID, request)),)))
+    before, _ = model.run(state)
+
+    def without_memory(*given: Any, **others: Any) -> Tensor:
+        if next(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return zeros(*given, **others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", without_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            state.set_global("base", [Steer(MID, 3 * v), Steer(EARLY, v), Steer(LATE, v)])
+    assert next(calls) == 2
+    state.admit(3, None)  # what was prepared for requests is made anew
+    assert torch.equal(model.run(state)[0], before)
