@@ -9,6 +9,7 @@ import pytest
 
 from studies.common.stats import paired_difference, summary
 from studies.common.tables import interval, number
+from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
@@ -418,3 +419,27 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
     for evidence in CANARY.values():
         assert 1.8 < (times(evidence, "filter-canary") or 0.0) < 2.3
         assert re.search(r"exact sign-flip test, p \.[1-9]", coverage_sentence(evidence, "canary-one"))
+
+
+def test_the_canary_that_is_compared_with_the_run() -> None:
+    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    for preset, dropped in (("strong", ".181 [.100, .261]"), ("weak", ".190 [.152, .228]")):
+        found = Evidence.read(RESULTS / f"canary-run/{preset}.json")
+        exploit, solve = (found.summary("filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))
+        assert exploit["n"] == 16
+        for text in (page, readme):
+            assert interval(exploit) in text
+            assert number(solve["mean"]) in text
+        assert max(value or 0.0 for value in exploit["seeds"]) < 0.0085
+        honest, plain = (number(found.summary(arm, EXPLOIT)["mean"]) for arm in ("canary-run-honest", "vanilla"))
+        assert honest in page
+        assert plain in page
+        for control in CANARY_CONTROLS["filter-canary-run"]:
+            assert (found.summary(control, EXPLOIT)["mean"] or 0.0) - (exploit["mean"] or 0.0) > 0.4
+        solved = [dict(zip(found.seeds, found.values[arm][SOLVE], strict=True)) for arm in ("filter-canary-run", "canary-wide")]
+        assert interval(paired_difference(*solved)[1]) == dropped
+        little = sorted(number(value) for value in solved[0].values() if value is not None and value < 0.85)
+        assert f"{', '.join(little[:-1])} and {little[-1]} on `{preset}`" in page
+        assert 2.2 < (times(found, "filter-canary-run") or 0.0) < 2.9
+    failed = [value for value in found.values["filter-canary"][EXPLOIT] if value is not None and value > MOST_EXPLOIT]
+    assert [number(value) for value in failed] == [".245"]

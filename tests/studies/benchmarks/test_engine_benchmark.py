@@ -40,7 +40,7 @@ def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: py
     assert all(len(seconds) == 3 for seconds in document["seconds"].values())
 
 
-@pytest.mark.parametrize(("name", "rounds", "requests"), [("engine", 9, 64), ("engine_smollm2", 3, 8)])
+@pytest.mark.parametrize(("name", "rounds", "requests"), [("engine", 9, 64), ("engine_again", 15, 64), ("engine_smollm2", 3, 8)])
 def test_the_page_prints_what_was_measured(name: str, rounds: int, requests: int) -> None:
     document = json.loads((DOCS / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     expected = table([read(row) for row in document["rows"]], document["seconds"], document["tokens"]) + "\n"

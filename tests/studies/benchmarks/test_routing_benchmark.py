@@ -188,13 +188,12 @@ def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> Non
     assert Result(Row("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
 
 
-def test_the_page_prints_what_was_measured_on_a_real_model() -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("routing_smollm2", "bfloat16"), ("routing_smollm2_float32", "float32")])
+def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str) -> None:
     docs = Path(__file__).parents[3] / "docs"
-    document = json.loads((docs / "results/benchmarks/routing_smollm2.json").read_text(encoding="utf-8"))
-    assert (document["smollm2"], document["dtype"], document["size"]["tokens"]) == (True, "bfloat16", 512)
-    found = re.search(
-        r"<!-- table: routing_smollm2 -->\n\n\|.*\n\|.*\n((?:\|.*\n)+)", (docs / "routing.md").read_text(encoding="utf-8")
-    )
+    document = json.loads((docs / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
+    assert (document["smollm2"], document["dtype"], document["size"]["tokens"]) == (True, dtype, 512)
+    found = re.search(rf"<!-- table: {name} -->\n\n\|.*\n\|.*\n((?:\|.*\n)+)", (docs / "routing.md").read_text(encoding="utf-8"))
     assert found
     assert found[1].splitlines() == [
         f"| {row['row']['over']} | {row['row']['under']} | {row['time']['value']:.3f} [{row['time']['lo']:.3f}, "
