@@ -660,8 +660,9 @@ class Engine:
         except Exception as error:  # no memory for all of them at once, or for this one
             if len(due) == 1:
                 ended.append((due[0], "error", failure("the choice of its next token", error)))
-            for i, one in enumerate(due if len(due) > 1 else ()):
-                self._append([one], logits[i : i + 1], ended)
+            else:
+                for i, one in enumerate(due):
+                    self._append([one], logits[i : i + 1], ended)
             return
         for i, (one, token, value) in enumerate(zip(due, chosen.tolist(), values.tolist(), strict=True)):
             sampling = one.sampling

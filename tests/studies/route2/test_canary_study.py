@@ -27,6 +27,8 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert names == [*first, "canary-one", "vanilla", *second, "filter-canary"]
     assert tiny_job(tmp_path, "vanilla").spec.keys() == tiny_job(tmp_path, "route2-full").spec.keys()
     assert "steps" not in tiny_job(tmp_path, "vanilla").spec
+    assert "relative_to" not in tiny_job(tmp_path, "filter-canary").spec["route"]
+    assert tiny_job(tmp_path, "filter-canary-run").spec["route"]["relative_to"] == "run"
     assert tiny_job(tmp_path, "vanilla-5").spec["steps"] == 5
     assert tiny_job(tmp_path, "canary-10").drawn != tiny_job(tmp_path, "vanilla").drawn == 0
     before = "5daa3cb0a0f21b760b499ab544ade54f70a5abfd9001b5ac8a76bbb09fb6d291"  # when arms had no canaries
