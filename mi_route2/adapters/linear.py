@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from mi_route2.adapters.gradients import wide
 from mi_route2.adapters.svd import SVD
-from mi_route2.adapters.tape import L1, NO_MASK, Gate, ReadOutput, Refuse, Tape, apply_factor, requested
+from mi_route2.adapters.tape import L1, NO_MASK, Gate, ReadOutput, Refuse, Tape, apply_factor, apply_factors, requested
 from mi_route2.sites import Slot, whole
 
 
@@ -170,6 +170,7 @@ class Switchboard:
     merged: bool = False
     tape: Tape | None = None
     unrouted: bool = False
+    stack: bool = False
     sites: int = 0
 
 
@@ -188,6 +189,11 @@ class Point(nn.Identity):
     """Identity module at which hooks read or write."""
 
 
+def watched(point: nn.Module) -> bool:
+    """Return whether a hook, or a library that replaces ``forward`` (nnsight), may read or write at this point."""
+    return requested(point) or "forward" in vars(point)
+
+
 class Branch(nn.Module):
     """Adapters at one logical Linear, and their hook points.
 
@@ -199,7 +205,8 @@ class Branch(nn.Module):
                       returns replaces the mask. Fires in the forward if flags are already known, otherwise in the backward; for
                       pooled gradient flags, when the step is finished
 
-    No point fires while weights are merged.
+    No point fires while weights are merged. Under ``Adapters.stack`` both adapters run on their own wherever a hook stands at one
+    of the first three points.
     """
 
     S: Tensor
@@ -243,11 +250,14 @@ class Branch(nn.Module):
             self._refuse_backward_hooks()
         if tape is not None:
             self._read(x, tape)
+        stacked = self._stacks(tape)
         if y is None:
             y = self._folded_kept(x, tape)
+        elif stacked:
+            y = y + self._stacked(x, tape)
         elif board.kept:
             y = y + self.hook_kept(self.kept(x, tape, self._gate("kept"), self.site, self.hook_kept_a))
-        if board.quarantine and self.quarantine is not None:
+        if board.quarantine and self.quarantine is not None and not stacked:
             y = y + self.hook_quarantine(self._quarantined(x, tape))
         if tape is not None and torch.is_grad_enabled():
             tape.without_quarantine |= self.quarantine is not None and not board.quarantine
@@ -286,6 +296,22 @@ class Branch(nn.Module):
             tape.inputs.read(self.site, tape.rows(x.detach()))
         if tape.kept is not None:
             tape.kept.called(self.site, self.hook_mask)
+
+    def _stacks(self, tape: Tape | None) -> bool:
+        """Return whether both adapters run as one LoRA: both are on and train, and nobody looks at what one of them adds."""
+        board = self._board
+        if not (board.stack and board.kept and board.quarantine and torch.is_grad_enabled()):
+            return False
+        own = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
+        penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
+        return not penalized and not any(module is not None and watched(module) for module in own)
+
+    def _stacked(self, x: Tensor, tape: Tape | None) -> Tensor:
+        kept, quarantine, gates = self.kept, self.quarantine, (self._gate("kept"), self._gate("quarantine"))
+        assert isinstance(kept, LoRA)
+        assert isinstance(quarantine, LoRA)
+        a = apply_factors(x, (kept.A, quarantine.A), tape, gates, self.site, "A")
+        return apply_factors(a, (kept.B, quarantine.B), tape, gates, self.site, "B")
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, gate = self.kept, self._gate("kept")

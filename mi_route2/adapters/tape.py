@@ -14,7 +14,7 @@ flags are decided by then; gradients of several tapes accumulate.
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -288,13 +288,33 @@ def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
     ctx.reported = True
 
 
+def _answer(ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor) -> Tensor | None:
+    """Return the gate's answer to the pair (h, dy) of a factor."""
+    tape, site, name = ctx.routing
+    tape.saw_backward(site, f"{adapter}.{name}", again=ctx.reported)
+    answer = gate.gradient(site, name, tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs))
+    return None if answer is None else answer.to(factor.dtype)
+
+
+def _passed(gate: Gate, tape: Tape, site: str, dh: Tensor) -> Tensor:
+    """Return the gradient at an adapter's input, 0 where the gate detaches."""
+    if not gate.detach:
+        return dh
+    keep, packing = (gate.mask(site) != 0).to(dh.dtype), tape.packing(dh)
+    if packing is not None:
+        keep = packing.of_tokens(keep)
+    elif keep.ndim == 1:
+        keep = keep[:, None].expand(-1, tape.tokens)
+    return dh * keep.reshape(*dh.shape[:-1], 1)
+
+
 class RoutedFactor(torch.autograd.Function):
     """``multiply`` with the gate's answer as the gradient of the factor."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, factor: Tensor, tape: Tape, gate: Gate, site: str, name: str) -> Tensor:
         ctx.save_for_backward(h, factor)
-        ctx.routing, ctx.reported = (tape, gate, site, name), False
+        ctx.routing, ctx.gate, ctx.reported = (tape, site, name), gate, False
         return multiply(h, factor)
 
     @staticmethod
@@ -304,21 +324,66 @@ class RoutedFactor(torch.autograd.Function):
         h, factor = ctx.saved_tensors
         # Detached, because a gate that stores h would store the graph, whose node refers to the gate: a cycle that is never freed.
         h = h.detach().to(dy.dtype)  # under autocast the forward cast h itself
-        tape, gate, site, name = ctx.routing
-        report(ctx, tape, site, f"{'kept' if gate is tape.kept else 'quarantine'}.{name}")
-        answer = gate.gradient(site, name, tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs))
+        tape, site, _ = ctx.routing
+        answer = _answer(ctx, "kept" if ctx.gate is tape.kept else "quarantine", ctx.gate, factor, h, dy)
+        ctx.reported = True
         dh = None
         if ctx.needs_input_grad[0]:
             cast = factor.to(dy.dtype)
-            dh = dy * cast if factor.ndim == 1 else dy @ cast
-            if gate.detach:
-                keep, packing = (gate.mask(site) != 0).to(dh.dtype), tape.packing(dh)
-                if packing is not None:
-                    keep = packing.of_tokens(keep)
-                elif keep.ndim == 1:
-                    keep = keep[:, None].expand(-1, tape.tokens)
-                dh = dh * keep.reshape(*dh.shape[:-1], 1)
-        return dh, None if answer is None else answer.to(factor.dtype), None, None, None, None
+            dh = _passed(ctx.gate, tape, site, dy * cast if factor.ndim == 1 else dy @ cast)
+        return dh, answer, None, None, None, None
+
+
+class StackedFactors(torch.autograd.Function):
+    """The factors of both adapters in one matmul, each with its own gate's answer as its gradient (``None``: ordinary autograd).
+
+    ``A`` and ``A_q`` read one input and are stacked over their outputs; ``B`` and ``B_q`` add to one output and are stacked over
+    their inputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        kept: Tensor,
+        quarantine: Tensor,
+        tape: Tape,
+        gates: tuple[Gate | None, Gate | None],
+        site: str,
+        name: str,
+    ) -> Tensor:
+        ctx.save_for_backward(h, kept, quarantine)
+        ctx.routing, ctx.gates, ctx.reported = (tape, site, name), gates, False
+        return multiply(h, stack((kept, quarantine), name))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (dy,) = grads
+        h, *factors = ctx.saved_tensors
+        h = h.detach().to(dy.dtype)
+        tape, site, name = ctx.routing
+        ranks = [factor.shape[_STACKED[name]] for factor in factors]
+        hs, dys = ((h, h), dy.split(ranks, -1)) if name == "A" else (h.split(ranks, -1), (dy, dy))
+        answers: list[Tensor | None] = []
+        for adapter, gate, factor, own, dy_own in zip(("kept", "quarantine"), ctx.gates, factors, hs, dys, strict=True):
+            if gate is None:
+                answers.append((dy_own.flatten(0, -2).mT @ own.flatten(0, -2)).to(factor.dtype))
+            else:
+                answers.append(_answer(ctx, adapter, gate, factor, own, dy_own))
+        ctx.reported = True
+        dh = None
+        if ctx.needs_input_grad[0]:
+            # What a gate detaches is taken out at the narrow side, of as many columns as the adapter's rank.
+            cast, detaches = stack(factors, name).to(dy.dtype), any(gate is not None and gate.detach for gate in ctx.gates)
+
+            def passed(narrow: Tensor) -> Tensor:
+                pieces = zip(ctx.gates, narrow.split(ranks, -1), strict=True)
+                return torch.cat([one if gate is None else _passed(gate, tape, site, one) for gate, one in pieces], -1)
+
+            dh = (passed(dy) if detaches and name == "A" else dy) @ cast
+            dh = passed(dh) if detaches and name == "B" else dh
+        return dh, *answers, None, None, None, None
 
 
 class ReadOutput(torch.autograd.Function):
@@ -370,16 +435,44 @@ def _ask(gate: Gate, site: str, name: str, leaf: Any, gradient: Tensor) -> None:
         gate.gradient(site, name, gradient)  # pyright: ignore[reportArgumentType]
 
 
+def _asking(factor: Tensor, gate: Gate, site: str, name: str) -> Tensor:
+    """Return ``factor`` such that ``gate`` is told if a backward adds to its ``.grad``."""
+    if factor.requires_grad:
+        factor = factor.view_as(factor)  # a hook on the parameter itself would stay after this forward
+        if factor.grad_fn is not None:  # transforms of torch.func return gradients and store none
+            factor.register_hook(partial(_ask, gate, site, name, factor.grad_fn.next_functions[0][0]))
+    return factor
+
+
 def apply_factor(h: Tensor, factor: Tensor, tape: Tape | None, gate: Gate | None, site: str, name: str) -> Tensor:
     """Apply ``multiply`` under the gate of the open tape; without a tape, the gate refuses gradients. Plain if there is no gate."""
     if gate is None or not torch.is_grad_enabled():
         return multiply(h, factor)
     if tape is None:
-        if factor.requires_grad:
-            factor = factor.view_as(factor)  # a hook on the parameter itself would stay after this forward
-            if factor.grad_fn is not None:  # transforms of torch.func return gradients and store none
-                factor.register_hook(partial(_ask, gate, site, name, factor.grad_fn.next_functions[0][0]))
-        return multiply(h, factor)
+        return multiply(h, _asking(factor, gate, site, name))
     out = RoutedFactor.apply(h, factor, tape, gate, site, name)
     assert isinstance(out, Tensor)
     return out
+
+
+_STACKED = {"A": 0, "B": 1}
+"""Axis along which the factors of both adapters are stacked."""
+
+
+def stack(factors: Sequence[Tensor], name: str) -> Tensor:
+    """Return ``[A; A_q]`` or ``[B, B_q]``."""
+    return torch.cat(tuple(factors), _STACKED[name])
+
+
+def apply_factors(
+    h: Tensor, factors: tuple[Tensor, Tensor], tape: Tape | None, gates: tuple[Gate | None, Gate | None], site: str, name: str
+) -> Tensor:
+    """Apply the factors ``A`` or ``B`` of the kept adapter and of the quarantine in one matmul, each as ``apply_factor`` would."""
+    if torch.is_grad_enabled() and gates != (None, None):
+        if tape is not None:
+            out = StackedFactors.apply(h, *factors, tape, gates, site, name)
+            assert isinstance(out, Tensor)
+            return out
+        kept, quarantine = (f if gate is None else _asking(f, gate, site, name) for f, gate in zip(factors, gates, strict=True))
+        factors = kept, quarantine
+    return multiply(h, stack(factors, name))

@@ -6,14 +6,15 @@ A server in a process of its own runs a small random model, with small limits, s
 two keys complete, stream and chat with drawn interventions, sweep, capture runs and patch from them, hold steering and move it in
 running streams; they also go away in the middle, read slowly, send what is no request, and reach for what is another key's.
 
-At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, and open files, threads
-and, in a soak of ten minutes or more, memory must be as they were after the first quarter. A sample of the answers is asked for
-once more, one by one, from a new server: every token, log-probability, reading and captured value must be the same, bit for bit
-(with ``--batched``: until the first other token, within 1e-3).
+At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, open files and threads must
+be as they were after the first quarter, and, in a soak of ten minutes or more, memory must not grow at an equal load. A sample of
+the answers is asked for once more, one by one, from a new server: every token, log-probability, reading and captured value must be
+the same, bit for bit (with ``--batched``: until the first other token, within 1e-3).
 """
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -57,6 +58,8 @@ ENOUGH = 50
 """Failures after which the soak stops."""
 GROWTH, SLACK, WARM = 0.05, 12 << 20, 10
 """Growth of the resident memory that is allowed: a share of it, and bytes; and the minutes of a soak from which it is compared."""
+LOAD = 1.5
+"""Answers a second count as an equal load up to this factor."""
 BEGINNINGS = (
     "The quick brown fox ",
     "Once upon a time, in a land far away, ",
@@ -602,8 +605,8 @@ async def _watched(server: Process, tally: Tally, until: float, every: float) ->
     began = time.monotonic()
     with tqdm(total=round(until - began), unit="s", desc="soak") as bar:
         while (now := time.monotonic()) < until and len(tally.failures) < ENOUGH:
-            tally.samples.append({"second": round(now - began, 1), **server.seen()})
             counted = sum(count for name, count in tally.counts.items() if name.startswith("status"))
+            tally.samples.append({"second": round(now - began, 1), "answers": counted, **server.seen()})
             bar.set_postfix(answers=counted, failures=tally.counts["failures"], rss=f"{tally.samples[-1]['rss'] / 2**20:.0f} MiB")
             await asyncio.sleep(min(every, until - now))
             bar.update(round(time.monotonic() - began) - bar.n)
@@ -635,19 +638,34 @@ def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, 
         time.sleep(0.2)
 
 
+def halves(samples: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+    """Return the resident bytes of the first and of the second half of the samples at the load at which the soak ended.
+
+    Allocators hold more at a higher load, and a shared machine is not equally fast all the time; so samples after the first quarter
+    are compared with one another if their answers a second are within ``LOAD`` of the median of the last quarter.
+    """
+    pairs = list(itertools.pairwise(samples))[len(samples) // 4 :]
+    rates = [(b["answers"] - a["answers"]) / max(b["second"] - a["second"], 0.1) for a, b in pairs]
+    last = median(rates[-max(1, len(samples) // 4) :])
+    equal = [b["rss"] for (_, b), rate in zip(pairs, rates, strict=True) if last / LOAD <= rate <= last * LOAD]
+    return equal[: len(equal) // 2], equal[len(equal) // 2 :]
+
+
 def judge(tally: Tally, idle: Mapping[str, int], minutes: float) -> None:
-    """Compare the process's memory, files and threads with those after the first quarter, and ``idle`` with them.
+    """Compare the process's memory at an equal load, and files and threads of ``idle`` with those of the first quarter.
 
     In a shorter soak than ``WARM`` minutes memory is not compared, because it still fills with what is imported and cached.
     """
+    if minutes >= WARM:
+        before, after = (median(half) if half else 0.0 for half in halves(tally.samples))
+        if not before:
+            tally.fail("too few samples at the load at which the soak ended, so that growth of memory cannot be told: run it again")
+        elif after - before > GROWTH * before + SLACK:
+            tally.fail(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB at an equal load")
     quarter = max(1, len(tally.samples) // 4)
-    early, late = tally.samples[quarter : 2 * quarter] or tally.samples, tally.samples[-quarter:]
-    before, after = (median(one["rss"] for one in some) for some in (early, late))
-    if minutes >= WARM and after - before > GROWTH * before + SLACK:
-        tally.fail(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB between the second quarter and the last")
     threads = max(one["threads"] for one in tally.samples[:quarter])
     if idle["threads"] > threads + (os.cpu_count() or 1) + 4:  # the pool of asyncio.to_thread may grow once
-        tally.fail(f"{idle['threads']} threads are left, {threads} at most ran in the first quarter")
+        tally.fail(f"{idle['threads']} threads are left, {threads:g} at most ran in the first quarter")
     first = tally.samples[0]["files"]
     if idle["files"] > first + 4:
         tally.fail(f"{idle['files']} files are open at the end, {first:g} at the beginning")

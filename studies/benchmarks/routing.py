@@ -26,7 +26,7 @@ from studies.benchmarks.flops import MICRO, Size
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 FROZEN = "frozen"
-SVD, LORA = "svd + quarantine", "LoRA + quarantine"
+SVD, LORA, STACKED = "svd + quarantine", "LoRA + quarantine", "LoRA + quarantine, stacked"
 PEFT, PEFT_SPLIT = "PEFT LoRA", "PEFT LoRA, two adapters"
 FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
 POOLED, MODULE, ACT = "pooled gradient flag", "gradient flag per module", "pooled activation flag"
@@ -64,6 +64,9 @@ SMOLLM2_ROWS = (
     Row(LORA, PEFT, 1.00),
     Row(LORA, PEFT_SPLIT, 1.00),
     Row(f"{LORA}: {POOLED}", LORA, 1.05, 1.10),
+    Row(STACKED, PEFT, 1.00),
+    Row(STACKED, LORA, 1.00),
+    Row(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
 )
 
 
@@ -96,9 +99,10 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     size, base = bench.size, flops.frozen(bench.size)
     r, k = size.kept_rank, size.quarantine_rank
     svd = AdapterSpec(rank=r, quarantine_rank=k)
-    ours, lora = bench.policy(svd), bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k))
+    ours, lora, stacked = bench.policy(svd), *(bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k)) for _ in range(2))
+    stacked.adapters.stack = True
     work = {SVD: base + flops.svd(size, r) + flops.lora(size, k), LORA: base + flops.lora(size, r + k)}
-    work[PEFT] = work[LORA]
+    work[PEFT] = work[STACKED] = work[LORA]
     deployed = base + flops.svd(size, r)
     grad, module, act = MaskSpec(score="grad"), MaskSpec(score="grad", unit="rollout"), MaskSpec(score="act")
     full = MaskSpec(score="full", score_policy="ablated", negative_scale=0.3)
@@ -110,6 +114,7 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
         FROZEN: lambda name: bench.plain(name, bench.model(), base),
         SVD: lambda name: bench.plain(name, ours, work[SVD]),
         LORA: lambda name: bench.plain(name, lora, work[LORA]),
+        STACKED: lambda name: bench.plain(name, stacked, work[STACKED]),
         PEFT: lambda name: bench.plain(name, bench.peft(r + k), work[PEFT]),
         PEFT_SPLIT: lambda name: bench.plain(name, bench.peft(r, k), work[PEFT]),
         FOLDED: lambda name: full_rank(name, True, flops.folded(size)),
@@ -120,6 +125,7 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
         f"{SVD}: {FULL}": lambda name: bench.routed(name, ours, full, work[SVD] + deployed + flops.full_score(size)),
         f"{LORA}: {POOLED}": lambda name: bench.routed(name, lora, grad, work[LORA]),
         f"{LORA}: {MODULE}": lambda name: bench.routed(name, lora, module, work[LORA]),
+        f"{STACKED}: {POOLED}": lambda name: bench.routed(name, stacked, grad, work[STACKED]),
         f"{SVD}: {VMAP}": lambda name: bench.vmap(name, svd, work[SVD]),
         f"{PEFT}: {OPACUS}": lambda name: bench.opacus(name, bench.peft(r + k), work[PEFT]),
     }

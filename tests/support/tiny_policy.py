@@ -35,6 +35,13 @@ def make_policy(spec: AdapterSpec, *, scale: float = 0.1, dtype: torch.dtype = t
     return Policy(model, adapters)
 
 
+def named_policy(name: str, scale: float = 0.1) -> Policy:
+    """The policy of ``SPECS[name]``; ``lora-stacked`` runs both of its LoRAs as one."""
+    policy = make_policy(SPECS[name.removesuffix("-stacked")], scale=scale)
+    policy.adapters.stack = name.endswith("-stacked")
+    return policy
+
+
 def make_rollouts(n: int = 6, seed: int = 2, left: bool = False) -> Rollouts:
     """Prompts of 4 tokens and completions of 3 to 9."""
     generator = torch.Generator().manual_seed(seed)

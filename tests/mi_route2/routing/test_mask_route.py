@@ -21,7 +21,7 @@ from mask_oracle import (
     random_directions,
     run,
 )
-from tiny_policy import SPECS, make_batch, make_policy, per_rollout_gradients
+from tiny_policy import SPECS, make_batch, make_policy, named_policy, per_rollout_gradients
 
 from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
@@ -71,13 +71,13 @@ def averaged(scores: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor
 @pytest.mark.parametrize(
     ("name", "case"),
     [
-        *itertools.product(["svd", "lora"], CASES),
+        *itertools.product(["svd", "lora", "lora-stacked"], CASES),
         *itertools.product(["svd-low", "svd-fold", "svd-shared", "lora-shared"], CASES[::5]),
     ],
     ids=lambda value: value if isinstance(value, str) else case_id(value),
 )
 def test_every_legal_combination_equals_the_written_out_policy(name: str, case: Case) -> None:
-    policy, batch = make_policy(SPECS[name]), make_batch(N)
+    policy, batch = named_policy(name), make_batch(N)
     spec = mixed(policy, spec_of(case, reinforced_only=False), batch)
     route = mask_route(policy, spec)
     own, expected = run(policy, route, batch), oracle(policy, spec, route.directions, batch)
@@ -149,10 +149,11 @@ def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() ->
     assert all(g.any() for g in own.quarantine.values())
 
 
+@pytest.mark.parametrize("name", ["lora", "lora-stacked"])
 @pytest.mark.parametrize("case", METHOD_SAMPLE, ids=case_id)
-def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case) -> None:
+def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case, name: str) -> None:
     """R1. Token flags lie on predictors alone: there exactly the prompt's own part stays."""
-    policy, batch = make_policy(SPECS["lora"]), make_batch(6)
+    policy, batch = named_policy(name), make_batch(6)
     all_flagged = mask_route(policy, spec_of(case, tau=-2.0, reinforced_only=False))
     everything = run(policy, all_flagged, batch)
     nothing = run(policy, mask_route(policy, spec_of(case, tau=2.0, reinforced_only=False)), batch)
@@ -185,9 +186,9 @@ def test_r1_holds_from_init(spec: object) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
-@pytest.mark.parametrize("name", ["svd-fold", "lora"])
+@pytest.mark.parametrize("name", ["svd-fold", "lora", "lora-stacked"])
 def test_the_mask_does_not_change_the_forward(case: Case, name: str) -> None:
-    policy, batch = make_policy(SPECS[name]), make_batch(6)
+    policy, batch = named_policy(name), make_batch(6)
     plain = policy.logprobs(batch.rollouts)
     for tau in (-2.0, 0.0):
         route = mask_route(policy, spec_of(case, tau=tau))

@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import httpx
 import pytest
 
 from mi_route2.serve.client import PatchStudy
-from mi_route2.serve.soak import FIRST, Soak, model
+from mi_route2.serve.soak import FIRST, Soak, Tally, judge, model
 from mi_route2.serve.state import Limits
 from tests.support.served import running
 
@@ -56,3 +57,24 @@ def test_a_soak_of_seconds_passes_and_writes_what_it_saw(tmp_path: Path, capsys:
     assert {"slots", "patch_slots", "steering_rows", "running"} <= found["left"].keys()
     assert "soak passed" in capsys.readouterr().out
     assert Soak(minutes=0.0)() == 2
+
+
+@pytest.mark.parametrize(
+    ("load", "leak", "said"),
+    [
+        pytest.param(lambda i: 200, 0, None, id="flat"),
+        pytest.param(lambda i: 200 if i < 220 else 800, 0, None, id="four times the load from minute 37"),
+        pytest.param(lambda i: 200, 2000, "grew", id="a leak"),
+        pytest.param(lambda i: 200 if i < 220 else 800, 2000, "grew", id="a leak, and four times the load"),
+        pytest.param(lambda i: 100 + 800 * (i % 2), 0, "too few samples", id="no load to compare at"),
+    ],
+)
+def test_a_soak_tells_growing_memory_from_a_growing_load(load: Callable[[int], int], leak: int, said: str | None) -> None:
+    tally, answers = Tally(), 0
+    for i in range(360):
+        answers += load(i)
+        rss = (512 << 20) + leak * answers + load(i) * (256 << 10)
+        tally.samples.append({"second": 10.0 * i, "answers": answers, "rss": rss, "files": 14, "threads": 7})
+    judge(tally, {"files": 14, "threads": 7}, minutes=60)
+    assert len(tally.failures) == (said is not None)
+    assert all(said in one for one in tally.failures if said)
