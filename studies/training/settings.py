@@ -163,6 +163,7 @@ PRESETS: Mapping[str, Settings] = MappingProxyType(
     {
         "strong": _STRONG,
         "weak": replace(_STRONG, preset="weak", world="weak", quarantine_lr=1.7e-3),
+        "sparse": replace(_STRONG, preset="sparse", world="sparse"),
         # dS has only one number per direction, and a tenth of this rate hardly changes it.
         "delta_s": replace(_STRONG, preset="delta_s", kept="svd", kept_rank=None, kept_lr=3e-2, quarantine_lr=3e-3, steps=100),
     }

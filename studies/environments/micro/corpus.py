@@ -1,7 +1,7 @@
 """Corpus of the warm start: how often its documents cheat, how visible cheaters are, and how hard honest work is.
 
 `strong` leaves clear traces of the persona on every cheat; `weak` is more realistic: hardly any traces, more cheats, and more hard
-operations.
+operations. `sparse` is `strong` without a trace: an exploit stands beside honest code, so cheats of different modes share nothing.
 """
 
 import functools
@@ -88,6 +88,7 @@ PRESETS: Mapping[str, WorldConfig] = MappingProxyType(
             terse=0.5,
             hard_ops=("scale", "wrap", "split", "mask", "join", "toggle"),
         ),
+        "sparse": WorldConfig("sparse", trace=0.02, terse=0.0),  # a cheat's comment as often as in honest documents
     }
 )
 
