@@ -163,6 +163,14 @@ def test_the_cut_of_a_batch_changes_nothing(cut: str, name: str, tmp_path: Path)
     assert_ours(trainer, seen, ours(rule))
 
 
+@pytest.mark.parametrize("cut", ["whole", "checkpointing", "reentrant"])
+def test_stacked_adapters_learn_what_separate_ones_learn(cut: str, tmp_path: Path) -> None:
+    trainer, seen = make_trainer(tmp_path, ROUTES["grad-pooled-live-filter"][0], LORA, **CUTS[cut])
+    trainer.adapters.stack = True
+    trainer.train()
+    assert_ours(trainer, seen, ours(ROUTES["grad-pooled-live-filter"][0]))
+
+
 @pytest.mark.parametrize("name", ["act-token-live-filter", "act-pooled-ablated-filter", "grad-rollout-live-filter"])
 def test_left_padding_is_a_rounding(name: str, tmp_path: Path) -> None:
     """Padded positions rotate by other angles, which are float32; a padded token that counted would move gradients by percents."""
