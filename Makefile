@@ -35,21 +35,11 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-# The arms of the canary's second experiment, as docs/results/canary-run/predictions.toml names them.
-RUN_ARMS := vanilla vanilla-10 vanilla-20 filter-canary filter-canary-run canary-wide \
-  canary-run-rotated canary-run-shuffled canary-run-honest canary-run-early
+evidence: $(STAMP)  ## the canary's three experiments, as their predictions name them: tables and figures in docs/results (four hours)
+	for name in canary canary-run canary-sparse; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
 
-evidence: $(STAMP)  ## the canary's two experiments: seeds 200-215 and 216-231 of both presets, tables and figures in docs/results (three hours)
-	$(PY) -m studies.route2 run --preset strong --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
-	$(PY) -m studies.route2 run --preset weak --seeds 200-215 --arms evidence --workers $(WORKERS) --no-report
-	$(PY) -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778
-	for preset in strong weak; do \
-	  $(PY) -m studies.route2 run --preset $$preset --seeds 216-231 --arms $(RUN_ARMS) --workers $(WORKERS) --no-report --out runs/canary-run || exit 1; done
-	$(PY) -m studies.route2 evidence runs/canary-run/strong-88e860b8 runs/canary-run/weak-2d0e5778 --to docs/results/canary-run
-
-evidence-quick: $(STAMP)  ## the same on three tuning seeds of one preset, into runs/evidence
-	$(PY) -m studies.route2 run --preset strong --seeds 120-122 --arms evidence --workers $(WORKERS) --no-report --out runs/evidence
-	$(PY) -m studies.route2 evidence runs/evidence/strong-88e860b8 --to runs/evidence
+evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
+	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence
 
 test: $(STAMP)  ## the fast suite: every theorem once (four minutes on two cores)
 	$(PYTEST) --dist worksteal --shapes first -m "not ($(PARTS) or $(WHOLE))" --ignore tests/gpu --ignore tests/docs --ignore tests/real

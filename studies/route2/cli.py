@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 import tyro
 
 from mi_route2.hosts import HOSTS
-from mi_route2.validation import write_json
+from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
-from studies.training.arms import ARMS, EVIDENCE, MAIN, get_arms, with_canaries
+from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
 from studies.training.cluster import run_training
 from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
 from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
@@ -34,7 +34,7 @@ class Run:
     seeds: Seeds = "3"
     arms: Annotated[
         tuple[str, ...],
-        tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all', or 'evidence' for those of the canary's experiment"),
+        tyro.conf.arg(help=f"any of {', '.join(ARMS)}; or 'all'"),
     ] = MAIN
     workers: Annotated[int, tyro.conf.arg(help="processes of this machine, one thread each")] = 2
     out: Annotated[Path, tyro.conf.arg(help="where run folders are kept")] = Path("runs")
@@ -61,8 +61,7 @@ class Run:
                 raise ValueError("--report-to follows the processes of this machine: leave it out with --executor slurm")
         cluster = self.place.cluster()
         settings = override(self.settings(), self.override, self.config)
-        sets: dict[tuple[str, ...], tuple[str, ...]] = {("all",): tuple(ARMS), ("evidence",): EVIDENCE}
-        arms = with_canaries(get_arms(sets.get(self.arms, self.arms)))
+        arms = with_canaries(get_arms(tuple(ARMS) if self.arms == ("all",) else self.arms))
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, not {self.workers}")
         if self.pairs is not None and not self.pairs.is_file():
@@ -260,19 +259,36 @@ class Publish:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Write tables, tests and figures of the canary's runs: methods by what they know, against early stopping."""
+    """Train what a predictions file names, and write tables, tests and figures beside it. Takes hours; can be interrupted."""
 
-    roots: tyro.conf.Positional[tuple[Path, ...]]
-    to: Annotated[Path, tyro.conf.arg(help="folder of the report; its predictions.toml names seeds and comparisons")] = Path(
-        "docs/results/canary"
-    )
+    predictions: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="for example docs/results/canary/predictions.toml: presets, seeds, arms")
+    ]
+    presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all")] = ()
+    seeds: Annotated[str | None, tyro.conf.arg(help="other seeds, to try it out: 120-122 (give --to as well)")] = None
+    workers: int = 2
+    out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
+    to: Annotated[Path | None, tyro.conf.arg(help="folder of the report; default: that of the file")] = None
+    live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
 
     def __call__(self) -> None:
         from studies.route2.evidence import write_evidence
+        from studies.route2.predictions import Predictions
 
-        if not self.roots:
-            raise ValueError("give the run folders, one per preset")
-        show_paths(write_evidence(self.roots, self.to))
+        named = Predictions.read(self.predictions)
+        if self.seeds is not None and self.to is None:
+            raise ValueError("a report of other seeds would replace that of the file's: give a folder of its own with --to")
+        for preset in (presets := self.presets or tuple(named.presets)):
+            if preset not in named.presets:
+                raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))
+            if get_settings(preset).digest != named.presets[preset]:
+                raise ValueError(f"{self.predictions} names other settings of {preset} than there are now: write a new file")
+        out, roots = self.out / self.predictions.absolute().parent.name, []
+        for preset in presets:
+            seeds = self.seeds or ",".join(map(str, named.seeds))
+            Run(preset, seeds, named.arms, self.workers, out, report=False, live=self.live)()
+            roots.append(out / get_settings(preset).folder)
+        show_paths(write_evidence(roots, self.to or self.predictions.parent))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Evidence: methods by what they know, against early stopping; the report of the runs that a predictions file names.
 
-    python -m studies.route2 evidence runs/strong-88e860b8 runs/weak-2d0e5778 --to docs/results/canary
+    python -m studies.route2 evidence docs/results/canary/predictions.toml
 
     <preset>.json          exploit, hack and solve of each arm and seed, exploits by mode, mask quality, provenance
     <preset>-coverage.md   whether an arm exploits what its canary does not

@@ -270,12 +270,6 @@ MAIN: tuple[str, ...] = (
 )  # fmt: skip
 """The ten arms of the main experiment."""
 
-EVIDENCE: tuple[str, ...] = (
-    "vanilla", *(arm.name for arm in _STOPPED), "quarantine-first", "filter-canary", "route2-canary", "canary-one",
-    "canary-rotated", "canary-shuffled", "canary-early", "canary-honest", "filter-full", "filter-known",
-)  # fmt: skip
-"""The arms of the canary's experiment, without the canaries themselves."""
-
 
 def get_arms(names: tuple[str, ...]) -> list[Arm]:
     """Return the arms called ``names``, in order and without repetition.

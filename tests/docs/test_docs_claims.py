@@ -422,8 +422,7 @@ def test_a_quarantine_beside_a_canary_and_one_that_learns_first() -> None:
 
 
 def test_the_canary_that_is_compared_with_the_run() -> None:
-    page, readme, makefile = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md", "../Makefile"))
-    assert " ".join(Predictions.read(RESULTS / f"canary-run/{FILE}").arms) in " ".join(makefile.replace("\\", "").split())
+    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
     for preset, dropped in (("strong", ".181 [.100, .261]"), ("weak", ".190 [.152, .228]")):
         found = Evidence.read(RESULTS / f"canary-run/{preset}.json")
         exploit, solve = (found.summary("filter-canary-run", metric) for metric in (EXPLOIT, SOLVE))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from studies.route2 import cli
 from studies.route2.evidence import Evidence, collect, coverage, coverage_sentence, goals, stopped_inside, table, write_evidence
 from studies.route2.report.load import load_runs
 
@@ -81,3 +82,16 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
     (tmp_path / "out/strong.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks 'preset'"):
         Evidence.read(tmp_path / "out/strong.json")
+
+
+def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
+    file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
+    with pytest.raises(ValueError, match=r"would replace that of the file's: give a folder of its own with --to"):
+        cli.Evidence(file, seeds="120-122")()
+    with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
+        cli.Evidence(file, presets=("strong", "wek"))()
+    other = tmp_path / "predictions.toml"
+    other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
+    with pytest.raises(ValueError, match="names other settings of weak than there are now"):
+        cli.Evidence(other, out=tmp_path / "runs")()
+    assert not (tmp_path / "runs").exists()
