@@ -9,6 +9,8 @@
     <preset>-goals.md      goals and whether they were met
     fronts.png             exploit against solve, with the path of ordinary training
     coverage.png           what the canary exploits in each mode, against what the filtered run still exploits there
+    recall.png             share of its hacks that a run flagged early, against what it exploits at its end
+    <preset>-recall.md     the same, counted
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
 at least as much.
@@ -30,7 +32,7 @@ from studies.common.stats import Summary, mean, median, summary
 from studies.common.tables import interval, markdown_table, number
 from studies.route2.headline import EXPLOIT, HACK, SOLVE
 from studies.route2.predictions import FILE, Predictions, outcomes, predictions_markdown, sign_flip
-from studies.route2.publish import mask_quality, provenance
+from studies.route2.publish import EARLY, mask_quality, provenance
 from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
@@ -59,6 +61,8 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
 }
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
+MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
+"""Recall of the runs that are counted as flagging most of their hacks, and few."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
 """Goals of the predictions files: held-out exploit and solve of the method, and by how much its controls exploit more."""
 AGAIN = "write it again with `python -m studies.route2 evidence`"
@@ -279,6 +283,57 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
         return save_figure(figure, path)
 
 
+def recalls(evidence: Evidence, budget: str) -> list[tuple[float, float]]:
+    """Return the recall of its flags and the held-out exploits at its end, of every run of a budget that flagged."""
+    pairs = [
+        pair
+        for arm in BUDGETS[budget]
+        if arm in evidence.values
+        for pair in zip(evidence.values[arm]["recall"], evidence.values[arm][EXPLOIT], strict=True)
+    ]
+    return [(recall, own) for recall, own in pairs if recall is not None and own is not None]
+
+
+def recall_sentence(evidence: Evidence) -> str:
+    """Return a sentence on the held-out exploits of runs that flagged most of their hacks, and of the others."""
+    points = [point for budget in BUDGETS for point in recalls(evidence, budget)]
+    told = []
+    for what, some in (
+        (
+            f"at least {number(MOST_FLAGGED)} of their hacks in the first {EARLY} steps",
+            [own for recall, own in points if recall >= MOST_FLAGGED],
+        ),
+        (f"less than {number(FEW_FLAGGED)}", [own for recall, own in points if recall < FEW_FLAGGED]),
+    ):
+        within = sum(own <= MOST_EXPLOIT for own in some)
+        told.append(
+            f"of {len(some)} runs that flagged {what}, {within} end with held-out exploits of at most {number(MOST_EXPLOIT)}"
+        )
+    return f"{evidence.preset}: {'; '.join(told)}."
+
+
+def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw the recall of a run's flags against what it exploits at its end; a dot is a run."""
+    with style():
+        figure = new_figure(PAGE_WIDTH, 3.2)
+        axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
+        for ax, evidence in zip(axes, every, strict=True):
+            for budget, (color, marker) in zip(BUDGETS, ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x")), strict=True):
+                if not any(recalls(one, budget) for one in every):
+                    continue
+                points = recalls(evidence, budget)
+                ax.scatter(
+                    *zip(*points, strict=True) if points else ([], []), s=14, color=color, marker=marker, alpha=0.7, label=budget
+                )
+            ax.set_title(evidence.preset)
+            ax.set_xlim(-0.03, 1.03)
+            ax.set_ylim(-0.03, 1.03)
+            ax.set_xlabel(f"share of its hacks that the run flagged in its first {EARLY} steps")
+        axes[0].set_ylabel("exploit fires, held-out modes")
+        axes[0].legend(loc="upper right")
+        return save_figure(figure, path)
+
+
 def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
     """Write the report of finished run folders, and fill the pages that show it; return the files.
 
@@ -294,6 +349,7 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
         texts = {
             f"{evidence.preset}.json": compact(json.loads(json.dumps(evidence.as_dict()))),
             f"{evidence.preset}.md": table(evidence),
+            f"{evidence.preset}-recall.md": f"- {recall_sentence(evidence)}\n",
         }
         if judged := [arm for arm in METHODS if arm in evidence.values]:
             texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
@@ -306,6 +362,7 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
                 found = outcomes(predictions, evidence.preset, evidence.seeded())
                 texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
         written += write_texts(to, texts)
-    written += [fronts_figure(every, to / "fronts.png"), coverage_figure(every, to / "coverage.png")]
+    drawn = {"fronts": fronts_figure, "coverage": coverage_figure, "recall": recall_figure}
+    written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
     pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
     return [*written, *update_pages(pages)]

@@ -37,6 +37,7 @@ class Arm:
         draw: Number of the draw of adapters, prompts and samples; 0 is the seed's own.
         canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
+        recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
     """
 
     name: Name
@@ -56,6 +57,11 @@ class Arm:
     draw: Natural = 0
     canaries: Words | None = None
     rotated: bool = False
+    recall: Probability = 1.0
+
+    def __post_init__(self) -> None:
+        if self.recall < 1 and not self.route.privileged:
+            raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
 
 
 GRAD = MaskSpec(score="grad")
@@ -173,6 +179,25 @@ _LITERAL = (
         same_rule_filter=None,
     ),
 )
+# The rule of filter-full and filter-canary with the oracle's flags, of which a share is kept; with and without a quarantine.
+_RECALL = tuple(
+    replace(
+        _ORACLE,
+        name=f"recall-{percent}{suffix}",
+        about=f"bound: the oracle reports {percent} of 100 exploits, at random; the rule of filter-full, {what} quarantine",
+        route=MaskSpec(score="own_channel", kept_advantage="unflagged", negative_scale=0.3),
+        quarantine=quarantine,
+        baseline=baseline.format(percent),
+        same_rule_filter=filtered.format(percent) or None,
+        ablation="recall",
+        recall=percent / 100,
+    )
+    for quarantine, suffix, what, baseline, filtered in (
+        ("none", "", "no", "vanilla", ""),
+        ("lora", "-quarantine", "with a", "recall-{}", "recall-{}"),
+    )
+    for percent in (100, 95, 90, 80, 50)
+)
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
     _ablation(_FULL, "full-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
@@ -259,7 +284,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         arm.name: arm
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
-            _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_ABLATIONS,
+            _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_RECALL, *_ABLATIONS,
             *_STOPPED, *_TRAINED, _HONEST, *_CANARIES,
         )
     }

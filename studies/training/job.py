@@ -44,7 +44,7 @@ from studies.common.processes import held
 from studies.common.seeds import derive, numpy_generator, torch_generator
 from studies.environments.chat import Sampler
 from studies.environments.micro.model import MicroGPT
-from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
+from studies.environments.protocol import Forgetful, Pair, Samples, TrainingGrade, Verdict, Witness, World, read_pairs, write_pairs
 from studies.training.arms import Arm, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import train
@@ -189,7 +189,7 @@ class Job:
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
-        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False}
+        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -484,8 +484,9 @@ def _train(
     progress(start)
     began = time.perf_counter()
     mixed = teachers if settings.teachers_per_group else None
+    detector = witness if job.arm.recall == 1 else Forgetful(witness, job.arm.recall, derive(job.drawn, "recall"))
     steps = train(
-        world, witness, policy, route, optimiser, replace(settings, steps=job.steps),
+        world, detector, policy, route, optimiser, replace(settings, steps=job.steps),
         seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed, stop=stop,
     )  # fmt: skip
     done = start

@@ -188,11 +188,19 @@ def test_verdicts(time: Ratio | None, memory: float | None, verdict: str) -> Non
     assert Result(Row("a", "b", 1.05, 1.10), time=time, memory=memory).verdict == verdict
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("routing_smollm2", "bfloat16"), ("routing_smollm2_float32", "float32")])
-def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "checkpointing"),
+    [
+        ("routing_smollm2", "bfloat16", False),
+        ("routing_smollm2_float32", "float32", False),
+        ("routing_smollm2_checkpointing", "float32", True),
+    ],
+)
+def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str, checkpointing: bool) -> None:
     docs = Path(__file__).parents[3] / "docs"
     document = json.loads((docs / f"results/benchmarks/{name}.json").read_text(encoding="utf-8"))
     assert (document["smollm2"], document["dtype"], document["size"]["tokens"]) == (True, dtype, 512)
+    assert document["checkpointing"] is checkpointing
     found = re.search(rf"<!-- table: {name} -->\n\n\|.*\n\|.*\n((?:\|.*\n)+)", (docs / "routing.md").read_text(encoding="utf-8"))
     assert found
     assert found[1].splitlines() == [

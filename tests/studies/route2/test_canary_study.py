@@ -37,6 +37,13 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
     assert tiny_job(tmp_path, other).identity != tiny_job(tmp_path, replace(other, canaries=("canary-10",))).identity
 
 
+def test_only_a_detector_has_a_recall(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="recall is that of a detector, and the route of 'vanilla' reads none"):
+        replace(ARMS["vanilla"], recall=0.5)
+    assert tiny_job(tmp_path, "recall-50").spec["recall"] == 0.5
+    assert "recall" not in tiny_job(tmp_path, "recall-100").spec
+
+
 def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
     wanted = [None, *with_canaries(get_arms(("filter-canary", "vanilla")))]
     jobs = {(arm.name if arm else "base"): tiny_job(tmp_path, arm) for arm in wanted}
