@@ -179,24 +179,24 @@ _LITERAL = (
         same_rule_filter=None,
     ),
 )
-# The rule of filter-full and filter-canary with the oracle's flags, of which a share is kept; with and without a quarantine.
-_RECALL = tuple(
+# One rule, that of filter-full, and exploits that its detector misses: at random, or every mode but the known one; dropped, or routed.
+_MISSES = tuple(
     replace(
         _ORACLE,
-        name=f"recall-{percent}{suffix}",
-        about=f"bound: the oracle reports {percent} of 100 exploits, at random; the rule of filter-full, {what} quarantine",
-        route=MaskSpec(score="own_channel", kept_advantage="unflagged", negative_scale=0.3),
+        name=f"{name}{suffix}",
+        about=f"bound: {seen}; the rule of filter-full, {what} quarantine",
+        route=MaskSpec(score=score, kept_advantage="unflagged", negative_scale=0.3),  # pyright: ignore[reportArgumentType]
         quarantine=quarantine,
-        baseline=baseline.format(percent),
-        same_rule_filter=filtered.format(percent) or None,
-        ablation="recall",
-        recall=percent / 100,
+        baseline=name if suffix else "vanilla",
+        same_rule_filter=name if suffix else None,
+        ablation="misses",
+        recall=recall,
     )
-    for quarantine, suffix, what, baseline, filtered in (
-        ("none", "", "no", "vanilla", ""),
-        ("lora", "-quarantine", "with a", "recall-{}", "recall-{}"),
+    for name, score, recall, seen in (
+        *((f"sees-{n}", "own_channel", n / 100, f"the oracle reports {n} of 100 exploits, at random") for n in (100, 80, 50, 25)),
+        ("sees-known", "known_channel", 1.0, "a detector reports every exploit of the known mode, one of four"),
     )
-    for percent in (100, 95, 90, 80, 50)
+    for quarantine, suffix, what in (("none", "", "no"), ("lora", "-quarantine", "with a"))
 )
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
@@ -284,7 +284,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         arm.name: arm
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
-            _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_RECALL, *_ABLATIONS,
+            _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
             *_STOPPED, *_TRAINED, _HONEST, *_CANARIES,
         )
     }

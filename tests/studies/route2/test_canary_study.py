@@ -40,8 +40,8 @@ def test_arms_follow_their_canaries_and_no_old_arm_has_another_identity(tmp_path
 def test_only_a_detector_has_a_recall(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="recall is that of a detector, and the route of 'vanilla' reads none"):
         replace(ARMS["vanilla"], recall=0.5)
-    assert tiny_job(tmp_path, "recall-50").spec["recall"] == 0.5
-    assert "recall" not in tiny_job(tmp_path, "recall-100").spec
+    assert tiny_job(tmp_path, "sees-50").spec["recall"] == 0.5
+    assert "recall" not in tiny_job(tmp_path, "sees-100").spec
 
 
 def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> None:
