@@ -58,6 +58,7 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
     "controls of the canary": tuple(name for method in METHODS for name in CONTROLS[method]),
     "ten pairs": ("filter-full",),
     "a detector of the known mode": ("filter-known",),
+    "an oracle that misses": tuple(name for name, arm in ARMS.items() if arm.ablation == "misses"),
 }
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
@@ -195,7 +196,7 @@ def _met(held: bool) -> str:
 def coverage(evidence: Evidence, arm: str) -> list[tuple[int, str, float, float]]:
     """Return ``(seed, mode, canary, arm)``: the exploit rates of the canary, the highest of its checkpoints, and of the arm."""
     found = []
-    for mode in evidence.modes:
+    for mode in evidence.modes if arm in evidence.values else ():
         metric = f"deploy_exploit_{mode}"
         for i, seed in enumerate(evidence.seeds):
             own = evidence.values[arm][metric][i]
@@ -268,8 +269,7 @@ def coverage_figure(every: Sequence[Evidence], path: Path) -> Path:
         axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
         for ax, evidence in zip(axes, every, strict=True):
             for arm, color, marker in zip(COVERED, (VERMILLION, GREEN, BLUE), ("x", "o", "+"), strict=True):
-                if arm in evidence.values:
-                    points = coverage(evidence, arm)
+                if points := coverage(evidence, arm):
                     name = f"{arm}: {len(ARMS[arm].canaries or ())} checkpoints"
                     ax.scatter(
                         [p[2] for p in points], [p[3] for p in points], s=14, color=color, marker=marker, alpha=0.7, label=name
@@ -312,13 +312,16 @@ def recall_sentence(evidence: Evidence) -> str:
     return f"{evidence.preset}: {'; '.join(told)}."
 
 
+_DOTS = ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x"), (VERMILLION, "s"))
+
+
 def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
     """Draw the recall of a run's flags against what it exploits at its end; a dot is a run."""
     with style():
         figure = new_figure(PAGE_WIDTH, 3.2)
         axes = np.atleast_1d(figure.subplots(1, len(every), sharey=True))
         for ax, evidence in zip(axes, every, strict=True):
-            for budget, (color, marker) in zip(BUDGETS, ((GREEN, "o"), (ORANGE, "v"), (BLUE, "P"), (PURPLE, "x")), strict=True):
+            for budget, (color, marker) in zip(BUDGETS, _DOTS, strict=True):
                 if not any(recalls(one, budget) for one in every):
                     continue
                 points = recalls(evidence, budget)
@@ -353,16 +356,17 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
         }
         if judged := [arm for arm in METHODS if arm in evidence.values]:
             texts[f"{evidence.preset}-goals.md"] = goals(evidence, judged[-1])
-        texts[f"{evidence.preset}-coverage.md"] = (
-            "\n".join(f"- {coverage_sentence(evidence, arm)}" for arm in COVERED if arm in evidence.values) + "\n"
-        )
+        if covered := [coverage_sentence(evidence, arm) for arm in COVERED if coverage(evidence, arm)]:
+            texts[f"{evidence.preset}-coverage.md"] = "".join(f"- {said}\n" for said in covered)
         if (path := to / FILE).exists():
             predictions = Predictions.read(path)
             if predictions.apply_to(evidence.preset, evidence.provenance["settings_hash"], evidence.seeds):
                 found = outcomes(predictions, evidence.preset, evidence.seeded())
                 texts[f"{evidence.preset}-tests.md"] = predictions_markdown(predictions, found)
         written += write_texts(to, texts)
-    drawn = {"fronts": fronts_figure, "coverage": coverage_figure, "recall": recall_figure}
+    drawn = {"fronts": fronts_figure, "recall": recall_figure}
+    if any(coverage(evidence, arm) for evidence in every for arm in COVERED):
+        drawn["coverage"] = coverage_figure
     written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
     pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
     return [*written, *update_pages(pages)]

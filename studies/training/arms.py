@@ -179,7 +179,7 @@ _LITERAL = (
         same_rule_filter=None,
     ),
 )
-# One rule, that of filter-full, and exploits that its detector misses: at random, or every mode but the known one; dropped, or routed.
+# One rule, that of filter-full; what its detector misses is random, or every mode but the known one.
 _MISSES = tuple(
     replace(
         _ORACLE,

@@ -113,6 +113,7 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
 
 
 CANARY = {
+    "misses": "0a37f2af0a9e217946d40dd177972ea36de87e996e71684e3d943f4bef3890be",
     "canary": "689e7b5952811128313e3571d3015cb31182abf85b12b9eb9aca311f98831e62",
     "canary-run": "1c0af19c0d95b3575875a12c7b5ab5a505e2d3b882a5c0e0e218624073e62398",
     "canary-sparse": "b2a6943d4f5f17c8c5e4bf9e3541a77e8166c59f63098da8dd672b2db3c8e75e",
