@@ -2,7 +2,7 @@
 
 Otherwise a tensor above glibc's default mmap threshold is returned to the system and faulted in again at each step, which can
 simulate a factor of two. Tensors of more than 64 MiB are returned, because a process that kept those of a real model too was seen
-to grow to three times what its steps hold.
+to grow to three times what its steps hold. With gradient checkpointing glibc's heap grows even so; preload jemalloc for that.
 """
 
 import inspect
