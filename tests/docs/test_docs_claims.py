@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from studies.common.stats import paired_difference, summary
+from studies.common.stats import mean, paired_difference, summary
 from studies.common.tables import interval, number
 from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, stopped_inside, times
@@ -443,3 +443,31 @@ def test_the_canary_that_is_compared_with_the_run() -> None:
         assert 2.2 < (times(found, "filter-canary-run") or 0.0) < 2.9
     failed = [value for value in found.values["filter-canary"][EXPLOIT] if value is not None and value > MOST_EXPLOIT]
     assert [number(value) for value in failed] == [".245"]
+
+
+def test_the_canary_in_a_world_without_a_persona() -> None:
+    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("canary.md", "../README.md"))
+    found = Evidence.read(RESULTS / "canary-sparse/sparse.json")
+    exploit = {
+        arm: found.summary(arm, EXPLOIT)
+        for arm in ("filter-canary-run", "filter-full", "vanilla", "filter-canary", "canary-run-early")
+    }
+    assert {summary["n"] for summary in exploit.values()} == {16}
+    for text in (page, readme):
+        assert interval(exploit["filter-canary-run"]) in text
+        assert interval(exploit["filter-full"]) in text
+        assert number(exploit["vanilla"]["mean"]) in text
+    assert number(max(value or 0.0 for value in exploit["filter-canary-run"]["seeds"])) == ".010"
+    solve = {arm: found.summary(arm, SOLVE) for arm in ("filter-canary-run", "vanilla", "filter-canary")}
+    assert f"with {interval(solve['filter-canary-run'])} solved (no defence: {number(solve['vanilla']['mean'])})" in page
+    first = (
+        f"`filter-canary`, leaves {number(exploit['filter-canary']['mean'])} and solves {number(solve['filter-canary']['mean'])}"
+    )
+    assert first in page
+    early = exploit["canary-run-early"]
+    auroc = number(mean(found.values["canary-run-early"]["auroc"]))
+    assert f"runs exploit {interval(early)}, because its mask is good already (AUROC {auroc})" in page
+    assert f"the worst run exploits {number(max(value or 0.0 for value in early['seeds']))}" in page
+    strong = CANARY["strong"].values["filter-full"]["auroc"]
+    assert f"AUROC is {number(mean(found.values['filter-full']['auroc']))} here, {number(mean(strong))} on `strong`" in page
+    assert stopped_inside(found, "filter-canary-run") == []
