@@ -35,8 +35,8 @@ study: $(STAMP)  ## the main experiment: 3 seeds, ten arms, table and figures in
 study-full: $(STAMP)  ## seeds 0-7, every arm, every preset, ablations (hours)
 	$(PY) -m studies.route2 full --workers $(WORKERS)
 
-evidence: $(STAMP)  ## the canary's three experiments, as their predictions name them: tables and figures in docs/results (four hours)
-	for name in canary canary-run canary-sparse; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
+evidence: $(STAMP)  ## the canary's experiments and those on misses, as their predictions name them: tables and figures in docs/results (four hours)
+	for name in canary canary-run canary-sparse misses; do $(PY) -m studies.route2 evidence docs/results/$$name/predictions.toml --workers $(WORKERS) || exit 1; done
 
 evidence-quick: $(STAMP)  ## the first of them on three tuning seeds of one preset, into runs/evidence
 	$(PY) -m studies.route2 evidence docs/results/canary/predictions.toml --presets strong --seeds 120-122 --workers $(WORKERS) --to runs/evidence

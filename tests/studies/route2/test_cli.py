@@ -55,7 +55,7 @@ BAD = {
     ),
     "an unknown preset": (
         ["--preset", "strnog"],
-        "unknown preset 'strnog': did you mean 'strong'? choose from strong, weak, delta_s",
+        "unknown preset 'strnog': did you mean 'strong'? choose from strong, weak, sparse, delta_s",
     ),
     "seeds, a word": (
         ["--seeds", "three"],
