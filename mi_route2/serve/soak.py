@@ -7,7 +7,7 @@ two keys complete, stream and chat with drawn interventions, sweep, capture runs
 running streams; they also go away in the middle, read slowly, send what is no request, and reach for what is another key's.
 
 At the end every row and slot must be free, no request may have been stuck, no answer may have been 5xx, open files and threads must
-be as they were after the first quarter, and, in a soak of ten minutes or more, memory must not grow at an equal load. A sample of
+be as they were after the first quarter, and, in a soak of ten minutes or more, memory must not grow steadily. A sample of
 the answers is asked for once more, one by one, from a new server: every token, log-probability, reading and captured value must be
 the same, bit for bit (with ``--batched``: until the first other token, within 1e-3).
 """
@@ -58,8 +58,8 @@ ENOUGH = 50
 """Failures after which the soak stops."""
 GROWTH, SLACK, WARM = 0.05, 12 << 20, 10
 """Growth of the resident memory that is allowed: a share of it, and bytes; and the minutes of a soak from which it is compared."""
-LOAD = 1.5
-"""Answers a second count as an equal load up to this factor."""
+WINDOWS = 9
+"""Parts of the soak after its first quarter, of equal numbers of answers, whose memory is compared."""
 BEGINNINGS = (
     "The quick brown fox ",
     "Once upon a time, in a land far away, ",
@@ -638,30 +638,35 @@ def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, 
         time.sleep(0.2)
 
 
-def halves(samples: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """Return the resident bytes of the first and of the second half of the samples at the load at which the soak ended.
+def growth(samples: Sequence[Mapping[str, float]]) -> tuple[float, float]:
+    """Return the resident bytes in the second quarter of the answers, and how much they grew from there to the end, if steadily.
 
-    Allocators hold more at a higher load, and a shared machine is not equally fast all the time; so samples after the first quarter
-    are compared with one another if their answers a second are within ``LOAD`` of the median of the last quarter.
+    What is resident is a high-water mark: it steps up when the load is higher than ever before, as on a machine that is not equally
+    fast all the time, and falls back slowly. A leak grows with every answer. So the answers after the first quarter are cut into
+    ``WINDOWS`` of equal numbers, and growth is the median step from one window to the next, times the number of steps.
     """
-    pairs = list(itertools.pairwise(samples))[len(samples) // 4 :]
-    rates = [(b["answers"] - a["answers"]) / max(b["second"] - a["second"], 0.1) for a, b in pairs]
-    last = median(rates[-max(1, len(samples) // 4) :])
-    equal = [b["rss"] for (_, b), rate in zip(pairs, rates, strict=True) if last / LOAD <= rate <= last * LOAD]
-    return equal[: len(equal) // 2], equal[len(equal) // 2 :]
+    last = samples[-1]["answers"]
+    levels = [
+        median(inside)
+        for i in range(WINDOWS)
+        if (inside := [one["rss"] for one in samples if last * _share(i) <= one["answers"] <= last * _share(i + 1)])
+    ]
+    steps = [b - a for a, b in itertools.pairwise(levels)]
+    return levels[0], median(steps) * len(steps) if steps else 0.0
+
+
+def _share(window: int) -> float:
+    return 0.25 + 0.75 * window / WINDOWS
 
 
 def judge(tally: Tally, idle: Mapping[str, int], minutes: float) -> None:
-    """Compare the process's memory at an equal load, and files and threads of ``idle`` with those of the first quarter.
+    """Compare the process's memory over the soak, and files and threads of ``idle`` with those of the first quarter.
 
     In a shorter soak than ``WARM`` minutes memory is not compared, because it still fills with what is imported and cached.
     """
-    if minutes >= WARM:
-        before, after = (median(half) if half else 0.0 for half in halves(tally.samples))
-        if not before:
-            tally.fail("too few samples at the load at which the soak ended, so that growth of memory cannot be told: run it again")
-        elif after - before > GROWTH * before + SLACK:
-            tally.fail(f"memory grew from {before / 2**20:.0f} to {after / 2**20:.0f} MiB at an equal load")
+    before, more = growth(tally.samples)
+    if minutes >= WARM and more > GROWTH * before + SLACK:
+        tally.fail(f"memory grew steadily, from {before / 2**20:.0f} by {more / 2**20:.0f} MiB")
     quarter = max(1, len(tally.samples) // 4)
     threads = max(one["threads"] for one in tally.samples[:quarter])
     if idle["threads"] > threads + (os.cpu_count() or 1) + 4:  # the pool of asyncio.to_thread may grow once

@@ -471,3 +471,45 @@ def test_the_canary_in_a_world_without_a_persona() -> None:
     strong = CANARY["strong"].values["filter-full"]["auroc"]
     assert f"AUROC is {number(mean(found.values['filter-full']['auroc']))} here, {number(mean(strong))} on `strong`" in page
     assert stopped_inside(found, "filter-canary-run") == []
+
+
+def test_when_flags_miss() -> None:
+    page, readme = ((DOCS / name).read_text(encoding="utf-8") for name in ("misses.md", "../README.md"))
+    found = {preset: Evidence.read(RESULTS / f"misses/{preset}.json") for preset in ("strong", "weak")}
+
+    def exploit(preset: str, arm: str) -> str:
+        return number(found[preset].summary(arm, EXPLOIT)["mean"])
+
+    def less(preset: str, arm: str) -> str:
+        plain, own = (
+            dict(zip(found[preset].seeds, found[preset].values[name][EXPLOIT], strict=True)) for name in (arm, f"{arm}-quarantine")
+        )
+        return interval(paired_difference(plain, own)[1])
+
+    assert f"exploits {interval(found['strong'].summary('sees-50', EXPLOIT))}, within .05" in page
+    assert (
+        f"all flags leave ({exploit('strong', 'sees-100')}); even a quarter of the flags leaves {exploit('strong', 'sees-25')}"
+        in page
+    )
+    assert f"(no defence: {exploit('strong', 'vanilla')})" in page
+    assert f"flags of the known mode alone leave {exploit('strong', 'sees-known')}, by .393 [.137, .650] more" in page
+    half = found["weak"].summary("sees-50", EXPLOIT)
+    five, three = sorted(value or 0.0 for value in half["seeds"])[:5], sorted(value or 0.0 for value in half["seeds"])[5:]
+    spread = [number(value) for value in (five[0], five[-1], three[0], three[-1])]
+    assert f"{interval(half)}; five seeds leave {spread[0]} to {spread[1]}, three {spread[2]} to {spread[3]}." in page
+    assert f"({', '.join(exploit('weak', arm) for arm in ('sees-25', 'sees-known', 'vanilla'))})" in page
+    for text in (page, readme):
+        assert less("weak", "sees-25") in text
+        assert less("weak", "sees-known") in text
+    assert f"(+{exploit_more(found['strong'], 'sees-25')}, +{exploit_more(found['strong'], 'sees-known')})" in page
+    for arm in ("sees-25", "sees-known"):
+        solved = [number(found["weak"].summary(name, SOLVE)["mean"]) for name in (arm, f"{arm}-quarantine")]
+        assert " to ".join(solved) in " ".join(page.split())
+        pairs = zip(found["weak"].values[arm][EXPLOIT], found["weak"].values[f"{arm}-quarantine"][EXPLOIT], strict=True)
+        assert all(own is not None and routed is not None and routed < own for own, routed in pairs)
+
+
+def exploit_more(evidence: Evidence, arm: str) -> str:
+    """The mean difference of held-out exploits that a quarantine makes."""
+    routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
+    return number(routed - plain)
