@@ -266,6 +266,7 @@ class Evidence:
     ]
     presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all")] = ()
     seeds: Annotated[str | None, tyro.conf.arg(help="other seeds, to try it out: 120-122 (give --to as well)")] = None
+    also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
     workers: int = 2
     out: Annotated[Path, tyro.conf.arg(help="where the run folders are kept, in a folder named as that of the file")] = Path("runs")
     to: Annotated[Path | None, tyro.conf.arg(help="folder of the report; default: that of the file")] = None
@@ -286,7 +287,7 @@ class Evidence:
         out, roots = self.out / self.predictions.absolute().parent.name, []
         for preset in presets:
             seeds = self.seeds or ",".join(map(str, named.seeds))
-            Run(preset, seeds, named.arms, self.workers, out, report=False, live=self.live)()
+            Run(preset, seeds, (*named.arms, *self.also), self.workers, out, report=False, live=self.live)()
             roots.append(out / get_settings(preset).folder)
         show_paths(write_evidence(roots, self.to or self.predictions.parent))
 

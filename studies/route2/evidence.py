@@ -232,7 +232,7 @@ MARKS = {
     "filter-canary": (GREEN, "o"), "filter-canary-run": (BLUE, "o"), "route2-canary": (GREEN, "D"), "canary-one": (GREEN, "^"),
     "canary-wide": (GREEN, "s"), "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
-    "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"),
+    "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 

@@ -193,7 +193,10 @@ _MISSES = tuple(
         recall=recall,
     )
     for name, score, recall, seen in (
-        *((f"sees-{n}", "own_channel", n / 100, f"the oracle reports {n} of 100 exploits, at random") for n in (100, 80, 50, 25, 0)),
+        *(
+            (f"sees-{n}", "own_channel", n / 100, f"the oracle reports {n} of 100 exploits, at random")
+            for n in (100, 80, 50, 25, 0)
+        ),
         ("sees-known", "known_channel", 1.0, "a detector reports every exploit of the known mode, one of four"),
     )
     for quarantine, suffix, what in (("none", "", "no"), ("lora", "-quarantine", "with a"))

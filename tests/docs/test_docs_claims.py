@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from studies.common.stats import mean, paired_difference, summary
@@ -502,6 +503,12 @@ def test_when_flags_miss() -> None:
         assert less("weak", "sees-25") in text
         assert less("weak", "sees-known") in text
     assert f"(+{exploit_more(found['strong'], 'sees-25')}, +{exploit_more(found['strong'], 'sees-known')})" in page
+    values = {arm: [value or 0.0 for value in row[EXPLOIT]] for arm, row in found["weak"].values.items()}
+    off = {arm: np.subtract(values[arm], values[f"{arm}-quarantine"]) for arm in ("sees-0", "sees-25", "sees-known")}
+    beyond = [interval(summary((off[arm] - off["sees-0"]).tolist())) for arm in ("sees-25", "sees-known")]
+    told = " ".join(page.split())
+    assert f"takes {interval(summary(off['sees-0'].tolist()))} off on `weak`" in told
+    assert f"it takes {beyond[0]} more, with flags for the known mode {beyond[1]} more" in told
     for arm in ("sees-25", "sees-known"):
         solved = [number(found["weak"].summary(name, SOLVE)["mean"]) for name in (arm, f"{arm}-quarantine")]
         assert " to ".join(solved) in " ".join(page.split())

@@ -217,7 +217,10 @@ def test_the_command_line_end_to_end(folder: Path, tmp_path: Path) -> None:
 WRONG = {
     "a world without a model": (["--world", "leetcode"], "--world and --data need --model"),
     "a folder that is no model": (["--model", "."], "is not a folder with a Hugging Face checkpoint"),
-    "an unknown world": (["--model", "MODEL", "--world", "chess"], "choose from strong, weak, leetcode, or module:ClassName"),
+    "an unknown world": (
+        ["--model", "MODEL", "--world", "chess"],
+        "choose from strong, weak, sparse, leetcode, or module:ClassName",
+    ),
     "no such module": (["--model", "MODEL", "--world", "no_such_module:Class"], "cannot import 'no_such_module'"),
     "no such class": (["--model", "MODEL", "--world", "parity:Chess"], "has no class 'Chess'"),
     "data missing": (["--model", "MODEL"], "the world 'leetcode' reads its tasks from somewhere: give --data"),

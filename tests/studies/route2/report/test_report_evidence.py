@@ -1,13 +1,26 @@
 """The report of the canary's experiment says what the runs hold: fronts, coverage, tables, files."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from studies.route2 import cli
-from studies.route2.evidence import Evidence, collect, coverage, coverage_sentence, goals, stopped_inside, table, write_evidence
+from studies.route2.evidence import (
+    EXPLOIT,
+    Evidence,
+    collect,
+    coverage,
+    coverage_sentence,
+    goals,
+    recall_sentence,
+    recalls,
+    stopped_inside,
+    table,
+    write_evidence,
+)
 from studies.route2.report.load import load_runs
 
 pytestmark = pytest.mark.study
@@ -68,10 +81,20 @@ def test_coverage_pairs_the_best_checkpoint_of_a_mode_with_what_the_run_keeps() 
     assert "in the 3 of which the canary exploits at least .5 .033" in said
 
 
+def test_recall_counts_the_runs_that_flagged() -> None:
+    found = evidence()
+    flagged = {"filter-canary": [1.0, 0.5], "canary-rotated": [None, 0.97]}
+    found = replace(found, values={arm: {**row, "recall": flagged.get(arm, [None, None])} for arm, row in found.values.items()})
+    assert recalls(found, "no label, no pair") == list(zip([1.0, 0.5], found.values["filter-canary"][EXPLOIT], strict=True))
+    said = recall_sentence(found)
+    assert "of 2 runs that flagged at least .950 of their hacks in the first 30 steps, 1 end with" in said  # exploits of 0 and .4
+    assert "of 1 runs that flagged less than .800" in said
+
+
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
     root = study(tmp_path / "strong-0123abcd", ("base", "vanilla", "filter-full", "filter-known"), seeds=(0, 1, 2), steps=3)
     written = {path.name for path in write_evidence([root], tmp_path / "out")}
-    assert written == {"strong.json", "strong.md", "strong-coverage.md", "fronts.png", "coverage.png"}
+    assert written == {"strong.json", "strong.md", "strong-recall.md", "fronts.png", "recall.png"}
     again, runs = Evidence.read(tmp_path / "out/strong.json"), load_runs(root)
     assert again.values == collect(runs).values
     assert again.summary("vanilla", "deploy_exploit_held")["mean"] == pytest.approx(
