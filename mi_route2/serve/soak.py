@@ -639,7 +639,7 @@ def drained(server: Process, tally: Tally, patience: float = 30.0) -> dict[str, 
 
 
 def growth(samples: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the resident bytes in the second quarter of the answers, and how much they grew from there to the end, if steadily.
+    """Return the resident bytes after the first quarter of the answers, and how much they grew from there to the end, if steadily.
 
     What is resident is a high-water mark: it steps up when the load is higher than ever before, as on a machine that is not equally
     fast all the time, and falls back slowly. A leak grows with every answer. So the answers after the first quarter are cut into

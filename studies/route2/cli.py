@@ -264,7 +264,7 @@ class Evidence:
     predictions: Annotated[
         tyro.conf.Positional[Path], tyro.conf.arg(help="for example docs/results/canary/predictions.toml: presets, seeds, arms")
     ]
-    presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all")] = ()
+    presets: Annotated[tuple[str, ...], tyro.conf.arg(help="some of the file's presets; default: all (give --to as well)")] = ()
     seeds: Annotated[str | None, tyro.conf.arg(help="other seeds, to try it out: 120-122 (give --to as well)")] = None
     also: Annotated[tuple[str, ...], tyro.conf.arg(help="further arms, which the report describes and does not test")] = ()
     workers: int = 2
@@ -277,8 +277,8 @@ class Evidence:
         from studies.route2.predictions import Predictions
 
         named = Predictions.read(self.predictions)
-        if self.seeds is not None and self.to is None:
-            raise ValueError("a report of other seeds would replace that of the file's: give a folder of its own with --to")
+        if (self.seeds is not None or self.presets) and self.to is None:
+            raise ValueError("a report of other seeds or presets would replace that of the file's: give it a folder with --to")
         for preset in (presets := self.presets or tuple(named.presets)):
             if preset not in named.presets:
                 raise ValueError(unknown_name(preset, list(named.presets), "preset of the file"))

@@ -109,10 +109,11 @@ def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[...,
 
 def test_the_command_refuses_what_would_not_be_the_files_experiment(tmp_path: Path) -> None:
     file = Path(__file__).parents[4] / "docs/results/canary/predictions.toml"
-    with pytest.raises(ValueError, match=r"would replace that of the file's: give a folder of its own with --to"):
-        cli.Evidence(file, seeds="120-122")()
+    for other in (cli.Evidence(file, seeds="120-122"), cli.Evidence(file, presets=("strong",))):
+        with pytest.raises(ValueError, match=r"would replace that of the file's: give it a folder with --to"):
+            other()
     with pytest.raises(ValueError, match=r"unknown preset of the file 'wek': did you mean 'weak'"):
-        cli.Evidence(file, presets=("strong", "wek"))()
+        cli.Evidence(file, presets=("strong", "wek"), to=tmp_path)()
     other = tmp_path / "predictions.toml"
     other.write_text(file.read_text(encoding="utf-8").replace('weak = "2d0e', 'weak = "3d0e'), encoding="utf-8")
     with pytest.raises(ValueError, match="names other settings of weak than there are now"):
