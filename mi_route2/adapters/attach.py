@@ -103,7 +103,13 @@ class Adapters:
         board = self._board
         there = {"kept": not self._detached, "quarantine": self.has_quarantine and not self._detached}
         on = [name for name, holds in there.items() if holds and getattr(board, name)]
-        states = {"merged": board.merged, "recording": board.tape, "unrouted": board.unrouted, "detached": self._detached}
+        states = {
+            "stacked": board.stack,
+            "merged": board.merged,
+            "recording": board.tape,
+            "unrouted": board.unrouted,
+            "detached": self._detached,
+        }
         how = ", ".join(name for name, holds in states.items() if holds)
         return (
             f"Adapters at {len(branches)} Linears of {type(self.model).__name__}: {_places(self.sites)}\n"

@@ -171,4 +171,6 @@ def test_other_adapters_cannot_be_stacked(spec: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be stacked: attach both as LoRA"):
         policy.adapters.stack = True
     assert not policy.adapters.stack
+    assert "stacked" not in repr(policy.adapters)
     policy.adapters.stack = False
+    assert "(stacked)" in repr(pair("MicroGPT")[1].adapters)
