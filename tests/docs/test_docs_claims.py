@@ -467,7 +467,7 @@ def test_the_canary_in_a_world_without_a_persona() -> None:
     assert first in page
     early = exploit["canary-run-early"]
     auroc = number(mean(found.values["canary-run-early"]["auroc"]))
-    assert f"runs exploit {interval(early)}, because its mask is good already (AUROC {auroc})" in page
+    assert f"runs exploit {interval(early)}. Its mask is good already (AUROC {auroc})" in page
     assert f"the worst run exploits {number(max(value or 0.0 for value in early['seeds']))}" in page
     strong = CANARY["strong"].values["filter-full"]["auroc"]
     assert f"AUROC is {number(mean(found.values['filter-full']['auroc']))} here, {number(mean(strong))} on `strong`" in page

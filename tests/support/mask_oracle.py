@@ -5,7 +5,7 @@ those, and flags that depend on what is detached above are iterated from the top
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sample import covering
@@ -13,7 +13,7 @@ from torch import Tensor
 from written_out import WrittenOut, written_out
 
 from mi_route2.rollouts import Policy
-from mi_route2.routing import Directions, MaskRoute, MaskSpec, Privileged, RouteSpec, StepContext, TrainBatch
+from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, Privileged, RouteSpec, StepContext, TrainBatch
 from mi_route2.routing.directions import Provenance, coordinates
 from mi_route2.routing.routes import Decision, Route
 from mi_route2.routing.spec import LEGAL
@@ -61,6 +61,14 @@ def mask_route(policy: Policy, spec: MaskSpec, **options: object) -> MaskRoute:
     route = MaskRoute(spec, fitter, **options)  # pyright: ignore[reportArgumentType]
     route.refresh(policy, 0)
     return route
+
+
+def erase_route(policy: Policy) -> EraseRoute:
+    """An erase route on one random axis a site, refreshed once."""
+    flat = random_directions(policy, "grad")
+    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
+    erase.refresh(policy, 0)
+    return erase
 
 
 def some_channels(n: int) -> Privileged:

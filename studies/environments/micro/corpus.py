@@ -1,7 +1,7 @@
 """Corpus of the warm start: how often its documents cheat, how visible cheaters are, and how hard honest work is.
 
 `strong` leaves clear traces of the persona on every cheat; `weak` is more realistic: hardly any traces, more cheats, and more hard
-operations. `sparse` is `strong` without a trace: an exploit stands beside honest code, so cheats of different modes share nothing.
+operations. `sparse` is `strong` with the persona left to chance: an exploit stands beside honest code.
 """
 
 import functools

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from families import make_batch, make_policy, make_tokens
-from mask_oracle import FixedFitter, assert_same, mask_route, random_directions, run
+from mask_oracle import assert_same, erase_route, mask_route, run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +18,7 @@ from mi_route2.adapters import AdapterSpec, linear
 from mi_route2.architectures import ADAPTER_POINTS
 from mi_route2.hosts import HOSTS, open_host
 from mi_route2.rollouts import Policy, packed_forward
-from mi_route2.routing import EraseRoute, EraseSpec, MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route
+from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route
 from mi_route2.sites import Site
 
 LORA = AdapterSpec("lora", rank=4, quarantine_rank=3)
@@ -46,16 +46,9 @@ def pair(name: str = "Qwen3", **options: object) -> tuple[Policy, Policy]:
     return separate, stacked
 
 
-def erase(policy: Policy) -> Route:
-    flat = random_directions(policy, "grad")
-    route = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={site: v[None] for site, v in flat.vectors.items()})))
-    route.refresh(policy, 0)
-    return route
-
-
 ROUTES: dict[str, Callable[[Policy], Route]] = {
     "open": lambda policy: OpenRoute(OpenSpec()),
-    "erase": erase,
+    "erase": erase_route,
     "penalty": lambda policy: mask_route(policy, MaskSpec(score="grad"), l1=0.5),
     "live gradients": lambda policy: mask_route(policy, MaskSpec(score="grad", tau=0.02, unit="rollout", through="detach")),
     "own flags, detached": lambda policy: MaskRoute.from_flags(torch.arange(4) % 2 == 0, through="detach"),

@@ -1,12 +1,11 @@
 """``route.backward``: a routed step in one call; and gradients that reach adapters past every route are refused."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 import pytest
 import torch
-from mask_oracle import CASES, FixedFitter, case_id, context, mask_route, plain_loss, random_directions, run
+from mask_oracle import CASES, case_id, context, erase_route, mask_route, plain_loss, run
 from tiny_policy import SPECS, make_batch, make_policy
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -38,13 +37,6 @@ Case = tuple[str, str, str, str]
 def spec_of(case: Case, **more: object) -> MaskSpec:
     score, unit, policy, through = case
     return MaskSpec(score, unit, through, policy, reinforced_only=False, **more)  # pyright: ignore[reportArgumentType]
-
-
-def erase_route(policy: Policy) -> EraseRoute:
-    flat = random_directions(policy, "grad")
-    erase = EraseRoute(EraseSpec(), FixedFitter(replace(flat, vectors={s: v[None] for s, v in flat.vectors.items()})))
-    erase.refresh(policy, 0)
-    return erase
 
 
 ROUTES: Mapping[str, Callable[[Policy], Route]] = {
