@@ -333,7 +333,7 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
             ax.set_title(evidence.preset)
             ax.set_xlim(-0.03, 1.03)
             ax.set_ylim(-0.03, 1.03)
-            ax.set_xlabel(f"share of its hacks that the run flagged in its first {EARLY} steps")
+            ax.set_xlabel(f"share of its hacks that the run flagged\nin its first {EARLY} steps")
         axes[0].set_ylabel("exploit fires, held-out modes")
         axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         return save_figure(figure, path)
