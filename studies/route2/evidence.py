@@ -233,6 +233,8 @@ MARKS = {
     "canary-wide": (GREEN, "s"), "quarantine-first": (PURPLE, "s"), "filter-full": (BLUE, "P"), "filter-known": (BLUE, "X"),
     "sees-100": (GREEN, "o"), "sees-50": (GREEN, "^"), "sees-25": (GREEN, "s"), "sees-25-quarantine": (PURPLE, "s"),
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
+    "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),
+    "sees-0-quarantine-slow": (PURPLE, "2"), "sees-0-quarantine-fast": (PURPLE, "^"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 

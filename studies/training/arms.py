@@ -184,9 +184,10 @@ _MISSES = tuple(
     replace(
         _ORACLE,
         name=f"{name}{suffix}",
-        about=f"bound: {seen}; the rule of filter-full, {what} quarantine",
+        about=f"bound: {seen}; the rule of filter-full, {what}",
         route=MaskSpec(score=score, kept_advantage="unflagged", negative_scale=0.3),  # pyright: ignore[reportArgumentType]
-        quarantine=quarantine,
+        quarantine="lora" if suffix else "none",
+        quarantine_lr_scale=scale,
         baseline=name if suffix else "vanilla",
         same_rule_filter=name if suffix else None,
         ablation="misses",
@@ -199,7 +200,13 @@ _MISSES = tuple(
         ),
         ("sees-known", "known_channel", 1.0, "a detector reports every exploit of the known mode, one of four"),
     )
-    for quarantine, suffix, what in (("none", "", "no"), ("lora", "-quarantine", "with a"))
+    for suffix, what, scale in (
+        ("", "no quarantine", 1.0),
+        ("-quarantine", "with a quarantine", 1.0),
+        ("-quarantine-slow", "with a quarantine at a third of its rate", 1 / 3),
+        ("-quarantine-fast", "with a quarantine at three times its rate", 3.0),
+    )
+    if scale == 1 or name in ("sees-0", "sees-known")
 )
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
