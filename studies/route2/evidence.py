@@ -235,6 +235,7 @@ MARKS = {
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
     "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),
     "sees-0-quarantine-slow": (PURPLE, "2"), "sees-0-quarantine-fast": (PURPLE, "^"),
+    "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 

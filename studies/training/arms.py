@@ -208,6 +208,12 @@ _MISSES = tuple(
     )
     if scale == 1 or name in ("sees-0", "sees-known")
 )
+_MISSES += tuple(
+    replace(arm, name=f"{arm.name}-{n}", about=f"{arm.name} stopped after {n} steps", baseline=arm.name, steps=n)
+    for arm in _MISSES
+    if arm.name == "sees-known"
+    for n in (10, 20, 40)
+)
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
     _ablation(_FULL, "full-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),

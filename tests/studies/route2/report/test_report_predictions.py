@@ -113,6 +113,7 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
 
 
 CANARY = {
+    "rates": "d9178081e3e6590406847abc3c9be3310064f3a9a526c32e8578c049b116e59d",
     "misses": "0a37f2af0a9e217946d40dd177972ea36de87e996e71684e3d943f4bef3890be",
     "canary": "689e7b5952811128313e3571d3015cb31182abf85b12b9eb9aca311f98831e62",
     "canary-run": "1c0af19c0d95b3575875a12c7b5ab5a505e2d3b882a5c0e0e218624073e62398",
