@@ -11,6 +11,7 @@
     coverage.png           what the canary exploits in each mode, against what the filtered run still exploits there
     recall.png             share of its hacks that a run flagged early, against what it exploits at its end
     <preset>-recall.md     the same, counted
+    rates.png              exploit against the learning rate of the quarantine, where several were run
 
 A method counts only if it is outside the front of early stopping: no point of ordinary training exploits at most as much and solves
 at least as much.
@@ -37,9 +38,11 @@ from studies.route2.report.load import RunSet, load_runs
 from studies.route2.report.measures import by_seed
 from studies.training.arms import ARMS
 from studies.training.recorder import TIMINGS, read_rows
+from studies.training.settings import PRESETS
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
 PATH = ("base", *STOPPED, "vanilla")
+ON_EXPLOIT = "on_exploit_held"
 METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have."""
 CONTROLS = {
@@ -62,6 +65,8 @@ BUDGETS: Mapping[str, tuple[str, ...]] = {
 }
 COVERED = ("canary-one", "filter-canary", "filter-canary-run")
 """Arms whose remaining exploits are compared with those of their canary, mode by mode."""
+RATED = {"sees-known": "one mode is flagged", "sees-0": "nothing is flagged"}
+"""Rules whose quarantine was run at several rates."""
 MOST_FLAGGED, FEW_FLAGGED = 0.95, 0.8
 """Recall of the runs that are counted as flagging most of their hacks, and few."""
 MOST_EXPLOIT, LEAST_SOLVE, LEAST_WORSE = 0.02, 0.85, 0.3
@@ -110,7 +115,7 @@ class Evidence:
 def collect(runs: RunSet) -> Evidence:
     """Return the numbers of a run folder's arms."""
     quality, modes, values = mask_quality(runs), runs.modes.loopholes, {}
-    metrics = (EXPLOIT, HACK, SOLVE, *(f"deploy_exploit_{mode}" for mode in modes))
+    metrics = (EXPLOIT, ON_EXPLOIT, HACK, SOLVE, *(f"deploy_exploit_{mode}" for mode in modes))
     for arm in runs.specs:
         own = by_seed(runs, arm)
         values[arm] = {metric: [own[seed][metric] if seed in own else None for seed in runs.seeds] for metric in metrics}
@@ -342,6 +347,38 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
         return save_figure(figure, path)
 
 
+def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
+    """Return ``(rate of the quarantine over that of the kept adapter, arm)`` of the arms with the flags of `arm` and a quarantine."""
+    settings = PRESETS[evidence.preset]
+    usual = settings.quarantine_lr / settings.kept_lr
+    family = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
+    return sorted((usual * ARMS[name].quarantine_lr_scale, name) for name in family)
+
+
+def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
+    """Draw exploits against the rate of the quarantine, with the quarantine and without it; the points at 0 have no quarantine."""
+    with style():
+        figure = new_figure(PAGE_WIDTH, 3.4)
+        axes = np.atleast_1d(figure.subplots(1, len(every), sharex=True, sharey=True))
+        for ax, evidence in zip(axes, every, strict=True):
+            for (plain, label), color in zip(RATED.items(), (BLUE, VERMILLION), strict=True):
+                arms = rates(evidence, plain)
+                for metric, line, state in ((EXPLOIT, "-", "deleted"), (ON_EXPLOIT, ":", "in")):
+                    points = [(x, evidence.summary(name, metric)) for x, name in arms]
+                    if metric == EXPLOIT and plain in evidence.values:
+                        points = [(0.0, evidence.summary(plain, metric)), *points]
+                    drawn = [(x, own["mean"], own["lo"], own["hi"]) for x, own in points if own["lo"] is not None]
+                    x, y, lo, hi = np.array(drawn, dtype=float).reshape(-1, 4).T
+                    ax.errorbar(x, y, yerr=[y - lo, hi - y], color=color, linestyle=line, marker="o", markersize=3, linewidth=1.0,
+                                label=f"{label}, quarantine {state}")  # fmt: skip
+            ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
+            ax.set_ylim(-0.03, 1.03)
+            ax.set_xlabel("rate of the quarantine,\nin rates of the kept adapter")
+        axes[0].set_ylabel("exploit fires, held-out modes")
+        axes[-1].legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+        return save_figure(figure, path)
+
+
 def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
     """Write the report of finished run folders, and fill the pages that show it; return the files.
 
@@ -372,6 +409,8 @@ def write_evidence(roots: Sequence[Path], to: Path) -> list[Path]:
     drawn = {"fronts": fronts_figure, "recall": recall_figure}
     if any(coverage(evidence, arm) for evidence in every for arm in COVERED):
         drawn["coverage"] = coverage_figure
+    if all(len(rates(evidence, plain)) > 1 for evidence in every for plain in RATED):
+        drawn["rates"] = rates_figure
     written += [draw(every, to / f"{name}.png") for name, draw in drawn.items()]
     pages = [page for page in to.parent.parent.glob("*.md") if f"{to.parent.name}/{to.name}/" in page.read_text(encoding="utf-8")]
     return [*written, *update_pages(pages)]
