@@ -348,7 +348,7 @@ def recall_figure(every: Sequence[Evidence], path: Path) -> Path:
 
 
 def rates(evidence: Evidence, arm: str) -> list[tuple[float, str]]:
-    """Return ``(rate of the quarantine over that of the kept adapter, arm)`` of the arms with the flags of `arm` and a quarantine."""
+    """Return ``(rate of the quarantine over the kept one, arm)`` of the arms that have the flags of `arm` and a quarantine."""
     settings = PRESETS[evidence.preset]
     usual = settings.quarantine_lr / settings.kept_lr
     family = [name for name in evidence.values if name in ARMS and ARMS[name].same_rule_filter == arm]
