@@ -8,14 +8,14 @@
 An optimizer step of TRL is one step of the route. Of each process:
 
     route.begin(rollouts of the step)                           before its first micro-batch
-    forward and backward of a micro-batch under its tape        TRL's own loss; DDP averages what autograd computed
+    forward and backward of a micro-batch under its tape        TRL's own loss; no process sends anything yet
     step.settle(part)                                           flags that need no other micro-batch
     step.finish(reduce)                                         reduce: the mean over processes
 
     kept gradient = mean over processes of  sum_b w_b g_b
 
-The mean over processes leaves what DDP has averaged already as it is, so one reduction serves gradients that autograd computed and
-those that a route assigns after the backward. A rollout's ``g_b`` is the gradient of its whole loss, a KL term included.
+One reduction serves gradients that autograd computed and those that a route assigns after the backward. DDP would send the former
+once more, and is kept from it. A rollout's ``g_b`` is the gradient of its whole loss, a KL term included.
 """
 
 import hashlib
@@ -537,6 +537,9 @@ class RoutedGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 "the routes, pairs or recorders of the processes differ: give the same to each, and record is called on one"
             )
+        averaged = {id(p) for parameters in self._both().values() for p in parameters}
+        if alone := [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in averaged]:
+            raise ValueError(f"no process would send the gradient of {alone[0]}, which is no adapter's: freeze it")
         self._alike = True
 
     def _batch(self, joined: Mapping[str, Tensor]) -> TrainBatch:
@@ -565,6 +568,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
         try:
             # A tape stays open during the backward, because gradient checkpointing runs the forward again there.
             with ExitStack() as self._tapes:
+                self._tapes.enter_context(self.accelerator.no_sync(model))  # `_finish` averages every gradient
                 loss = super().training_step(model, inputs, num_items_in_batch)
             window = self._window
             assert window is not None
@@ -583,7 +587,7 @@ class RoutedGRPOTrainer(GRPOTrainer):
             return super()._compute_loss(model, inputs)
         *first, last = self._window.parts[0]
         for part in first:  # an adapter that learns from an advantage of its own has a backward of its own
-            with self.accelerator.no_sync(model), self.adapters.recording(part.tape):
+            with self.adapters.recording(part.tape):
                 loss = super()._compute_loss(model, {**inputs, "advantages": part.advantages})
                 with torch.autocast(self.accelerator.device.type, enabled=False):
                     self.accelerator.backward(loss)

@@ -305,15 +305,15 @@ def wire_table(rate: float, link: float) -> str:
         link: bytes per second that it sends.
     """
     lines = [
-        "| model | processes | forward and backward | base weights gathered | adapters' gradients | of which after the backward |",
-        "|---|---|---|---|---|---|",
+        "| model | processes | forward and backward | base weights gathered | adapters' gradients, after the backward |",
+        "|---|---|---|---|---|",
     ]
     for one in LARGE:
         work = MICRO_BATCHES * predict(one.size, "lora", None).flops / rate
         gathered = 2 * MICRO_BATCHES * 2 * one.weights * (one.processes - 1) / one.processes  # bf16, in each forward and backward
-        kept, quarantine = (wire(count, one.processes) for count in parameters(one.size, "lora"))
-        cells = [one.name, f"{one.processes:,}", f"{work:,.1f} s", told(gathered), told(kept + quarantine)]
-        lines.append(f"| {' | '.join(cells)} | {told(kept)}, {1e3 * kept / link:,.1f} ms |")
+        adapters = wire(sum(parameters(one.size, "lora")), one.processes)
+        cells = [one.name, f"{one.processes:,}", f"{work:,.1f} s", told(gathered)]
+        lines.append(f"| {' | '.join(cells)} | {told(adapters)}, {1e3 * adapters / link:,.1f} ms |")
     return "\n".join(lines)
 
 
@@ -370,17 +370,17 @@ def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[
     kinds: tuple[Kept, ...] = ("svd", "lora")
     rows: list[Compared] = []
     with TemporaryDirectory() as folder, tqdm(total=len(sizes) * len(ROUTES) * 2 + len(ranks), desc="counting", leave=False) as bar:
-        for (case, size), kept, (route, spec) in itertools.product(sizes.items(), kinds, ROUTES.items()):
+        every = list(itertools.product(sizes.items(), kinds, ROUTES.items()))
+        for (case, size), kept, (route, spec) in every:
             predicted, measured = predict(size, kept, spec), measure(size, kept, spec, seed, Path(folder))
             for what, own, other in zip(("FLOPs", "bytes held"), predicted, measured):
                 rows.append(Compared(f"{what}, {kept}", case, route, own, other))
             bar.update()
-        size = SIZES["twice the width"]
-        together = [Step(size, kept, spec) for kept, spec in itertools.product(kinds, ROUTES.values())]
+        together = [(case, route, Step(size, kept, spec)) for (case, size), kept, (route, spec) in every]
         for count in ranks:
-            for one, route, found in zip(together, itertools.cycle(ROUTES), sent(together, count, seed)):
-                own = wire(sum(parameters(size, one.kept)), count)
-                rows.append(Compared(f"bytes sent, {one.kept}", f"{count} processes", route, own, found))
+            for (case, route, one), found in zip(together, sent([step for *_, step in together], count, seed), strict=True):
+                own = wire(sum(parameters(one.size, one.kept)), count)
+                rows.append(Compared(f"bytes sent, {one.kept}", f"{case}, {count} processes", route, own, found))
             bar.update()
     return rows
 

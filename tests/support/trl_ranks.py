@@ -27,7 +27,10 @@ from datasets import Dataset
 from families import make_family, move
 from safetensors.torch import save_file
 from tiny_trl import GROUP, LORA, PROMPTS, TEXTS, make_trainer, reward, weights
-from transformers import AutoModelForCausalLM
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from mi_route2 import AdapterSpec, MaskRoute, MaskSpec, attach
@@ -90,6 +93,7 @@ def ranked(out: Path, processes: int, kind: type[RoutedGRPOTrainer], cases: list
                 **settings,
             )
         assert trainer.accelerator.num_processes == processes
+        trainer.add_callback(SentOnce(trainer))
         trainer.train()
         assert any(hasattr(p, "full_tensor") for p in trainer.model.parameters()) == (kind is Sharding)
         rank = trainer.accelerator.process_index
@@ -100,6 +104,23 @@ def ranked(out: Path, processes: int, kind: type[RoutedGRPOTrainer], cases: list
         if rank == 0:
             save_adapters(trainer.adapters, out / f"{name}.adapters")
             (out / f"{name}.json").write_text(json.dumps(trainer._record.steps))
+
+
+class SentOnce(TrainerCallback):
+    """Callback under which DDP may send nothing: the trainer averages each gradient once itself."""
+
+    def __init__(self, trainer: RoutedGRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *_given: Any, **_named: Any) -> None:
+        wrapped = self.trainer.model_wrapped
+        assert isinstance(wrapped, DistributedDataParallel) != isinstance(self.trainer, Sharding)
+        if isinstance(wrapped, DistributedDataParallel):
+            wrapped.register_comm_hook(None, self.refuse)
+
+    @staticmethod
+    def refuse(state: object, bucket: GradBucket) -> Future[torch.Tensor]:
+        raise AssertionError(f"DDP sends {bucket.buffer().numel()} numbers")
 
 
 class Told:
@@ -170,6 +191,13 @@ def strangers(out: Path) -> None:
         settings: dict[str, Any] = {"model": model, "kind": Sharding, "size": GROUP * PROMPTS // 2, "own": own}
         try:
             make_trainer(out / "trainer", rule, adapters, **settings)[0].train()
+        except ValueError as error:
+            told.append(str(error))
+    with patch_environment(accelerate_use_fsdp="false"):
+        trainer = make_trainer(out / "trainer", MaskSpec(), size=GROUP * PROMPTS // 2)[0]
+        next(p for name, p in trainer.model.named_parameters() if name.endswith("norm.weight")).requires_grad_(True)
+        try:
+            trainer.train()
         except ValueError as error:
             told.append(str(error))
     make_family("Llama").save_pretrained(out / "base")  # transformers writes on the first process alone
