@@ -86,15 +86,16 @@ class Bench:
         move([*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()], generator)
         return Policy(model, adapters, lambda model, tokens, attention: logits(model, self.embed(tokens)))
 
-    def peft(self, *ranks: int) -> nn.Module:
-        """Return the decoder with PEFT's LoRA, with adapters of all ``ranks`` active at once."""
+    def peft(self, *ranks: int, wide: bool = True) -> nn.Module:
+        """Return the decoder with PEFT's LoRA, with adapters of all ``ranks`` active at once; ``wide``: in float32 in any case."""
         from peft import LoraConfig, get_peft_model
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            model: Any = get_peft_model(self.model(), LoraConfig(r=ranks[0], target_modules=list(SITES)), adapter_name="0")
-            for i, rank in enumerate(ranks[1:], start=1):
-                model.add_adapter(str(i), LoraConfig(r=rank, target_modules=list(SITES)))
+            first, *others = (LoraConfig(r=rank, target_modules=list(SITES)) for rank in ranks)
+            model: Any = get_peft_model(self.model(), first, adapter_name="0", autocast_adapter_dtype=wide)
+            for i, config in enumerate(others, start=1):
+                model.add_adapter(str(i), config, autocast_adapter_dtype=wide)
             model.base_model.set_adapter([str(i) for i in range(len(ranks))])
         move([p for p in model.parameters() if p.requires_grad], torch.Generator().manual_seed(self._seed))
         return model

@@ -206,6 +206,7 @@ def test_the_page_prints_what_was_measured_on_a_real_model(name: str, dtype: str
     assert found
     assert found[1].splitlines() == [
         f"| {row['row']['over']} | {row['row']['under']} | {row['time']['value']:.3f} [{row['time']['lo']:.3f}, "
-        f"{row['time']['hi']:.3f}] | {row['row']['time_limit']:.2f} | {row['memory']:.2f} |"
+        f"{row['time']['hi']:.3f}] | {'' if row['row']['time_limit'] is None else format(row['row']['time_limit'], '.2f')} | "
+        f"{row['memory']:.2f} |"
         for row in document["rows"]
     ]
