@@ -361,16 +361,16 @@ def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
         figure = new_figure(PAGE_WIDTH, 3.4)
         axes = np.atleast_1d(figure.subplots(1, len(every), sharex=True, sharey=True))
         for ax, evidence in zip(axes, every, strict=True):
-            for (plain, label), color in zip(RATED.items(), (BLUE, VERMILLION), strict=True):
-                arms = rates(evidence, plain)
-                for metric, line, state in ((EXPLOIT, "-", "deleted"), (ON_EXPLOIT, ":", "in")):
-                    points = [(x, evidence.summary(name, metric)) for x, name in arms]
-                    if metric == EXPLOIT and plain in evidence.values:
-                        points = [(0.0, evidence.summary(plain, metric)), *points]
-                    drawn = [(x, own["mean"], own["lo"], own["hi"]) for x, own in points if own["lo"] is not None]
-                    x, y, lo, hi = np.array(drawn, dtype=float).reshape(-1, 4).T
-                    ax.errorbar(x, y, yerr=[y - lo, hi - y], color=color, linestyle=line, marker="o", markersize=3, linewidth=1.0,
-                                label=f"{label}, quarantine {state}")  # fmt: skip
+            for (plain, label), color, beside in zip(RATED.items(), (BLUE, VERMILLION), (-0.01, 0.01), strict=True):
+                within = rates(evidence, plain)
+                alone = [(0.0, plain)] if plain in evidence.values else []
+                x, own = zip(*((rate + beside, evidence.summary(arm, EXPLOIT)) for rate, arm in alone + within), strict=True)
+                y, lo, hi = np.array([[each[key] for each in own] for key in ("mean", "lo", "hi")], dtype=float)
+                ax.errorbar(
+                    x, y, yerr=[y - lo, hi - y], color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted"
+                )
+                x, y = zip(*((rate + beside, evidence.summary(arm, ON_EXPLOIT)["mean"]) for rate, arm in within), strict=True)
+                ax.plot(x, y, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, still in")  # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
             ax.set_ylim(-0.03, 1.03)
             ax.set_xlabel("rate of the quarantine,\nin rates of the kept adapter")

@@ -10,11 +10,14 @@ import pytest
 from studies.route2 import cli
 from studies.route2.evidence import (
     EXPLOIT,
+    ON_EXPLOIT,
     Evidence,
     collect,
     coverage,
     coverage_sentence,
     goals,
+    rates,
+    rates_figure,
     recall_sentence,
     recalls,
     stopped_inside,
@@ -89,6 +92,17 @@ def test_recall_counts_the_runs_that_flagged() -> None:
     said = recall_sentence(found)
     assert "of 2 runs that flagged at least .950 of their hacks in the first 30 steps, 1 end with" in said  # exploits of 0 and .4
     assert "of 1 runs that flagged less than .800" in said
+
+
+def test_a_quarantines_rate_is_that_of_its_arm_and_preset_over_the_kept_one(tmp_path: Path) -> None:
+    """1.7e-3 over 3e-3 on `weak`; the figure needs no arm without a quarantine."""
+    row = {**evidence().values["vanilla"], ON_EXPLOIT: [0.5, None]}
+    names = [f"sees-{seen}-quarantine{pace}" for seen in ("known", "0") for pace in ("-fast", "", "-slow")]
+    found = replace(evidence(), preset="weak", values={**dict.fromkeys(names, row), "sees-known": row, "sees-100-quarantine": row})
+    slow, usual, fast = rates(found, "sees-known")
+    assert [arm for _, arm in (slow, usual, fast)] == [names[2], names[1], names[0]]
+    assert np.allclose([slow[0], usual[0], fast[0]], [1.7 / 9, 1.7 / 3, 1.7])
+    assert rates_figure([found, replace(found, preset="strong")], tmp_path / "rates.png").stat().st_size > 10_000
 
 
 def test_the_report_of_real_folders_is_read_again_and_drawn(study: Callable[..., Path], tmp_path: Path) -> None:
