@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from studies.benchmarks.options import BENCHMARKS
+
 STUDIES = ("route2", "steering", "tracing", "lanes")
 NAMES = {"route2": ["--arms", "vanilla"], "steering": [], "tracing": [], "lanes": ["--text", "TEXT"]}
 RUN: dict[str, tuple[list[str], str]] = {
@@ -111,7 +113,7 @@ HELPS: dict[str, list[str]] = {
     "studies.lanes": ["", "run", "report", "publish", "arms"],
     "studies.sandbox": ["", "check", "run"],
     "studies.environments.leetcode": ["", "report"],
-    "studies.benchmarks": [""],
+    "studies.benchmarks": ["", *BENCHMARKS],
     "mi_route2.serve": [""],
     "mi_route2.serve.soak": [""],
     "tests.attacks": [""],
