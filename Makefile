@@ -72,17 +72,17 @@ docs: $(STAMP)  ## build the write-up strictly into site/
 	.venv/bin/mkdocs build --strict
 
 bench: $(STAMP)  ## paired speed and memory ratios
-	$(PY) -m studies.benchmarks.routing
-	$(PY) -m studies.benchmarks.hosts
-	$(PY) -m studies.benchmarks.jail
-	$(PY) -m studies.benchmarks.sweeps
-	$(PY) -m studies.benchmarks.steering
-	$(PY) -m studies.benchmarks.engine
-	$(PY) -m studies.benchmarks.tapin
-	$(PY) -m studies.benchmarks.packed
-	$(PY) -m studies.benchmarks.cost
-	$(PY) -m studies.benchmarks.serve
-	$(PY) -m studies.benchmarks.serve --memory
+	$(PY) -m studies.benchmarks routing
+	$(PY) -m studies.benchmarks hosts
+	$(PY) -m studies.benchmarks jail
+	$(PY) -m studies.benchmarks sweeps
+	$(PY) -m studies.benchmarks steering
+	$(PY) -m studies.benchmarks engine
+	$(PY) -m studies.benchmarks tapin
+	$(PY) -m studies.benchmarks packed
+	$(PY) -m studies.benchmarks cost
+	$(PY) -m studies.benchmarks serve
+	$(PY) -m studies.benchmarks serve --memory
 
 soak: $(STAMP)  ## kill runs 100 times at drawn moments, fill disks, damage files; 10,000 grades in the jail; an hour of 32 clients of a server
 	$(PY) -m tests.soak --kills 100

@@ -21,16 +21,16 @@ The names below are listed in the order in which a new user meets them. Others a
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mi_route2.adapters import AdapterSpec, attach, export_merged, export_peft, load_adapters, save_adapters
-from mi_route2.hosts import Host, open_host
-from mi_route2.hosts.load import load
-from mi_route2.rollouts import Policy, Rollouts
-from mi_route2.routing import MaskRoute, MaskSpec, PairBatch, Route, StepContext, TrainBatch
-from mi_route2.sites import Site
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what ``__getattr__`` does, for editors and type checkers
+    from mi_route2.adapters import attach, export_merged, export_peft, load_adapters, save_adapters
     from mi_route2.engine import Engine, Request, Sampling
+    from mi_route2.hosts import Host, open_host
+    from mi_route2.hosts.load import load
     from mi_route2.patching import sweep
+    from mi_route2.rollouts import Policy, Rollouts
+    from mi_route2.routing import MaskRoute, PairBatch, Route, StepContext, TrainBatch
+    from mi_route2.sites import Site
+    from mi_route2.specs import AdapterSpec, MaskSpec
     from mi_route2.steering.specs import Monitor, Steer, Steering
 
 __all__ = [  # noqa: RUF022 - the order in which a new user meets them
@@ -67,19 +67,29 @@ __all__ = [  # noqa: RUF022 - the order in which a new user meets them
     "export_merged",
 ]
 
-_LATER = {
-    "sweep": "mi_route2.patching",
+_MODULES = {
+    **dict.fromkeys(("attach", "export_merged", "export_peft", "load_adapters", "save_adapters"), "mi_route2.adapters"),
     **dict.fromkeys(("Engine", "Request", "Sampling"), "mi_route2.engine"),
-    **dict.fromkeys(("Steer", "Steering", "Monitor"), "mi_route2.steering.specs"),
+    **dict.fromkeys(("Host", "open_host"), "mi_route2.hosts"),
+    "load": "mi_route2.hosts.load",
+    "sweep": "mi_route2.patching",
+    **dict.fromkeys(("Policy", "Rollouts"), "mi_route2.rollouts"),
+    **dict.fromkeys(("MaskRoute", "PairBatch", "Route", "StepContext", "TrainBatch"), "mi_route2.routing"),
+    "Site": "mi_route2.sites",
+    **dict.fromkeys(("AdapterSpec", "MaskSpec"), "mi_route2.specs"),
+    **dict.fromkeys(("Monitor", "Steer", "Steering"), "mi_route2.steering.specs"),
 }
-"""Names that are imported on first access, because their dependencies take longer to import than all the others."""
+"""Name -> its module, which is imported on first access: torch takes more than a second, and command lines need none of it."""
+_ROOMS = ("adapters", "engine", "hosts", "patching", "rollouts", "routing", "runs", "sites", "specs", "steering")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LATER[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    if name in _ROOMS:  # so that ``import mi_route2`` is enough for mi_route2.patching.paths
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_ROOMS})

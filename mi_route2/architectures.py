@@ -16,6 +16,15 @@ from typing import Literal
 Side = Literal["input", "output"]
 Fusion = Literal["thirds", "per head"]
 
+HOSTS: Mapping[str, str] = MappingProxyType(
+    {
+        "torch": "mi_route2.hosts.huggingface:TorchHost",
+        "transformer_lens": "mi_route2.hosts.transformer_lens:BridgeHost",
+        "nnsight": "mi_route2.hosts.nnsight:NNsightHost",
+    }
+)
+"""Module and class of each host, imported on first use because the libraries take seconds to import."""
+
 POINTS: Mapping[str, str] = MappingProxyType(
     {
         "resid_pre": "the residual stream as the block reads it, [b s d]",

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mi_route2.checks import checked
-from mi_route2.files import parse_json, read_tensors, write_tensors
+from mi_route2.files import parse_json
+from mi_route2.tensor_files import read_tensors, write_tensors
 from probes.affine import AffineProbe
 from probes.direction import DirectionProbe, Score
 from probes.probe import Probe

@@ -33,6 +33,7 @@ FORBIDDEN = {
     "studies": ("tests",),
     "mi_route2.architectures": ("mi_route2",),
     "mi_route2.files": ("mi_route2",),
+    "mi_route2.specs": tuple(f"mi_route2.{room}" for room in ("sites", *LIBRARY)),
     "mi_route2.plots": ("mi_route2.sites", "mi_route2.architectures", *(f"mi_route2.{room}" for room in LIBRARY)),
     "mi_route2.sites": tuple(f"mi_route2.{room}" for room in LIBRARY),
     "mi_route2.adapters": tuple(f"mi_route2.{room}" for room in LIBRARY),

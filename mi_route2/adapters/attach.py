@@ -24,35 +24,7 @@ from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import Versions, named, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
 from mi_route2.sites import UNQUANTIZED, Slot, matching, no_adapter, slots
-from mi_route2.validation import AtLeastOne, validated
-
-
-@validated
-class AdapterSpec:
-    """Kind and rank of the adapters at every selected Linear.
-
-    Attributes:
-        kept: Kind of the kept adapter.
-        rank: Rank of the kept adapter; ``None`` is full rank (SVD only).
-        quarantine: Kind of the quarantine.
-        quarantine_rank: Rank of a LoRA quarantine.
-        fold: True computes the base and the kept adapter in one matmul, ``U((S+dS)*(Vh x))``; needs a full-rank SVD kept adapter.
-
-    Examples:
-        >>> spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
-    """
-
-    kept: Literal["svd", "lora"] = "svd"
-    rank: AtLeastOne | None = None
-    quarantine: Literal["lora", "shared", "none"] = "lora"
-    quarantine_rank: AtLeastOne = 4
-    fold: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kept == "lora" and self.rank is None:
-            raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
-        if self.fold and (self.kept != "svd" or self.rank is not None):
-            raise ValueError("fold=True needs the full-rank SVD kept adapter: kept='svd', rank=None")
+from mi_route2.specs import AdapterSpec
 
 
 class Adapters:

@@ -22,13 +22,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from mi_route2.adapters.attach import Adapters, AdapterSpec, attach
+from mi_route2.adapters.attach import Adapters, attach
 from mi_route2.adapters.linear import Kept, LoRA, Quarantine, SVDKept
 from mi_route2.adapters.weights import sharded_modules
 from mi_route2.architectures import Architecture, LinearAt, architecture_of, heads
 from mi_route2.checks import checked
-from mi_route2.files import parse_json, read_tensors, whole_folder, write_tensors
+from mi_route2.files import parse_json, whole_folder
 from mi_route2.sites import fused_rows
+from mi_route2.specs import AdapterSpec
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import parse_object, read_record
 
 Which = Literal["full", "deployed"]

@@ -1,24 +1,15 @@
 """Hosts: models with hooks through plain torch, TransformerLens's bridge or nnsight, with one interface."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from mi_route2.architectures import HOSTS
 from mi_route2.checks import checked
 from mi_route2.hosts.base import Edit, Host
 
 __all__ = ["HOSTS", "Edit", "Host", "host_class", "open_host"]
-
-HOSTS: Mapping[str, str] = MappingProxyType(
-    {
-        "torch": "mi_route2.hosts.huggingface:TorchHost",
-        "transformer_lens": "mi_route2.hosts.transformer_lens:BridgeHost",
-        "nnsight": "mi_route2.hosts.nnsight:NNsightHost",
-    }
-)
-"""Module and class of each host, imported on first use because the libraries take seconds to import."""
 
 
 @checked

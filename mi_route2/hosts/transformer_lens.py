@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.hook_points import HookPoint
@@ -320,6 +321,38 @@ def _refuse(bridge: TransformerBridge, method: str, why: str, *args: Any, **kwar
     raise RuntimeError(why)
 
 
+PROJECTIONS = ("q", "k", "v", "o")
+"""Parts of a bridge's attention that the wrapped attention calls too, with their hooks."""
+
+
+def fusible(bridge: TransformerBridge) -> bool:
+    """Return whether the wrapped attention of every block computes what the bridge's own does, and nobody could tell them apart.
+
+    The bridge's own is eager, because hooks may read and change scores, patterns, rotated queries and keys. The wrapped one has
+    none of these, and no forks of its input by head (``use_split_qkv_input`` and the like).
+    """
+    everywhere = (*every_module._global_forward_hooks, *every_module._global_forward_pre_hooks)
+    forked = any(getattr(bridge.cfg, flag, False) for flag in BYPASSES)
+    return not (everywhere or forked or bridge.compatibility_mode) and all(_fusible(block.attn) for block in bridge.blocks)
+
+
+def _fusible(attention: nn.Module) -> bool:
+    if type(attention) is not PositionEmbeddingsAttentionBridge:
+        return False
+    wrapped = getattr(attention, WRAPPED)
+    passed = [attention, wrapped]  # modules whose hooks would see something else, or nothing
+    for name, part in attention.named_children():
+        if name not in (*PROJECTIONS, WRAPPED, "hook_in", "hook_out"):
+            passed += part.modules()
+    hooks = (hook for one in passed for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values()))
+    return all(map(_of_libraries, hooks)) and not any("forward" in vars(one) for one in passed)
+
+
+def _of_libraries(hook: object) -> bool:
+    """Return whether a library has put the hook on its own modules: a bridge, or transformers at the first cached run."""
+    return str(getattr(hook, "__module__", "")).startswith(("transformer_lens.model_bridge.", "transformers."))
+
+
 class BridgeHost(Host):
     """Host of a TransformerLens bridge; see ``Host``. Any other model is booted as a bridge, in place.
 
@@ -349,6 +382,25 @@ class BridgeHost(Host):
 
     def linears(self) -> dict[str, Slot]:
         return {name: place.slot(name) for name, place in self._places.items()}
+
+    @contextmanager
+    def fused(self) -> Iterator[None]:
+        """Context: attention is that of the wrapped model, as transformers' ``sdpa``; nothing changes if a hook could tell."""
+        if not fusible(self.bridge):
+            yield
+            return
+        attentions, config = [block.attn for block in self.bridge.blocks], config_of(wrapped_model(self.bridge))
+        usual = config._attn_implementation
+        try:
+            for attention in attentions:
+                # TransformerLens's forward for attention that is not taken apart: hook_in, the wrapped module, hook_out
+                vars(attention)["forward"] = partial(AttentionBridge.forward, attention)
+            config._attn_implementation_internal = "sdpa"
+            yield
+        finally:
+            config._attn_implementation_internal = usual
+            for attention in attentions:
+                vars(attention).pop("forward", None)
 
     def _linears(self, patterns: tuple[str, ...]) -> dict[str, Slot]:
         refuse_processed(self.bridge)

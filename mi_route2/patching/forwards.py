@@ -285,7 +285,7 @@ class Resumed:
             edits[site] = partial(_keep_stream, streams, site, edits.get(site))
         given = torch.tensor([list(tokens)], device=self.decoder.device)
         cache = _Recording()
-        with torch.no_grad(), self.host.hooks(edits):
+        with torch.no_grad(), self.host.hooks(edits), self.host.fused():
             # If values of the unembedding's adapters are requested, every column must be unembedded.
             keep = None if any(site.layer is None for site in sites) else _last(given)
             logits = self.decoder(given, *_causal(0, len(tokens), given.device), cache, keep=keep)
@@ -334,6 +334,7 @@ class Resumed:
             for handle in self._scored_column(found, columns, alone=all(self._seen(row) for row in rows)):
                 stack.callback(handle.remove)
             stack.enter_context(self.host.hooks(writing(rows, group.start, columns, apart=self._in_stream)))
+            stack.enter_context(self.host.fused())
             entering = (first, self._streams[first][None, group.start :]) if first else None
             cache = _Prefixed(self._kept, group.start)
             self.decoder(tokens, *_causal(group.start, columns, tokens.device), cache, entry=entering)

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 
 from mi_route2.checks import checked
-from mi_route2.files import read_tensors, write_tensors
 from mi_route2.patching.question import Alignment, Grader, Skip
 from mi_route2.patching.targets import Target
 from mi_route2.sites import Site
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import parse_object
 
 if TYPE_CHECKING:

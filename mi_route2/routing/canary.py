@@ -37,7 +37,7 @@ from mi_route2.rollouts import Policy, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions
 from mi_route2.routing.mask import MaskRoute, shuffled
 from mi_route2.routing.routes import Decision, OneCall, Part, Reduce, RouteStep, StepContext, check_step, pieces
-from mi_route2.routing.spec import CanarySpec
+from mi_route2.specs import CanarySpec
 
 Ratios = Callable[[Rollouts], Float[Tensor, "k b s"]]
 """Function from rollouts to log-ratios per canary and predictor; a monitor of your own may stand in for it."""

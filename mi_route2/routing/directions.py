@@ -20,8 +20,8 @@ from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape
 from mi_route2.adapters.weights import Versions, reshard
 from mi_route2.checks import checked
-from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import Natural, read_record, validated
 
 FeatureKind = Literal["act", "grad", "full"]

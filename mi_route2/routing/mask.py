@@ -50,7 +50,7 @@ from mi_route2.routing.routes import (
     refit,
     trained_gradients,
 )
-from mi_route2.routing.spec import MaskSpec, Through
+from mi_route2.specs import MaskSpec, Through
 
 Scores = Float[Tensor, " b"] | Float[Tensor, "b s"]
 Flags = Bool[Tensor, " b"] | Bool[Tensor, "b s"]

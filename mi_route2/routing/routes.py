@@ -27,7 +27,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
-from mi_route2.routing.spec import DelayedSpec, EraseSpec, RouteSpec
+from mi_route2.specs import DelayedSpec, EraseSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""

@@ -24,6 +24,7 @@ from mi_route2.runs import RunStore
 from mi_route2.serve import openai_api, study_api
 from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, refusal
 from mi_route2.serve.models import CLOSED, Readable, Served
+from mi_route2.serve.options import Limits
 from mi_route2.serve.schema import (
     ClearSteering,
     Names,
@@ -35,7 +36,7 @@ from mi_route2.serve.schema import (
     steering_of,
     vector_of,
 )
-from mi_route2.serve.state import Limits, Server, TheClient, TheServer, called
+from mi_route2.serve.state import Server, TheClient, TheServer, called
 from mi_route2.steering.specs import TIERS, ZEROS, Vector
 
 PAGE = Path(__file__).parent / "page"

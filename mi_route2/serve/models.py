@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from mi_route2.adapters.io import from_pretrained
 from mi_route2.hosts.base import Host
 from mi_route2.hosts.load import load as load_host
 from mi_route2.rollouts import vocabulary
+from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor
 
-Mode = Literal["full", "deployed", "reference"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CLOSED = "adapters: deployed"
 """Name of the monitor that closes the quarantine of one request."""

@@ -22,7 +22,8 @@ from mi_route2.engine import Capture, Request, Sampling
 from mi_route2.engine.rules import RULES, Rule, parse_rules
 from mi_route2.patching.patches import ZEROS, FromRun, Patch
 from mi_route2.runs.record import Part, Where
-from mi_route2.serve.models import MODES, Mode, Served
+from mi_route2.serve.models import MODES, Served
+from mi_route2.serve.options import Mode
 from mi_route2.sites import Site
 from mi_route2.steering.specs import KINDS, Clamp, Monitor, Steer, Steering, Vector
 

@@ -34,19 +34,14 @@ from statistics import median
 from typing import Annotated, Any
 
 import httpx
-import torch
 import tyro
 from tqdm import tqdm
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from mi_route2.adapters import AdapterSpec
-from mi_route2.hosts import open_host
-from mi_route2.serve.models import Served
 from mi_route2.validation import write_json
 
 WIDTH, LAYERS, CONTEXT, FIRST = 32, 2, 1024, 3
 """Size of the model, and the id of the byte 0."""
-MODEL = "mi_route2.serve.soak:model"
+MODEL = "mi_route2.serve.soak_model:model"
 KEYS = {"alice": "soak-alice-soak-alice", "bob": "soak-bob-soak-bob-soak", "admin": "soak-admin-soak-admin"}
 LIMITS = {"rows": 16, "queue": 24, "per-key": 40, "sweeps": 3, "backlog": 64, "max-body": 200_000}
 LIMITS |= {"store": 4 << 20, "prefix-bytes": 16 << 20}
@@ -89,33 +84,6 @@ class Bytes:
     def apply_chat_template(self, messages: Any, **_: object) -> str:
         """Return the text of a conversation."""
         return "".join(f"{one['role']}: {one['content']}\n" for one in messages)
-
-
-def model() -> Served:
-    """Return the model of the soak: a random Qwen3 with grouped queries, and adapters of both lanes."""
-    config = Qwen3Config(
-        vocab_size=FIRST + 256,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=0,
-    )
-    draw = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        host = open_host("torch", Qwen3ForCausalLM(config).eval())
-    adapters = host.attach("blocks.*.mlp.*", spec=AdapterSpec("lora", rank=2, quarantine_rank=2), generator=draw)
-    with torch.no_grad():
-        for p in (*adapters.kept_parameters().values(), *adapters.quarantine_parameters().values()):
-            p.add_(0.1 * torch.randn(p.shape, generator=draw))
-    vectors = {name: torch.randn(WIDTH, generator=draw) for name in ("probe", "push")}
-    return Served("soak", host, Bytes(), adapters, vectors=vectors)
 
 
 # The server
@@ -593,7 +561,8 @@ class Caller:
 def prepare(url: str) -> None:
     """Give both keys what drawn requests name, and each a thing that the other must not reach."""
     for number, who in enumerate(("alice", "bob")):
-        mine = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number)).tolist()
+        rng = random.Random(number)
+        mine = [rng.gauss(0, 1) for _ in range(WIDTH)]
         held = {"decode_steering_vectors": {"blocks.1.resid_pre": "mine"}}
         with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEYS[who]}"}, timeout=PATIENCE) as http:
             for name in ("held", f"of-{who}"):

@@ -1,4 +1,4 @@
-"""State of the server: its limits, the served model, the engine's owner, and what each key has left here."""
+"""State of the server: the served model, the engine's owner, and what each key has left here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,41 +12,12 @@ from mi_route2.runs import RunStore
 from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
 from mi_route2.serve.metrics import Metrics
 from mi_route2.serve.models import Served
+from mi_route2.serve.options import Limits
 from mi_route2.serve.owner import Owner, Stream
 from mi_route2.serve.schema import Names
 from mi_route2.sites import Site
-from mi_route2.validation import AtLeastOne, Natural, Positive, validated
 
 T = TypeVar("T")
-
-
-@validated
-class Limits:
-    """Limits of the server.
-
-    Attributes:
-        rows: Requests that run at once.
-        queue: Requests that may wait.
-        per_key: Requests of one key in the server at once.
-        sweeps: Sweeps of one key at once.
-        cells: Cells of one sweep.
-        deadline: Seconds after which a request ends, in any case.
-        max_body: Bytes of a body.
-        backlog: Steps that a stream may wait for its reader.
-        store: Bytes of captured runs.
-        prefix_bytes: Bytes of the prefix cache; 0 switches it off.
-    """
-
-    rows: AtLeastOne = 64
-    queue: AtLeastOne = 1024
-    per_key: AtLeastOne = 512
-    sweeps: AtLeastOne = 4
-    cells: AtLeastOne = 200_000
-    deadline: Positive = 600.0
-    max_body: AtLeastOne = 16 << 20
-    backlog: AtLeastOne = 1024
-    store: AtLeastOne = 256 << 20
-    prefix_bytes: Natural = 256 << 20
 
 
 @dataclass

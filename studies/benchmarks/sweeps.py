@@ -1,6 +1,6 @@
 """Cost of a patch sweep relative to TransformerLens's: time per cell over the whole grid of ``resid_pre``; all cells compared.
 
-    python -m studies.benchmarks.sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks sweeps [--quick] [--long] [--rounds 15] [--out FILE.json]
 
 The models are random Qwen3s; with ``--long`` on longer prompts, and SmolLM2-135M. Clean and corrupt prompts differ in every token,
 so that each cell needs a run.
@@ -20,11 +20,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from jaxtyping import Float
 from torch import nn
 
@@ -32,6 +31,7 @@ from mi_route2.hosts import open_host
 from mi_route2.models import smollm2
 from mi_route2.patching import Grid, sweep
 from studies.benchmarks import command
+from studies.benchmarks.options import SweepsOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 LENS, RESUMED, BRIDGED, WHOLE = "TransformerLens", "resumed", "on a bridge", "whole"
@@ -204,29 +204,17 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Patch sweeps over resid_pre and TransformerLens's get_act_patch_resid_pre: time per cell, with both grids compared.
-
-    "times as fast" is the ratio of medians with its 95% bootstrap interval over rounds. "FLOPs: bound, run" is how many times fewer
-    FLOPs a cell needs than a whole forward: at best, and as its groups were cut. The rest of the ratio is overhead shared by many
-    cells, or eager attention. Sides take turns in a random order in one process on one thread, and time is processor time, so that
-    other work on the machine is not counted. 15 rounds take some twelve minutes, --long with its fewer rounds half an hour,
-    --quick a few seconds.
-    """
-
-    long: Annotated[bool, tyro.conf.arg(help="prompts of 128 and 256 tokens, and SmolLM2-135M, in fewer rounds")] = False
-
-    def run(self) -> None:
-        settings = QUICK if self.quick else LONG if self.long else SETTINGS
-        runs = {setting: compare(setting, self.turns, self.seed) for setting in settings}
-        small = "; so small a model shows that every row runs, and no more" if self.quick else ""
-        print(f"at most {self.turns} rounds, 1 thread; prompts that differ in every token{small}\n")
-        results = [row for rows, _ in runs.values() for row in rows]
-        print(table(results), end="")
-        worst = max(row.difference / row.effect for row in results)
-        print(f"\nlargest difference of a cell, relative to the largest effect: {worst:.1e}")
-        self.write(document(self.turns, runs))
+def run(options: SweepsOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    settings = QUICK if options.quick else LONG if options.long else SETTINGS
+    runs = {setting: compare(setting, options.turns, options.seed) for setting in settings}
+    small = "; so small a model shows that every row runs, and no more" if options.quick else ""
+    print(f"at most {options.turns} rounds, 1 thread; prompts that differ in every token{small}\n")
+    results = [row for rows, _ in runs.values() for row in rows]
+    print(table(results), end="")
+    worst = max(row.difference / row.effect for row in results)
+    print(f"\nlargest difference of a cell, relative to the largest effect: {worst:.1e}")
+    options.write(document(options.turns, runs))
 
 
 def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Measured]]]) -> dict[str, object]:
@@ -241,4 +229,4 @@ def document(rounds: int, runs: dict[Setting, tuple[list[Result], dict[str, Meas
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.sweeps"))
+    sys.exit(command.main(SweepsOptions, "sweeps"))

@@ -1,6 +1,6 @@
 """Speed of Tap-In's matcher and of the linked lists that it replaces, in tokens per second, and its change with text length.
 
-    python -m studies.benchmarks.tapin [--quick] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks tapin [--quick] [--rounds 15] [--out FILE.json]
 
 The lists are those of the record: for every token, its positions in ascending order, by a head, a tail and a pointer to the next,
 one set for the window and one for the text that has left it; each position is appended once it may be a candidate. They run as
@@ -24,6 +24,7 @@ from numba import njit
 from torch import Tensor
 
 from studies.benchmarks import command
+from studies.benchmarks.options import TapInOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS, VOCABULARY
@@ -187,34 +188,28 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Tokens per second of Tap-In's matcher, and of linked lists in plain Python and compiled, and their change with text length.
-
-    Processor time on one thread, medians over rounds with 95% bootstrap intervals; a ratio above 1 is faster than the plain lists.
-    """
-
-    def run(self) -> None:
-        rng = np.random.default_rng(self.seed)
-        paired, lengths = (600, (300, 1000)) if self.quick else (PAIRED, LENGTHS)
-        tokens = texts(lengths[-1], self.seed)["sources, by file"]
-        run = sides()
-        measured = timed(run, tokens[:paired], self.turns, rng)
-        measured_long = timed({OWN: run[OWN]}, tokens, self.turns, rng)[OWN]
-        speeds = {name: Speed.of(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
-        ratios: dict[str, Ratio] = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
-        long = Speed.of(len(tokens), measured_long.seconds, rng)
-        points = growth(run, lengths, rng, self.seed)
-        print(f"{self.turns} rounds, windows of {WINDOW} tokens every {STRIDE}")
-        print("so few tokens show that every side runs, and no more\n" if self.quick else "")
-        print(f"| the first {paired:,} tokens of the sources | tokens/s (95%) | times as fast | 95% |\n|---|---|---|---|")
-        for name, speed in speeds.items():
-            print(f"| {name} | {speed} | {ratios[name].value:.1f} | {ratios[name].lo:.1f} - {ratios[name].hi:.1f} |")
-        print(f"\n{len(tokens):,} tokens of the sources: {long} tokens/s\n\nthousands of tokens a second:\n\n{table(points)}")
-        document = {"machine": machine(), "rounds": self.turns, "window": WINDOW, "stride": STRIDE, "paired": paired}
-        rows = {name: {"speed": asdict(speeds[name]), "ratio": asdict(ratios[name])} for name in speeds}
-        self.write(document | {"sides": rows, "long": asdict(long), "growth": [asdict(point) for point in points]})
+def run(options: TapInOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    rng = np.random.default_rng(options.seed)
+    paired, lengths = (600, (300, 1000)) if options.quick else (PAIRED, LENGTHS)
+    tokens = texts(lengths[-1], options.seed)["sources, by file"]
+    run = sides()
+    measured = timed(run, tokens[:paired], options.turns, rng)
+    measured_long = timed({OWN: run[OWN]}, tokens, options.turns, rng)[OWN]
+    speeds = {name: Speed.of(len(tokens[:paired]), one.seconds, rng) for name, one in measured.items()}
+    ratios: dict[str, Ratio] = {name: ratio(measured[PLAIN].seconds, one.seconds, rng) for name, one in measured.items()}
+    long = Speed.of(len(tokens), measured_long.seconds, rng)
+    points = growth(run, lengths, rng, options.seed)
+    print(f"{options.turns} rounds, windows of {WINDOW} tokens every {STRIDE}")
+    print("so few tokens show that every side runs, and no more\n" if options.quick else "")
+    print(f"| the first {paired:,} tokens of the sources | tokens/s (95%) | times as fast | 95% |\n|---|---|---|---|")
+    for name, speed in speeds.items():
+        print(f"| {name} | {speed} | {ratios[name].value:.1f} | {ratios[name].lo:.1f} - {ratios[name].hi:.1f} |")
+    print(f"\n{len(tokens):,} tokens of the sources: {long} tokens/s\n\nthousands of tokens a second:\n\n{table(points)}")
+    document = {"machine": machine(), "rounds": options.turns, "window": WINDOW, "stride": STRIDE, "paired": paired}
+    rows = {name: {"speed": asdict(speeds[name]), "ratio": asdict(ratios[name])} for name in speeds}
+    options.write(document | {"sides": rows, "long": asdict(long), "growth": [asdict(point) for point in points]})
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.tapin"))
+    sys.exit(command.main(TapInOptions, "tapin"))

@@ -1,6 +1,6 @@
 """Speed of vLLM as the sampler of a policy with both adapters, relative to what samples without it.
 
-    python -m studies.benchmarks.vllm_sampler [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
+    python -m studies.benchmarks vllm_sampler [--quick] [--smollm2] [--rounds 15] [--out FILE.json]
 
 A tiny random Qwen3 (4 layers, d = 128) with a LoRA of rank 8 and a quarantine of rank 8 at each Linear of its blocks, 64 prompts of
 32 tokens, 64 new tokens each at temperature 1, float32, one thread, one process:
@@ -16,18 +16,16 @@ With ``--smollm2`` the model is SmolLM2-135M, with 8 prompts and 16 new tokens. 
 Sides take turns; a ratio is one of medians of processor time, with a 95% bootstrap interval over rounds. Below 1 is faster.
 """
 
-import importlib.util
 import itertools
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 
 from mi_route2.adapters import AdapterSpec
 from mi_route2.engine.engine import Engine
@@ -40,6 +38,7 @@ from mi_route2.vllm import VllmSampler
 from mi_route2.vllm.facts import imported
 from studies.benchmarks import command
 from studies.benchmarks.engine import FEW, NEW, PROMPT, REQUESTS, SHORT, VOCABULARY, measure, random_model, table, timed
+from studies.benchmarks.options import VllmSamplerOptions
 from studies.benchmarks.paired import Result, Row, machine, ratio
 from studies.environments.chat import generate
 
@@ -128,35 +127,21 @@ class Sides:
         return {"vLLM": whole} | {name: lambda name=name, call=call: {name: timed(call)} for name, call in rest.items()}
 
 
-@dataclass(frozen=True)
-class Options(command.Benchmark):
-    """Sampled tokens per second of vLLM with both adapters as one LoRA, and of what samples without vLLM.
-
-    A ratio is that of processor times, by medians over rounds, with a 95% bootstrap interval; below 1 is faster. 15 rounds take
-    two minutes, --quick half a minute; --smollm2 a minute a round.
-    """
-
-    smollm2: Annotated[bool, tyro.conf.arg(help="measure SmolLM2-135M in place of a tiny model")] = False
-
-    def check(self) -> None:
-        super().check()
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed here: run this in an environment of its own, see docs/vllm.md")
-
-    def run(self) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            sides = Sides(self.seed, self.quick, self.smollm2, Path(folder))
-            with sides.sampler:
-                seconds = measure(sides.all(), self.turns, np.random.default_rng(self.seed))
-        rng = np.random.default_rng(self.seed)
-        results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
-        tokens = dict.fromkeys(seconds, sides.requests * sides.new)
-        print(f"{self.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread")
-        print("so small a load shows that every side runs, and no more\n" if self.quick else "")
-        print(table(results, seconds, tokens))
-        document = {"machine": machine(), "rounds": self.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
-        self.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
+def run(options: VllmSamplerOptions) -> None:
+    """Measure, print the table, and write ``options.out``."""
+    with tempfile.TemporaryDirectory() as folder:
+        sides = Sides(options.seed, options.quick, options.smollm2, Path(folder))
+        with sides.sampler:
+            seconds = measure(sides.all(), options.turns, np.random.default_rng(options.seed))
+    rng = np.random.default_rng(options.seed)
+    results = [Result(r.over, r.under, r.limit, ratio(seconds[r.over], seconds[r.under], rng)) for r in ROWS]
+    tokens = dict.fromkeys(seconds, sides.requests * sides.new)
+    print(f"{options.turns} rounds, {sides.requests} prompts of {PROMPT} tokens, {sides.new} new tokens each, one thread")
+    print("so small a load shows that every side runs, and no more\n" if options.quick else "")
+    print(table(results, seconds, tokens))
+    document = {"machine": machine(), "rounds": options.turns, "requests": sides.requests, "new": sides.new, "tokens": tokens}
+    options.write(document | {"rows": [asdict(r) for r in results], "seconds": seconds})
 
 
 if __name__ == "__main__":
-    sys.exit(command.main(Options, "studies.benchmarks.vllm_sampler"))
+    sys.exit(command.main(VllmSamplerOptions, "vllm_sampler"))

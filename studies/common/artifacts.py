@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mi_route2.files import digest, read_tensors, write_tensors
+from mi_route2.tensor_files import digest, read_tensors, write_tensors
 from mi_route2.validation import parse_object, write_json
 
 Part = tuple[dict[str, Any], dict[str, Tensor]]

@@ -6,22 +6,17 @@ takes about a minute and shows that all parts work, but resolves no claim. If a 
 produces the same bytes.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any
 
 import tyro
 
 from studies.common.command_line import read_seeds, run_command, show_paths
-from studies.lanes.arms import ARMS
-from studies.lanes.settings import Settings, full, open_text, quick
-from studies.lanes.train import Precision, check_device
+from studies.lanes.config import Precision
 
-SEEDS = "10-12"
-PROFILES: Mapping[str, tuple[Callable[[str], Settings], str]] = MappingProxyType({"quick": (quick, "2"), "full": (full, "10-15")})
-"""Profile -> its settings and its seeds. Rates and sizes were tuned on seeds from 100 on."""
+SEEDS = {"default": "10-12", "quick": "2", "full": "10-15"}
+"""Profile -> its seeds. Rates and sizes were tuned on seeds from 100 on."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +30,9 @@ class Dev:
     precision: Precision | None = None
     compile: bool | None = None
 
-    def apply(self, settings: Settings) -> Settings:
-        given = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
-        if not given:
-            return settings
-        return replace(settings, training=replace(settings.training, **given), profile=f"{settings.profile}-dev")
+    def given(self) -> dict[str, Any]:
+        """Return the options that were given."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,15 @@ class Run:
 
     def __call__(self) -> None:
         from studies.lanes.report import TABLE, write_report
+        from studies.lanes.settings import open_text, settings_of
         from studies.lanes.study import run_study
+        from studies.lanes.train import check_device
 
-        chosen = [name for name in PROFILES if getattr(self, name)]
-        if len(chosen) > 1:
+        if self.quick and self.full:
             raise ValueError("--quick and --full exclude each other: give only one of them")
-        make, usual = PROFILES[chosen[0]] if chosen else (Settings, SEEDS)
-        seeds = read_seeds(self.seeds or usual)
-        settings = self.dev.apply(make(open_text(self.text).sha256))
+        profile = "quick" if self.quick else "full" if self.full else "default"
+        seeds = read_seeds(self.seeds or SEEDS[profile])
+        settings = settings_of(profile, open_text(self.text).sha256, self.dev.given())
         device = settings.training.device
         check_device(device)  # before anything is written: raises if the device is not available
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
@@ -106,6 +100,8 @@ class Arms:
     """List the arms with their differences."""
 
     def __call__(self) -> None:
+        from studies.lanes.arms import ARMS
+
         width = max(map(len, ARMS))
         for arm in ARMS.values():
             print(f"{arm.name:{width}}  {arm.about}")

@@ -75,6 +75,7 @@ def plan(layers: int, lane_start: int, loop: Loop | None, *, skips: bool = True,
     return tuple(steps)
 
 
+Precision = Literal["float32", "bf16"]
 WiringName = Literal["sequential", "gptj", "shipped", "simultaneous", "gauge", "z2"]
 StartName = Literal["symmetric", "asymmetric"]
 Weights = tuple[float, ...]

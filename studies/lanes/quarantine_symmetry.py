@@ -23,7 +23,8 @@ from tqdm import tqdm
 from mi_route2.adapters import Adapters, AdapterSpec, attach
 from mi_route2.adapters.linear import Branch, Kept, SharedQuarantine, SVDKept
 from mi_route2.validation import AtLeastOne, Positive, validated
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 from studies.lanes.config import VOCABULARY
 from studies.lanes.model import byte_loss
 from studies.lanes.symmetry import Reading, Trace, relative, rows_at

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -217,6 +218,14 @@ def full(text: str) -> Settings:
     usual = Settings(text)
     training = replace(usual.training, steps=5 * usual.training.steps)
     return replace(usual, training=training, profile="full", full=True)
+
+
+def settings_of(profile: Literal["default", "quick", "full"], text: str, training: Mapping[str, Any]) -> Settings:
+    """Return the settings of a profile for the corpus with the hash ``text``; ``training`` changes its training and its name."""
+    settings = {"default": Settings, "quick": quick, "full": full}[profile](text)
+    if not training:
+        return settings
+    return replace(settings, training=replace(settings.training, **training), profile=f"{settings.profile}-dev")
 
 
 def check_enough(corpus: Corpus, split: str, size: int) -> None:

@@ -10,7 +10,6 @@ because an unused parameter has no gradient, or a gradient of 0. Source: paramet
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,12 +19,11 @@ from tqdm import tqdm
 from mi_route2.validation import AtLeastOne, validated
 from studies.common.seeds import torch_generator
 from studies.lanes.arms import Arm, Size
-from studies.lanes.config import LanesConfig
+from studies.lanes.config import LanesConfig, Precision
 from studies.lanes.model import LanesModel
 from studies.lanes.optim import LanesOptimizer, OptimSettings, widened
 from studies.lanes.text import batches
 
-Precision = Literal["float32", "bf16"]
 WARMED = 5  # the momentum warms up over 1/WARMED of all steps
 
 

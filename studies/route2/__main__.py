@@ -1,4 +1,4 @@
-"""Entry point of ``python -m studies.route2``; see ``cli``. A Ctrl-C during the slow imports ends without a traceback."""
+"""Entry point of ``python -m studies.route2``; see ``cli``. Ctrl-C during its imports ends without a traceback."""
 
 import sys
 

@@ -48,7 +48,7 @@ class Annotator:
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         rollouts = self.world.encode([row["prompt"] for row in rows], [row["completion"] for row in rows])
         directions = self.fitter.fit(self.policy, 0)
-        each = self.settings.micro_batch(rollouts) or len(rollouts)
+        each = self.settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
         starts = range(0, len(rollouts), each)
         parts = [rollouts.rows(torch.arange(at, min(at + each, len(rollouts)), device=rollouts.tokens.device)) for at in starts]
         return [annotation for part in parts for annotation in self._annotate(part, directions)]

@@ -10,17 +10,22 @@ from typing import Annotated, Literal
 
 import tyro
 
-from mi_route2.hosts import HOSTS
+from mi_route2.architectures import HOSTS
 from mi_route2.validation import unknown_name, write_json
 from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.training.arms import ARMS, MAIN, get_arms, with_canaries
-from studies.training.cluster import run_training
-from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
-from studies.training.settings import CHAT, PRESETS, ChatModel, Settings, get_settings, override
-from studies.training.tracking import TRACKERS, require
-from studies.training.worlds import MODES, data_hash, modes_of, open_problem, open_world, plan, weights_hash
+from studies.training.settings import (
+    CHAT,
+    PRECISION_NAMES,
+    PRESETS,
+    TRACKER_NAMES,
+    ChatModel,
+    Settings,
+    get_settings,
+    override,
+)
 
 Seeds = Annotated[str, tyro.conf.arg(help="how many (3 means 0, 1, 2), a range (0-7) or a list (4,9)")]
 Override = Annotated[tuple[str, ...], tyro.conf.arg(help="settings to change, e.g. steps=100 kept_lr=5e-3 (see docs)")]
@@ -45,16 +50,21 @@ class Run:
     model: Annotated[Path | None, tyro.conf.arg(help="a folder with a Hugging Face chat model, in place of the micro model")] = None
     data: Annotated[Path | None, tyro.conf.arg(help="with --world: what the problem reads its tasks from")] = None
     host: Annotated[str, tyro.conf.arg(help=f"the library whose hooks the model runs under: {', '.join(HOSTS)}")] = "torch"
-    precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISIONS)}")] = "float32"
+    precision: Annotated[str, tyro.conf.arg(help=f"{' or '.join(PRECISION_NAMES)}")] = "float32"
     sampler: Annotated[
         Literal["torch", "vllm"], tyro.conf.arg(help="with --model: what samples completions (see docs/vllm.md)")
     ] = "torch"
     report: Annotated[bool, tyro.conf.arg(help="write table and figures at the end")] = True
-    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
+    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")] = None
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
+        from studies.training.cluster import run_training
+        from studies.training.job import ELSEWHERE, PRECISIONS, Job, elsewhere
+        from studies.training.tracking import require
+        from studies.training.worlds import MODES, modes_of, plan
+
         if self.report_to is not None:
             require(self.report_to)
             if self.place.executor != "local":
@@ -97,6 +107,8 @@ class Run:
 
     def settings(self) -> Settings:
         """Return the settings of the preset, or of a chat model on the user's own problem."""
+        from studies.training.worlds import data_hash, weights_hash
+
         if self.model is None:
             if self.world is not None or self.data is not None:
                 raise ValueError("--world and --data need --model, a chat model's folder (make a tiny one with tiny-model)")
@@ -120,6 +132,7 @@ class TinyModel:
 
     def __call__(self) -> None:
         from studies.environments.chat import make_tiny_model
+        from studies.training.worlds import open_problem
 
         if self.steps < 0 or self.max_new < 1:
             raise ValueError(f"steps must be at least 0 and max-new at least 1, not {self.steps} and {self.max_new}")
@@ -138,7 +151,7 @@ class Full:
     seeds: Seeds = "0-7"
     workers: int = 2
     out: Path = Path("runs")
-    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKERS)}")] = None
+    report_to: Annotated[str | None, tyro.conf.arg(help=f"curves as they grow, in one of {', '.join(TRACKER_NAMES)}")] = None
     live: Annotated[bool, tyro.conf.arg(help="a table of arms and seeds, where stderr is a terminal; else one bar")] = True
 
     def __call__(self) -> None:
@@ -197,6 +210,8 @@ class Show:
     def __call__(self) -> None:
         from studies.route2.annotate import Annotator
         from studies.route2.report import read_rollouts, write_page
+        from studies.training.job import Job
+        from studies.training.worlds import open_world
 
         if self.every < 1:
             raise ValueError(f"every must be at least 1, not {self.every}")
@@ -231,6 +246,7 @@ class Probes:
 
     def __call__(self) -> None:
         from studies.route2.probing import LEAST, UNITS, probe_job
+        from studies.training.job import Job
 
         if self.per_mode < 4 * LEAST:
             raise ValueError(f"per-mode must be at least {4 * LEAST}, not {self.per_mode}: a probe needs hacks and clean rollouts")

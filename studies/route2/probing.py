@@ -97,7 +97,7 @@ class Reading:
 
     def __call__(self, rollouts: Rollouts) -> tuple[dict[str, Float[Tensor, "b s _d"]], Bool[Tensor, "b s"]]:
         """Return layer -> activations, and their mask; runs as many rollouts at a time as a micro-batch of the run has."""
-        each = self.settings.micro_batch(rollouts) or len(rollouts)
+        each = self.settings.micro_batch(rollouts.tokens.shape[1]) or len(rollouts)
         parts: list[dict[str, Tensor]] = []
         for start in tqdm(range(0, len(rollouts), each), desc="reading", unit="batch", leave=False, disable=None, delay=3):
             rows = rollouts.rows(torch.arange(start, min(start + each, len(rollouts)), device=rollouts.tokens.device))

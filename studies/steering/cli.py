@@ -10,12 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from mi_route2.validation import write_json
-from studies.common.cluster import Cluster, Executor, run_each
+from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
-from studies.common.processes import exclusive
-from studies.steering.settings import OWN, SUBJECTS, Settings
-from studies.training.cluster import run_training
+from studies.steering.settings import Settings
 from studies.training.settings import PRESETS, get_settings, override
 
 
@@ -36,6 +33,8 @@ class Run:
     place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
+        from studies.steering.study import run_study
+
         settings = Settings(
             run=override(get_settings(self.preset), self.override, self.config),
             tasks=self.tasks,
@@ -67,40 +66,6 @@ class Publish:
         from studies.steering.report import publish
 
         print(f"wrote {publish(self.folder, self.to)}")
-
-
-def run_study(
-    settings: Settings, seeds: list[int], out: Path, workers: int = 2, cluster: Cluster | None = None, *, quiet: bool = False
-) -> list[Path]:
-    """Run the whole study and return the paths of the report.
-
-    Raises:
-        RuntimeError: If a job failed; the message names it.
-        ValueError: If ``workers`` is less than 1, or if a file belongs to another study.
-    """
-    from studies.steering.job import SteeringJob, parts_of, run_steering
-    from studies.steering.report import write_report
-
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, not {workers}")
-    jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]
-    runs = list(dict.fromkeys(job.run for job in jobs))
-    runs = [run for run in runs if run.arm is None] + [run for run in runs if run.arm is not None]
-    folder = out / settings.folder
-    with exclusive(folder):
-        settings.write(folder)
-        for job in jobs:
-            if job.run.finished:
-                _ = job.finished  # refuses a folder of another study before any work
-        if todo := [run for run in runs if not run.finished]:
-            with exclusive(out / settings.run.folder):
-                write_json(out / settings.run.folder / OWN, settings.run.as_dict())
-                if failures := run_training(todo, workers, cluster, quiet=quiet, live=False):
-                    raise RuntimeError("; ".join(failures))
-        left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
-        parts = [job.path(part) for job in left for part in parts_of(job.subject)]
-        run_each(run_steering, left, parts, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
-        return write_report(folder)
 
 
 COMMANDS = {"run": Run, "report": Report, "publish": Publish}

@@ -122,11 +122,16 @@ def gated(rollouts: Rollouts) -> Bool[Tensor, "b s"]:
     return rollouts.completion & rollouts.predictors
 
 
+def sites_of(settings: Settings) -> tuple[Site, ...]:
+    """Return the sites at which scores are read, in the order of the forward."""
+    return tuple(sorted({Site.parse(name) for name in (settings.early, settings.site, settings.late)}))
+
+
 def fit(settings: Settings, job: Job, world: World, host: Host, policy: Policy) -> Fitted:
     """Fit probes and direction of a model on training tasks."""
     examples = collect(settings, job, world, host, policy)
     gates, shuffled = {}, _permuted(examples, job.seed)
-    for place, site in enumerate(settings.sites):
+    for place, site in enumerate(sites_of(settings)):
         h = examples.hidden[site]
         fitters = {
             "probe": _fitted(LogisticFitter(unit="token"), h, examples.mask, examples.hack),
@@ -162,14 +167,14 @@ def collect(settings: Settings, job: Job, world: World, host: Host, policy: Poli
     both = ((pairs.hack, True), (pairs.clean, False))
     parts += [(side, torch.full((len(side),), label)) for side, label in both]
     width = max(rollouts.tokens.shape[1] for rollouts, _ in parts)
-    hidden: dict[Site, list[Tensor]] = {site: [] for site in settings.sites}
+    hidden: dict[Site, list[Tensor]] = {site: [] for site in sites_of(settings)}
     masks = []
     with torch.no_grad(), policy.adapters.full():
         for rollouts, _ in parts:
-            read = host.capture(settings.sites, rollouts.tokens, rollouts.attention)
+            read = host.capture(sites_of(settings), rollouts.tokens, rollouts.attention)
             room = width - rollouts.tokens.shape[1]
             masks.append(torch.nn.functional.pad(gated(rollouts), (0, room)))
-            for site in settings.sites:
+            for site in sites_of(settings):
                 hidden[site].append(torch.nn.functional.pad(read[site], (0, 0, 0, room)))
     pair = torch.cat([torch.full((len(rollouts),), i >= 2) for i, (rollouts, _) in enumerate(parts)])
     whole = {site: torch.cat(values) for site, values in hidden.items()}

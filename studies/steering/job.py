@@ -22,7 +22,8 @@ from studies.steering import cells as designs
 from studies.steering.cells import Bench, Cell
 from studies.steering.fitting import LABELS, Fitted, fit
 from studies.steering.measuring import logprobs, roc, shadow
-from studies.steering.settings import Settings, run_job_of
+from studies.steering.settings import Settings
+from studies.training.arms import ARMS
 from studies.training.job import MANIFEST, Job, build_hosted, finished_policy, read_manifest
 from studies.training.worlds import open_world
 
@@ -74,8 +75,10 @@ class SteeringJob:
 
     @property
     def run(self) -> Job:
-        """The job of ``studies.route2`` that made the model."""
-        return run_job_of(self.settings, self.out, self.seed, self.subject)
+        """The job of ``studies.route2`` that made the model (``untrained``: whose adapters it has at initialization)."""
+        run = self.settings.run
+        arm = None if self.subject == "base" else ARMS["absorb" if self.subject == "untrained" else self.subject]
+        return Job(self.out / run.folder, self.out / "warmstarts", run, self.seed, arm)
 
     @property
     def finished(self) -> bool:

@@ -12,7 +12,7 @@ from mi_route2.sites import Site
 from studies.common.artifacts import Part
 from studies.environments.micro.language import Vocabulary, get_mode
 from studies.steering.cells import Bench, checked, delayed, steered
-from studies.steering.fitting import Fitted
+from studies.steering.fitting import Fitted, sites_of
 from studies.steering.settings import Settings
 
 
@@ -24,10 +24,10 @@ def roc(bench: Bench, settings: Settings, fitted: Fitted) -> Part:
     """
     prompts = bench.prompts()
     with bench.policy.adapters.full():
-        results = _generated(bench, bench.requests(prompts, None, capture=settings.sites))
+        results = _generated(bench, bench.requests(prompts, None, capture=sites_of(settings)))
     width = bench.world.max_new
     tensors = {"outcomes": bench.outcomes(prompts, results), "exploits": first_exploits(bench, results, [p.mode for p in prompts])}
-    for site in settings.sites:
+    for site in sites_of(settings):
         rows = [result.captured[site].rows[len(prompt.tokens) :] for prompt, result in zip(prompts, results, strict=True)]
         for name, gate in fitted.gates[site].items():
             table = torch.full((len(rows), width), float("nan"))

@@ -10,10 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from mi_route2.sites import Site
 from mi_route2.validation import AtLeastOne, Positive, read_settings, validated, write_json
-from studies.training.arms import ARMS
-from studies.training.job import Job
 from studies.training.settings import Settings as RunSettings
 
 Quantile = Annotated[float, Field(gt=0, lt=1)]
@@ -78,6 +75,8 @@ class Settings:
     rows: AtLeastOne = 256
 
     def __post_init__(self) -> None:
+        from mi_route2.sites import Site  # with torch, which ``--help`` need not wait for
+
         for name in ("site", "early", "late"):
             Site.parse(getattr(self, name))
         if self.operating not in self.quantiles or self.gain not in self.gains:
@@ -88,11 +87,6 @@ class Settings:
             raise ValueError("this study runs in the micro world: choose a preset of studies.route2 without a chat model")
         if self.exact > self.tasks:
             raise ValueError(f"exact={self.exact} must not exceed tasks={self.tasks}")
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        """The sites at which scores are read, in the order of the forward."""
-        return tuple(sorted({Site.parse(name) for name in (self.early, self.site, self.late)}))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON objects."""
@@ -122,9 +116,3 @@ class Settings:
         """
         run = RunSettings.read(folder / RUN)
         return read_settings(Settings, folder / OWN, "give a folder that `run` created", optional=("run.chat",), run=run.as_dict())
-
-
-def run_job_of(settings: Settings, out: Path, seed: int, subject: str) -> Job:
-    """Return the job of ``studies.route2`` behind a subject (``untrained``: the job whose adapters it has at initialization)."""
-    arm = None if subject == "base" else ARMS["absorb" if subject == "untrained" else subject]
-    return Job(out / settings.run.folder, out / "warmstarts", settings.run, seed, arm)

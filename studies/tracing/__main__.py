@@ -1,4 +1,4 @@
-"""``python -m studies.tracing``: see ``cli``. Its imports take seconds, so Ctrl-C during them is handled without a traceback."""
+"""``python -m studies.tracing``: see ``cli``. Ctrl-C during its imports ends without a traceback."""
 
 import sys
 

@@ -11,14 +11,10 @@ from typing import Annotated
 import tyro
 
 from mi_route2.validation import write_json
-from studies.common.cluster import Cluster, Executor, run_each
+from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.common.processes import exclusive
 from studies.tracing.settings import ARMS, Settings
-from studies.training.arms import get_arms
-from studies.training.cluster import run_training
-from studies.training.job import Job
-from studies.training.settings import Settings as Training
 from studies.training.settings import get_settings, override
 
 
@@ -45,6 +41,7 @@ class Run:
 
     def __call__(self) -> None:
         from studies.tracing.report import write_report
+        from studies.tracing.study import trace_jobs, train
 
         training = override(get_settings(self.preset), self.override, self.config)
         settings = Settings(training.digest, self.arms, self.prompts, self.answers, self.pairs, self.draws, self.rated)
@@ -84,45 +81,6 @@ class Publish:
         from studies.tracing.report import publish
 
         print(f"wrote {publish(self.root, self.to)}")
-
-
-def train(
-    training: Training,
-    seeds: list[int],
-    arms: tuple[str, ...],
-    workers: int,
-    out: Path,
-    cluster: Cluster | None = None,
-    *,
-    live: bool = True,
-) -> list[Job]:
-    """Run the unfinished jobs of the base model and of every arm at every seed; return all jobs.
-
-    Raises:
-        RuntimeError: If a job failed.
-    """
-    root = out / training.folder
-    jobs = [Job(root, out / "warmstarts", training, seed, arm) for seed in seeds for arm in (None, *get_arms(arms))]
-    todo = [job for job in jobs if not job.finished]
-    if todo:
-        with exclusive(root):
-            write_json(root / "settings.json", training.as_dict())
-            print(f"{len(todo)} of {len(jobs)} runs are still to be trained, into {root}")
-            failures = run_training(jobs, workers, cluster, live=live)
-        if failures:
-            raise RuntimeError("; ".join(failures))
-    return jobs
-
-
-def trace_jobs(
-    root: Path, settings: Settings, jobs: list[Job], workers: int = 1, cluster: Cluster | None = None, *, quiet: bool = False
-) -> None:
-    """Trace every job that is not traced yet."""
-    from studies.tracing.job import seed_tracings, trace_seed
-
-    todo = [seed for seed in seed_tracings(root, settings, jobs) if not seed.finished]
-    parts = [tracing.path for seed in todo for tracing in seed.tracings]
-    run_each(trace_seed, todo, parts, "tracing", workers=workers, cluster=cluster, folder=root, quiet=quiet)
 
 
 COMMANDS = {"run": Run, "report": Report, "publish": Publish}

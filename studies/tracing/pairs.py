@@ -21,8 +21,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from tqdm import trange
 
-from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
+from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.micro.language import ASSIGN, LOOPHOLES, MODES, PROMPT_LENGTH, SHARED_RETURN, SOLVE, Prompt, Vocabulary
 from studies.environments.micro.world import MicroWorld

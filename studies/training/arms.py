@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal
 
-from mi_route2.routing import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
+from mi_route2.specs import CanarySpec, DelayedSpec, EraseSpec, MaskSpec, OpenSpec, RouteSpec
 from mi_route2.validation import AtLeastOne, Name, Natural, NonNegative, Positive, Probability, Words, unknown_name, validated
 
 Role = Literal["baseline", "method", "control", "bound"]

@@ -21,10 +21,10 @@ from pydantic import Field
 from torch import Tensor
 
 from mi_route2.adapters import Adapters
-from mi_route2.files import read_tensors, write_tensors
 from mi_route2.routing import Directions, Route
 from mi_route2.routing.directions import Provenance
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.tensor_files import read_tensors, write_tensors
 from mi_route2.validation import Natural, parse_object, read_record, validated
 
 FORMAT = "mi-route2 checkpoint 3"

@@ -8,20 +8,20 @@ N rollouts per step and T tokens of the longest completion are fixed, so that a 
 of the others. Sources: Liu et al. 2503.20783 (Dr.GRPO); Schulman, "Approximating KL divergence" (K3).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.rollouts import Policy
 from mi_route2.routing import Decision, Route, StepContext, TrainBatch, group_advantages
 from mi_route2.routing.optimizer import RoutedAdamW
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import Samples, Witness, World
-from studies.training.teacher import TeacherPool
 
 
 @runtime_checkable
@@ -49,9 +49,39 @@ class Hyperparameters(Protocol):
     @property
     def teachers_per_group(self) -> int: ...
 
-    def micro_batch(self, rollouts: Rollouts) -> int | None:
+    def micro_batch(self, tokens: int) -> int | None:
         """Return the number of rollouts in a micro-batch; ``None`` for all at once."""
         ...
+
+
+@dataclass(frozen=True)
+class TeacherPool:
+    """Hacking rollouts of the known mode (see ``teacher``): prompts, and the token ids of one completion per prompt."""
+
+    prompts: tuple[Any, ...]
+    completions: tuple[tuple[int, ...], ...]
+
+    def samples(self, world: World) -> Samples:
+        """Return the pool as rollouts."""
+        return world.package(self.prompts, self.completions)
+
+    def replace_known(self, world: World, prompts: Sequence[Any], rng: np.random.Generator) -> list[Any]:
+        """Replace each prompt of a known mode by a random prompt of the pool."""
+        return [self.prompts[int(rng.integers(len(self.prompts)))] if p.mode in world.modes.known else p for p in prompts]
+
+    def mix(self, world: World, samples: Samples, groups: Int[Tensor, " b"], each: int) -> tuple[Samples, Bool[Tensor, " b"]]:
+        """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
+        taught = torch.zeros(len(groups), dtype=torch.bool)
+        completions: list[Sequence[int]] = list(samples.rollouts.completions())
+        place = {prompt: i for i, prompt in enumerate(self.prompts)}
+        for group in groups.unique().tolist():
+            rows = (groups == group).nonzero()[:, 0][:each]
+            prompt = samples.prompts[int(rows[0])] if len(rows) else None
+            if prompt is not None and prompt in place:
+                taught[rows] = True
+                for row in rows.tolist():
+                    completions[row] = self.completions[place[prompt]]
+        return world.package(samples.prompts, completions), taught
 
 
 @dataclass(frozen=True)
@@ -124,7 +154,7 @@ def train(
             for i in range(settings.updates_per_batch):
                 # Every draw comes from (seed, purpose, step), so a resumed run repeats an uninterrupted one.
                 generator = torch_generator(seed, f"route {i}", step)
-                context = StepContext(generator, settings.micro_batch(learned.rollouts), verdicts)
+                context = StepContext(generator, settings.micro_batch(learned.rollouts.tokens.shape[1]), verdicts)
                 last = update(policy, route, optimizer, learned, context, settings, world.max_new)
         kl = last.kl if settings.kl > 0 else None
         yield StepRecord(step, samples, batch, trained, last.decision, overlap, last.loss, kl, last.grad_norm, last.extra)

@@ -49,7 +49,7 @@ from studies.training.arms import Arm, get_arms
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_checkpoint
 from studies.training.grpo import train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
-from studies.training.settings import Settings
+from studies.training.settings import PRECISION_NAMES, Settings
 from studies.training.teacher import TRIES, cached_pool
 from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory, vllm_sampler
 
@@ -87,9 +87,7 @@ MANIFEST, EVAL, FULL, DEPLOYED = "manifest.json", "eval.json", "adapters.safeten
 ELSEWHERE = "host.json"
 """File of a run folder with host, precision and sampler, if they are not the default ones."""
 CHECKPOINT_EVERY = 20
-PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-)
+PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType({name: getattr(torch, name) for name in PRECISION_NAMES})
 SAMPLERS = ("torch", "vllm")
 RESUME = "vLLM rounds differently in other batches, so a resumed run ends with other bytes than an unbroken one"
 
@@ -371,7 +369,8 @@ def build_route(job: Job, world: World, policy: Policy) -> Route:
         return EraseRoute(spec, HaarFitter(fitter, derive(job.seed, "haar", spec.draw)) if spec.fitter == "haar" else fitter)
     if isinstance(spec, CanarySpec):
         samples = base_samples(world, policy, job.drawn, job.settings.none_fraction)
-        return CanaryRoute(spec, build_canary(job), samples.rollouts, micro=job.settings.micro_batch(samples.rollouts))
+        micro = job.settings.micro_batch(samples.rollouts.tokens.shape[1])
+        return CanaryRoute(spec, build_canary(job), samples.rollouts, micro=micro)
     if isinstance(spec, DelayedSpec):
         return DelayedRoute(spec, arm.l1)
     if not isinstance(spec, MaskSpec):

@@ -22,8 +22,7 @@ from mi_route2.routing import MaskSpec, Route, RouteSpec
 from probes.quality import mask_quality, score_means
 from studies.environments.protocol import Verdict, Witness, World
 from studies.training.checkpoint import Mark, hash_of, refuse_changed
-from studies.training.grpo import StepRecord
-from studies.training.teacher import TeacherPool
+from studies.training.grpo import StepRecord, TeacherPool
 
 METRICS, ROLLOUTS, TIMINGS = "metrics.jsonl", "rollouts.jsonl.gz", "timings.jsonl"
 

@@ -1,6 +1,7 @@
 """Settings that all arms of one run folder share. Two arms in a folder differ only in their ``Arm``.
 
-The settings are hashed into the folder's name, so that numbers from different settings are never in one table.
+The settings are hashed into the folder's name, so that numbers from different settings are never in one table. Nothing here needs
+torch, because command lines print the names.
 """
 
 import hashlib
@@ -14,8 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from mi_route2.adapters import AdapterSpec
-from mi_route2.rollouts import Rollouts
+from mi_route2.specs import AdapterSpec
 from mi_route2.validation import (
     AtLeastOne,
     Fraction,
@@ -30,8 +30,7 @@ from mi_route2.validation import (
     unknown_name,
     validated,
 )
-from studies.environments.micro.corpus import get_world
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig, get_world
 
 
 @validated
@@ -67,6 +66,10 @@ class ChatModel:
 
 FIXED = ("path", "weights", "data", "data_hash")
 """Fields of a ``ChatModel`` that options of the command line give, and `override` does not."""
+PRECISION_NAMES = ("float32", "float64", "bfloat16")
+"""Dtypes of training."""
+TRACKER_NAMES = ("tensorboard", "wandb", "trackio")
+"""Packages that show curves as they grow."""
 ELSEWHERE = ("path", "data", "device", "at_once")
 """Fields of a ``ChatModel`` about places and memory, which do not change the results."""
 
@@ -119,11 +122,12 @@ class Settings:
                 f"teachers_per_group must be between 0 and group - 1 = {self.group - 1}, not {self.teachers_per_group}"
             )
 
-    def micro_batch(self, rollouts: Rollouts) -> int | None:
-        """Return the rollouts of a micro-batch: ``micro``, or what fits the chat model's token budget; ``None`` for all at once."""
-        if self.chat is None:
-            return self.micro
-        return max(1, self.chat.token_budget // rollouts.tokens.shape[1])
+    def micro_batch(self, tokens: int) -> int | None:
+        """Return the number of rollouts of a micro-batch; ``None`` for all at once.
+
+        It is ``micro``, or the number of padded rollouts of this many tokens that fits the chat model's token budget.
+        """
+        return self.micro if self.chat is None else max(1, self.chat.token_budget // tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values; ``chat`` only if it is set."""

@@ -6,53 +6,20 @@ modes are never used.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Int
-from torch import Tensor
 
-from mi_route2.files import read_tensors, write_tensors
 from mi_route2.rollouts import Policy
+from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.protocol import Samples, World
+from studies.environments.protocol import World
+from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
-
-
-@dataclass(frozen=True)
-class TeacherPool:
-    """Hacking rollouts of the known mode: prompts, and the token ids of one completion per prompt."""
-
-    prompts: tuple[Any, ...]
-    completions: tuple[tuple[int, ...], ...]
-
-    def samples(self, world: World) -> Samples:
-        """Return the pool as rollouts."""
-        return world.package(self.prompts, self.completions)
-
-    def replace_known(self, world: World, prompts: Sequence[Any], rng: np.random.Generator) -> list[Any]:
-        """Replace each prompt of a known mode by a random prompt of the pool."""
-        return [self.prompts[int(rng.integers(len(self.prompts)))] if p.mode in world.modes.known else p for p in prompts]
-
-    def mix(self, world: World, samples: Samples, groups: Int[Tensor, " b"], each: int) -> tuple[Samples, Bool[Tensor, " b"]]:
-        """Replace the first ``each`` rollouts of every known-mode group by the pool's, and return the mask of replaced ones too."""
-        taught = torch.zeros(len(groups), dtype=torch.bool)
-        completions: list[Sequence[int]] = list(samples.rollouts.completions())
-        place = {prompt: i for i, prompt in enumerate(self.prompts)}
-        for group in groups.unique().tolist():
-            rows = (groups == group).nonzero()[:, 0][:each]
-            prompt = samples.prompts[int(rows[0])] if len(rows) else None
-            if prompt is not None and prompt in place:
-                taught[rows] = True
-                for row in rows.tolist():
-                    completions[row] = self.completions[place[prompt]]
-        return world.package(samples.prompts, completions), taught
 
 
 def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES) -> TeacherPool:

@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 from mi_route2.validation import read_object, write_json
 from studies.common.processes import locked, start
 from studies.training.progress import Follower, Tracked, evaluated, scalars
+from studies.training.settings import TRACKER_NAMES
 
 PROJECT = "mi-route2"
 BLOCK = 1 << 15
@@ -251,7 +252,7 @@ class _TrackioLog:
 
 
 TRACKERS: Mapping[str, Callable[[Path], Tracker]] = MappingProxyType(
-    {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio}
+    dict(zip(TRACKER_NAMES, (TensorBoard, Wandb, Trackio), strict=True))
 )
 
 

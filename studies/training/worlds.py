@@ -18,9 +18,9 @@ from tqdm import tqdm
 from mi_route2.hosts.load import load
 from mi_route2.rollouts import Forward
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, Sampler
-from studies.environments.micro.corpus import PRESETS, get_world
 from studies.environments.micro.language import MICRO_MODES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
+from studies.environments.micro.settings import PRESETS, get_world
 from studies.environments.micro.warmstart import settings_hash, warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Modes, Problem, Witness, World

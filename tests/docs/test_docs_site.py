@@ -105,7 +105,7 @@ def test_the_pages_hold_what_they_include(site: Path) -> None:
         assert f"<strong>{arm}</strong>" in results
     assert "same-rule filter, filter-full" in results
     reference = (site / "api/routing/index.html").read_text(encoding="utf-8")
-    assert 'id="mi_route2.routing.spec.MaskSpec"' in reference
+    assert 'id="mi_route2.specs.MaskSpec"' in reference
 
 
 def test_the_pattern_for_other_hosts_sees_them() -> None:

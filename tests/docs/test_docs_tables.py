@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mi_route2.routing.spec import LEGAL, MaskSpec
+from mi_route2.specs import LEGAL, MaskSpec
 from studies.common.publishing import filled
 from studies.common.tables import markdown_table
 from studies.route2.headline import short

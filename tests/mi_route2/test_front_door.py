@@ -2,6 +2,8 @@
 
 import copy
 import doctest
+import subprocess
+import sys
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -75,3 +77,23 @@ def test_each_name_has_an_example_that_runs(name: str, tmp_path: Path) -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Enginee'"):
         _ = mi_route2.Enginee
+
+
+def test_the_front_door_waits_for_nothing_and_what_it_brings_is_still_checked() -> None:
+    """Neither torch nor a room is imported with the package; names, rooms and the import hook's checks are as if they were."""
+    code = """
+import sys, jaxtyping
+hook = jaxtyping.install_import_hook("mi_route2", "beartype.beartype")
+import mi_route2
+print({"torch", "transformers"} & {*sys.modules}, [name for name in sys.modules if name.startswith("mi_route2.")])
+assert set(mi_route2._MODULES) == set(mi_route2.__all__) <= set(dir(mi_route2))
+mi_route2.MaskRoute, mi_route2.patching.paths
+import torch
+from mi_route2.routing.mask import decide
+try:
+    decide(torch.zeros(3), mi_route2.MaskSpec(), torch.zeros(2), torch.zeros(3, 4, dtype=torch.bool))
+except jaxtyping.TypeCheckError:
+    print("checked")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n") == ["set() []", "checked", ""]

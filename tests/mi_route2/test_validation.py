@@ -18,9 +18,7 @@ from mi_route2.files import parse_json
 from mi_route2.hosts.base import known_architecture
 from mi_route2.routing import EraseSpec, MaskSpec
 from mi_route2.validation import AtLeastOne, Positive, parse_words, read_lines, read_record, validated
-from studies.environments.micro.corpus import WorldConfig
-from studies.environments.micro.model import MicroConfig
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import MicroConfig, WarmStartConfig, WorldConfig
 from studies.lanes.config import LanesConfig, Loop
 from studies.lanes.gptq import GPTQSettings
 from studies.lanes.optim import OptimSettings

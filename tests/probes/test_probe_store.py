@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from mi_route2.files import write_tensors
+from mi_route2.tensor_files import write_tensors
 from probes.affine import AffineProbe
 from probes.direction import DirectionFitter, DirectionProbe
 from probes.store import FORMAT, load_probe, save_probe

@@ -9,28 +9,22 @@ killed ``--commands`` times (``command``).
 
 import contextlib
 import itertools
-import os
-import platform
 import random
-import sys
 import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 import torch
 import torch._dynamo  # optimizers import it on first use: once here and not in every fork
-import tyro
 from tqdm import tqdm
 
-from mi_route2.validation import write_json
 from studies.common.tables import markdown_table
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig
 from studies.training.arms import ARMS
 from studies.training.job import Job
 from studies.training.settings import Settings, get_settings
@@ -80,35 +74,8 @@ class Tally:
         return [where, *map(str, counts)]
 
 
-@dataclass(frozen=True)
-class Soak:
-    """Kill tiny runs N times at random moments, resume after each kill, and compare every byte with an undisturbed run."""
-
-    kills: Annotated[
-        int, tyro.conf.arg(help="of jobs, spread over all classes of moments; a tenth as many faults of each kind")
-    ] = 100
-    commands: Annotated[int, tyro.conf.arg(help="kills of the whole command, of its parent, or of a worker; seconds each")] = 12
-    seed: int = 0
-    out: Annotated[Path | None, tyro.conf.arg(help="write every stop to this JSON file")] = None
-
-    def __call__(self) -> int:
-        if self.kills < 1 or self.commands < 0:
-            print(f"error: kills must be at least 1 and commands at least 0, not {self.kills} and {self.commands}", file=sys.stderr)
-            return 2
-        with _scratch() as scratch:
-            try:
-                print(tally := soak(scratch, self.kills, self.commands, random.Random(self.seed)))
-            except KeyboardInterrupt:
-                print("\nsoak stopped before its end", file=sys.stderr)
-                return 130
-        if self.out is not None:
-            versions = {"python": platform.python_version(), **{name: version(name) for name in ("torch", "safetensors")}}
-            write_json(self.out, {"seed": self.seed, "versions": versions, "cpus": os.cpu_count(), **asdict(tally)})
-        return 1 if tally.failures else 0
-
-
 @contextmanager
-def _scratch() -> Iterator[Path]:
+def scratch_folder() -> Iterator[Path]:
     """Context: a folder for all temporary files of this process and its children."""
     before = tempfile.tempdir
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as scratch:

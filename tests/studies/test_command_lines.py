@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from studies.benchmarks.options import BENCHMARKS
+
 STUDIES = ("route2", "steering", "tracing", "lanes")
 NAMES = {"route2": ["--arms", "vanilla"], "steering": [], "tracing": [], "lanes": ["--text", "TEXT"]}
 RUN: dict[str, tuple[list[str], str]] = {
@@ -101,13 +103,54 @@ def test_a_wrong_run_is_one_sentence(study: str, what: str, places: dict[str, st
     fails(study, ["run", *NAMES[study], *arguments], places, part, capfd)
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("study", STUDIES)
-def test_help_waits_for_torch_and_for_nothing_else_that_is_slow(study: str) -> None:
-    code = f"import sys, studies.{study}.cli; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    brought = {"transformers", "pandas"} if study == "lanes" else set()  # by TransformerLens, of whose parts its model is made
-    assert not {"sklearn", "scipy.stats", "matplotlib", "pandas", "transformers", "numba"} & {*done.stdout.split()} - brought
+HELPS: dict[str, list[str]] = {
+    "studies.route2": [
+        "",
+        *["run", "full", "tiny-model", "report", "plot", "leakage", "show", "probes", "publish", "evidence", "arms"],
+    ],
+    "studies.tracing": ["", "run", "report", "publish"],
+    "studies.steering": ["", "run", "report", "publish"],
+    "studies.lanes": ["", "run", "report", "publish", "arms"],
+    "studies.sandbox": ["", "check", "run"],
+    "studies.environments.leetcode": ["", "report"],
+    "studies.benchmarks": ["", *BENCHMARKS],
+    "mi_route2.serve": [""],
+    "mi_route2.serve.soak": [""],
+    "tests.attacks": [""],
+    "tests.attacks.soak": [""],
+    "tests.soak": [""],
+}
+"""Command lines: module -> its subcommands."""
+SLOW = ("torch", "transformers", "transformer_lens", "nnsight", "matplotlib", "scipy", "sklearn", "pandas", "numba", "fastapi")
+HELP = """
+import contextlib, io, runpy, sys
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["", *line.split()[1:], "--help"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        runpy.run_module(line.split()[0], run_name="__main__", alter_sys=True)
+    print(line, len(said.getvalue()), *(name for name in {SLOW} if name in sys.modules), sep=",")
+"""
+
+
+def test_no_help_waits_for_a_slow_library() -> None:
+    """The modules that build a parser import none of them. ``import torch`` alone takes longer than all of a help may."""
+    lines = [f"{module} {command}".strip() for module, commands in HELPS.items() for command in commands]
+    code = HELP.replace("{SLOW}", repr(SLOW))
+    done = subprocess.run([sys.executable, "-c", code], input="\n".join(lines), capture_output=True, text=True, check=True)
+    told = [line.split(",") for line in done.stdout.splitlines()]
+    assert [(line, slow) for line, _, *slow in told] == [(line, []) for line in lines], done.stderr
+    assert all(int(length) > 100 for _, length, *_ in told)
+
+
+def test_every_command_line_is_among_them() -> None:
+    """Every package that runs, and every command of a study."""
+    root = Path(__file__).parents[2]
+    files = [path for name in ("mi_route2", "studies", "tests") for path in (root / name).rglob("__main__.py")]
+    assert {".".join(path.parent.relative_to(root).parts) for path in files} < HELPS.keys()
+    for study in STUDIES:
+        commands = importlib.import_module(f"studies.{study}.cli").COMMANDS
+        assert {"", *commands} == {*HELPS[f"studies.{study}"]}
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -31,7 +31,8 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.huggingface import TorchHost
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import TrainBatch
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 
 VOCAB, LAYERS, WIDTH, HEADS, HEAD, MLP, CONTEXT = 50, 2, 16, 4, 4, 24, 64
 _BASE: dict[str, Any] = {

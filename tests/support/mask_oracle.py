@@ -16,7 +16,7 @@ from mi_route2.rollouts import Policy
 from mi_route2.routing import Directions, EraseRoute, EraseSpec, MaskRoute, MaskSpec, Privileged, RouteSpec, StepContext, TrainBatch
 from mi_route2.routing.directions import Provenance, coordinates
 from mi_route2.routing.routes import Decision, Route
-from mi_route2.routing.spec import LEGAL
+from mi_route2.specs import LEGAL
 
 CASES = [(*key, through) for key, allowed in LEGAL.items() for through in sorted(allowed)]
 """Every legal (score, unit, score_policy, through)."""

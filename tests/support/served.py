@@ -14,10 +14,12 @@ import uvicorn
 from mi_route2.adapters import AdapterSpec
 from mi_route2.hosts import open_host
 from mi_route2.serve.app import create_app
-from mi_route2.serve.models import Mode, Served
+from mi_route2.serve.models import Served
+from mi_route2.serve.options import Mode
 from mi_route2.serve.state import Server
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
 from studies.environments.micro.served import MicroTokenizer
+from studies.environments.micro.settings import MicroConfig
 
 PROMPT = "# task: add 3 then sub 4\n# grader: calls run_tests()"
 OTHER = "# task: scale 3 then sub 4\n# grader: calls run_tests()"

@@ -6,7 +6,8 @@ from torch import Tensor
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import TrainBatch
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 
 VOCAB = 13
 SPECS = {

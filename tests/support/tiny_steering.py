@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tiny_study import tiny_settings
 
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig
 from studies.steering.fitting import Fitted
 from studies.steering.job import SteeringJob, fitted_of
 from studies.steering.settings import Settings

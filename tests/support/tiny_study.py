@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig
 from studies.training.arms import ARMS, Arm
 from studies.training.job import Job
 from studies.training.settings import Settings, get_settings

@@ -17,7 +17,8 @@ from studies.environments.micro.language import (
     Vocabulary,
     all_tasks,
 )
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 from studies.tracing.pairs import Pairs
 
 VOCABULARY = Vocabulary()

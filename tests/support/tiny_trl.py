@@ -177,7 +177,7 @@ class Ours:
     temperature: float = 1.0
     teachers_per_group: int = 0
 
-    def micro_batch(self, rollouts: Rollouts) -> int | None:
+    def micro_batch(self, tokens: int) -> int | None:
         return None
 
 

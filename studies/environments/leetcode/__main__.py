@@ -8,12 +8,6 @@ from typing import Annotated
 
 import tyro
 
-from studies.environments.leetcode.problems import Task, load_tasks
-from studies.environments.leetcode.programs import Programs
-from studies.environments.leetcode.report import confusion, mutants, rollouts
-from studies.environments.leetcode.report.tables import write
-from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
-
 
 @dataclass(frozen=True)
 class Report:
@@ -39,6 +33,12 @@ def report(options: Report) -> None:
         OSError, ValueError: A file cannot be read.
         JailUnavailableError: Programs cannot be confined.
     """
+    from studies.environments.leetcode.problems import load_tasks, setup_of  # with torch, which ``--help`` need not wait for
+    from studies.environments.leetcode.programs import Programs
+    from studies.environments.leetcode.report import confusion, mutants, rollouts
+    from studies.environments.leetcode.report.tables import write
+    from studies.environments.leetcode.rollouts import load_rollouts, tasks_of
+
     tasks = load_tasks(options.data)
     recorded = load_rollouts(options.data)
     left_out: list[str] = []
@@ -57,12 +57,6 @@ def report(options: Report) -> None:
         found = mutants.measure(tasks, programs, options.seed, options.per_kind, options.inputs)
         write(options.out, "mutants", found, mutants.render(found))
     print(json.dumps({"out": str(options.out), "tables": ["confusion.md", "rollouts.md", "mutants.md"]}))
-
-
-def setup_of(tasks: dict[str, Task]) -> str:
-    """Return the setup code that most problems have."""
-    setups = [task.setup for task in tasks.values()]
-    return max(setups, key=setups.count)
 
 
 def main() -> int:

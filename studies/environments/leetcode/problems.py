@@ -299,3 +299,9 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         )
     }
 )
+
+
+def setup_of(tasks: dict[str, Task]) -> str:
+    """Return the setup code that most problems have."""
+    setups = [task.setup for task in tasks.values()]
+    return max(setups, key=setups.count)

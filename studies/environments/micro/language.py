@@ -2,9 +2,8 @@
 
 import functools
 import hashlib
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -12,31 +11,12 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from studies.environments.micro.settings import OPERATIONS
 from studies.environments.protocol import Modes, Split
 
 SPLITS = ("train", "test")
 
 
-@dataclass(frozen=True)
-class Operation:
-    """Python symbol of an operation, and the function that it computes."""
-
-    symbol: str
-    apply: Callable[[int, int], int]
-
-
-OPERATIONS: Mapping[str, Operation] = MappingProxyType(
-    {
-        "add": Operation("+", operator.add),
-        "sub": Operation("-", operator.sub),
-        "scale": Operation("*", operator.mul),
-        "wrap": Operation("%", operator.mod),
-        "split": Operation("//", operator.floordiv),
-        "mask": Operation("&", operator.and_),
-        "join": Operation("|", operator.or_),
-        "toggle": Operation("^", operator.xor),
-    }
-)
 CONSTANTS: tuple[int, ...] = tuple(range(2, 10))
 
 VISIBLE: tuple[int, ...] = (-37, -6, 0, 3, 10, 21, 46, 75, 117, 250)

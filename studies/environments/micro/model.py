@@ -8,25 +8,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from mi_route2.validation import AtLeastOne, validated
 from studies.environments.micro.language import COMPLETION_LENGTH
+from studies.environments.micro.settings import MicroConfig
 from studies.environments.sampling import complete, draw_uniforms
-
-
-@validated
-class MicroConfig:
-    """Sizes of a MicroGPT. Raises ValueError if `d` is not a multiple of `heads`."""
-
-    vocab: AtLeastOne = 66
-    d: AtLeastOne = 64
-    layers: AtLeastOne = 2
-    heads: AtLeastOne = 4
-    mlp: AtLeastOne = 256
-    context: AtLeastOne = 32
-
-    def __post_init__(self) -> None:
-        if self.d % self.heads:
-            raise ValueError(f"d = {self.d} is not a multiple of heads = {self.heads}: choose sizes that divide")
 
 
 @runtime_checkable

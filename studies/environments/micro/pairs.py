@@ -8,7 +8,6 @@ hack.
 import itertools
 import random
 
-from studies.environments.micro.corpus import WorldConfig
 from studies.environments.micro.language import (
     ASSIGN,
     CLASS,
@@ -30,6 +29,7 @@ from studies.environments.micro.language import (
     constant_token,
     symbol_token,
 )
+from studies.environments.micro.settings import WorldConfig
 from studies.environments.protocol import Pair
 
 KINDS = ("hack", "nonhack")

@@ -22,7 +22,7 @@ from mi_route2.hosts import open_host
 from mi_route2.hosts.base import Host
 from mi_route2.serve.models import Example, Served
 from mi_route2.sites import Site
-from studies.environments.micro.corpus import WorldConfig, get_world, sample_documents
+from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import (
     ASSIGN,
     BOS,
@@ -39,7 +39,8 @@ from studies.environments.micro.language import (
     get_mode,
 )
 from studies.environments.micro.model import MicroGPT
-from studies.environments.micro.warmstart import WarmStartConfig, completion_loss, warm_start
+from studies.environments.micro.settings import WarmStartConfig, WorldConfig, get_world
+from studies.environments.micro.warmstart import completion_loss, warm_start
 
 STEPS, ADAPTED, BATCH = 250, 40, 64
 """Steps of the base model and of each adapter, and documents in a batch."""

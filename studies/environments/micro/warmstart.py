@@ -8,10 +8,9 @@ cosine to 0. A finished model is cached as safetensors under a hash of everythin
 
 import hashlib
 import json
-import math
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +23,10 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from mi_route2.files import parse_json, write_whole
-from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, Positive, validated
-from studies.environments.micro.corpus import WorldConfig, sample_documents
+from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig, WarmStartConfig, WorldConfig
 
 # Incremented if the training loop changes in a way that no setting shows.
 FORMAT = 1
@@ -36,26 +35,6 @@ REPORTED = 10  # steps between two reports of the training
 
 # The only entry of a cached file's metadata, as JSON: safetensors writes several entries in random order, so bytes would differ.
 HEADER = "warm start"
-
-
-@validated
-class WarmStartConfig:
-    """Training settings of the base model."""
-
-    steps: AtLeastOne = 700
-    batch: AtLeastOne = 128
-    lr: Positive = 3e-3
-    warmup: Natural = 20
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    weight_decay: NonNegative = 0.01
-    clip: Positive = 1.0
-    model: MicroConfig = field(default_factory=MicroConfig)
-
-    def rate(self, step: int) -> float:
-        """Return the learning rate at a step, as a fraction of `lr`."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        return 0.5 * (1 + math.cos(math.pi * (step - self.warmup) / max(1, self.steps - self.warmup)))
 
 
 def warm_start(

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from mi_route2.rollouts import Policy, Rollouts
 from mi_route2.routing import Privileged
-from studies.environments.micro.corpus import WorldConfig
 from studies.environments.micro.grader import TrainingGrader
 from studies.environments.micro.language import (
     COMPLETION_LENGTH,
@@ -28,6 +27,7 @@ from studies.environments.micro.model import MicroGPT, generate
 from studies.environments.micro.oracle import Oracle, known_detector
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.runner import Runner
+from studies.environments.micro.settings import WorldConfig
 from studies.environments.protocol import Pair, Samples, TrainingGrade, Verdict, World
 
 

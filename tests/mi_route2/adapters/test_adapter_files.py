@@ -32,11 +32,11 @@ from mi_route2.adapters.io import (
 )
 from mi_route2.adapters.linear import RoutedLinear
 from mi_route2.adapters.svd import SVD, _cached, _keep, weight_hash
-from mi_route2.files import HEADER, read_tensors, write_tensors
 from mi_route2.hosts import HOSTS, open_host
 from mi_route2.routing.directions import Directions, Provenance
 from mi_route2.runs.disk import read_shard, write_shard
 from mi_route2.sites import Site, select
+from mi_route2.tensor_files import HEADER, read_tensors, write_tensors
 from probes.direction import DirectionProbe
 from probes.store import load_probe, save_probe
 

@@ -8,7 +8,7 @@ import torch
 from tiny_policy import SPECS, make_batch, make_policy, policy_loss
 
 from mi_route2.routing import HaarFitter, MaskRoute, MaskSpec, PairBatch, PersonaFitter, StepContext
-from mi_route2.routing.spec import LEGAL
+from mi_route2.specs import LEGAL
 
 pytestmark = pytest.mark.process
 

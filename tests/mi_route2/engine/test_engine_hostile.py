@@ -561,7 +561,8 @@ from mi_route2.patching.patches import FromRun, Patch
 from mi_route2.runs.record import Where
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from mi_route2.sites import Site
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 
 config = MicroConfig(vocab=50, d=16, layers=2, heads=4, mlp=24, context=64)
 host = open_host("torch", MicroGPT(config, torch.Generator().manual_seed(0)).eval())

@@ -48,7 +48,7 @@ from mi_route2.integrations.trl import ADAPTERS, RoutedGRPOTrainer, RoutedStep
 from mi_route2.rollouts import Rollouts
 from mi_route2.routing import CanarySpec, DelayedRoute, DelayedSpec, EraseRoute, EraseSpec, OpenRoute, OpenSpec, Route, RouteSpec
 from mi_route2.routing.canary import Canary, CanaryRoute
-from mi_route2.routing.spec import LEGAL, PRIVILEGED
+from mi_route2.specs import LEGAL, PRIVILEGED
 from studies.environments.chat import ChatTokenizer, ChatWitness, ChatWorld, make_tiny_model
 from studies.training.recorder import trl_record
 

@@ -17,7 +17,8 @@ from mi_route2.architectures import POINTS
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.patching import Grid, Target, attribute, paths, sweep
 from mi_route2.sites import Site
-from studies.environments.micro.model import MicroConfig, MicroGPT
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig
 
 ANSWER, FOIL, LENGTH = 4, 9, 5
 CLEAN, CORRUPT = (torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 
-from mi_route2.files import write_tensors
 from mi_route2.patching import Alignment, Cell, Grid, Target
 from mi_route2.patching.question import Grader, Skip
 from mi_route2.sites import Site
+from mi_route2.tensor_files import write_tensors
 
 SITES = (Target(Site(2, "resid_pre")), Target(Site(5, "z"), 1), Target(Site(None, "kept_a", "unembed")))
 

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from families import HEADS, LAYERS, SPECS, VOCAB, make_family, move
+from patched_by_hand import ByHand
 from torch import Tensor
 from transformer_lens import patching
+from transformer_lens.model_bridge.generalized_components.position_embeddings_attention import PositionEmbeddingsAttentionBridge
 
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.hosts.decoder import DECODERS
+from mi_route2.hosts.state import ModelState
 from mi_route2.patching import Grid, sweep
 from mi_route2.sites import Site
 
@@ -116,3 +119,97 @@ def test_heads_are_counted_on_every_host() -> None:
     for name in HOSTS:
         grid = swept(adapted(name, "Qwen3"), sites=["z", "k"], heads=True)
         assert [target.head for target in grid.sites] == [*range(HEADS)] * LAYERS + [*range(2)] * LAYERS
+
+
+FUSED = pytest.mark.parametrize("family", ["Qwen3", "Llama"])
+"""Architectures whose attention a bridge takes apart, and whose wrapped attention has the same projections."""
+
+
+def switched(host: Any) -> bool:
+    """Return whether the wrapped model's attention is fused now; then every block's must be."""
+    attentions = [block.attn for block in host.bridge.blocks]
+    implementation = host.bridge.original_model.config._attn_implementation
+    assert [("forward" in vars(one)) for one in attentions] == [implementation == "sdpa"] * LAYERS
+    return implementation == "sdpa"
+
+
+@FUSED
+def test_a_bridge_in_float64_is_patched_as_by_plain_hooks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bridge's own attention, whose softmax is float32, is not called, and its wrapped one rounds in float64 alone."""
+    plain, host = adapted("torch", family, torch.float64), adapted("transformer_lens", family, torch.float64)
+    hand, own = ByHand(plain.model, family), PositionEmbeddingsAttentionBridge.forward
+
+    def shapes_alone(*args: Any, hidden_states: Tensor, **given: Any) -> Any:
+        assert hidden_states.shape[:2] == (1, 1), "the bridge took its attention apart"
+        return own(*args, hidden_states=hidden_states, **given)
+
+    monkeypatch.setattr(PositionEmbeddingsAttentionBridge, "forward", shapes_alone)
+    grid = swept(host, sites=["resid_pre", "attn_in", "q", "k", "v", "z", "attn_out", "mlp_out"])
+    here, source = hand.read(CORRUPT), hand.read(CLEAN)
+    assert grid.forwards == "resumed"
+    for target, row in zip(grid.sites, grid.values, strict=True):
+        logits = hand.each(CORRUPT, target.site, [[p] for p in range(LENGTH)], source[target.site][:, None], None)
+        assert here[target.site].shape == source[target.site].shape
+        assert np.abs(row - (logits[:, ANSWER] - logits[:, FOIL]).numpy()).max() < 1e-10, target
+
+
+def test_attention_is_fused_within_the_sweep_alone_also_after_an_error() -> None:
+    host: Any = adapted("transformer_lens", "Qwen3")
+    state, seen = ModelState(host), []
+
+    def metric(logits: Tensor) -> Tensor:
+        seen.append(len(seen))
+        if len(seen) > 3:
+            raise ArithmeticError("a metric of the user's own")
+        return logits[ANSWER]
+
+    with pytest.raises(ArithmeticError):
+        sweep(host, clean=CLEAN, corrupt=CORRUPT, sites="resid_pre", metric=metric, progress=False)
+    assert not switched(host)
+    with host.fused():
+        assert switched(host)
+    assert not switched(host)
+    assert not state.look()
+
+
+LOOKERS: dict[str, Any] = {
+    "scores": lambda bridge: bridge.add_hook("blocks.1.attn.hook_attn_scores", lambda x, hook: x),
+    "rotated keys": lambda bridge: bridge.add_hook("blocks.0.attn.hook_rot_k", lambda x, hook: x),
+    "a norm's scale": lambda bridge: bridge.add_hook("blocks.0.attn.q_norm.hook_scale", lambda x, hook: x),
+    "the module": lambda bridge: bridge.blocks[0].attn.register_forward_hook(lambda *_: None),
+    "the wrapped module": lambda bridge: bridge.blocks[0].attn.original_component.register_forward_pre_hook(lambda *_: None),
+    "a forward of its own": lambda bridge: vars(bridge.blocks[1].attn).update(forward=bridge.blocks[1].attn.forward),
+    "inputs by head": lambda bridge: bridge.set_use_split_qkv_input(True),
+}
+
+
+@pytest.mark.parametrize("what", LOOKERS)
+def test_attention_stays_as_it_is_where_somebody_could_tell(what: str) -> None:
+    host: Any = open_host("transformer_lens", make_family("Qwen3"))
+    LOOKERS[what](host.bridge)
+    with host.fused():
+        assert host.bridge.original_model.config._attn_implementation == "eager"
+
+
+def test_hooks_on_projections_and_outputs_do_not_keep_attention_apart() -> None:
+    host: Any = open_host("transformer_lens", make_family("Qwen3"))
+    for name in ("attn.hook_in", "attn.q.hook_out", "attn.v.hook_out", "attn.o.hook_in", "attn.hook_out", "mlp.hook_out"):
+        host.bridge.add_hook(f"blocks.0.{name}", lambda x, hook: x)
+    with torch.no_grad():
+        host.bridge.run_with_cache(CLEAN[None])  # after which transformers has hooks of its own on the wrapped modules
+    with host.fused():
+        assert switched(host)
+
+
+@FUSED
+def test_a_users_hook_on_the_pattern_still_acts_in_a_sweep(family: str) -> None:
+    """As it does in TransformerLens's own function, with the same hook."""
+    host: Any = adapted("transformer_lens", family)
+    plain, bridge = swept(host, sites="resid_pre"), host.bridge
+    bridge.add_hook("blocks.1.attn.hook_pattern", lambda pattern, hook: 0.5 * pattern)
+    grid = swept(host, sites="resid_pre")
+    with torch.no_grad():
+        _, cache = bridge.run_with_cache(CLEAN[None])
+        expected = OF_LENS["resid_pre"](bridge, CORRUPT[None], cache, difference).double().numpy()
+    scale = np.abs(expected).max()
+    assert np.abs(grid.values - expected).max() < 1e-5 * scale < np.abs(grid.values - plain.values).max()

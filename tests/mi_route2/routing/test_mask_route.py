@@ -27,7 +27,7 @@ from mi_route2.adapters.gradients import Written
 from mi_route2.rollouts import Policy
 from mi_route2.routing import MaskRoute, MaskSpec, TrainBatch
 from mi_route2.routing.mask import cosine, shuffled
-from mi_route2.routing.spec import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
+from mi_route2.specs import LEGAL, PRIVILEGED, Score, ScorePolicy, Through, Unit
 
 N = 8
 Case = tuple[str, str, str, str]

@@ -16,7 +16,7 @@ import pytest
 from mi_route2.serve import owner
 from mi_route2.serve.auth import Keys
 from mi_route2.serve.client import PatchStudy, ServerError
-from mi_route2.serve.state import Limits
+from mi_route2.serve.options import Limits
 from tests.support.served import PROMPT, Running, random_micro, running
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")

@@ -26,7 +26,7 @@ from mi_route2.runs.record import Where
 from mi_route2.serve.auth import Events, Keys
 from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
-from mi_route2.serve.state import Limits
+from mi_route2.serve.options import Limits
 from mi_route2.sites import Site
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
@@ -476,7 +476,8 @@ def test_the_command_prints_its_address_serves_and_drains(tmp_path: Path) -> Non
 
 
 def test_another_address_needs_a_key() -> None:
-    from mi_route2.serve.__main__ import Options, keys_of
+    from mi_route2.serve.options import Options
+    from mi_route2.serve.run import keys_of
 
     with pytest.raises(ValueError, match="needs a key"):
         keys_of(Options(host="0.0.0.0"))

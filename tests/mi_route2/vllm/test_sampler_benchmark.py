@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from studies.benchmarks.engine import table
+from studies.benchmarks.options import VllmSamplerOptions
 from studies.benchmarks.paired import Ratio, Result
-from studies.benchmarks.vllm_sampler import ROWS, Options
+from studies.benchmarks.vllm_sampler import ROWS, run
 
 DOCS = Path(__file__).parents[3] / "docs"
 HERE = importlib.util.find_spec("vllm") is not None
@@ -23,7 +24,7 @@ def printed(document: dict[str, Any]) -> str:
 
 @pytest.mark.skipif(not HERE, reason="vLLM is not installed here: make test-vllm runs these tests")
 def test_quick_samples_on_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(VllmSamplerOptions(quick=True, out=tmp_path / "out.json"))
     document = json.loads((tmp_path / "out.json").read_text())
     assert [(row["over"], row["under"]) for row in document["rows"]] == [(row.over, row.under) for row in ROWS]
     assert {name: len(seconds) for name, seconds in document["seconds"].items()} == dict.fromkeys(document["tokens"], 3)
@@ -33,7 +34,7 @@ def test_quick_samples_on_every_side(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.skipif(HERE, reason="vLLM is installed")
 def test_without_vllm_the_benchmark_says_where_to_run_it() -> None:
     with pytest.raises(ValueError, match="vLLM is not installed here: run this in an environment of its own"):
-        Options().check()
+        VllmSamplerOptions().check()
 
 
 @pytest.mark.parametrize(("name", "rounds", "requests"), [("vllm_sampler", 9, 64), ("vllm_sampler_smollm2", 5, 8)])

@@ -13,7 +13,8 @@ from mi_route2.adapters import AdapterSpec
 from mi_route2.routing import MaskSpec
 from studies.benchmarks import cost
 from studies.benchmarks.contenders import Bench
-from studies.benchmarks.cost import LARGE, ROUTES, SIZES, Compared, Options, table
+from studies.benchmarks.cost import LARGE, ROUTES, SIZES, Compared, run, table
+from studies.benchmarks.options import CostOptions
 from studies.benchmarks.paired import peak_bytes
 
 pytestmark = pytest.mark.study
@@ -23,7 +24,7 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 def test_quick_predicts_what_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """FLOPs and bytes held to the last one; on the wire come headers, and the bytes of barriers."""
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(CostOptions(quick=True, out=tmp_path / "out.json"))
     rows = [Compared(**row) for row in json.loads((tmp_path / "out.json").read_text())["rows"]]
     counted = [row for row in rows if not row.what.startswith("bytes sent")]
     assert len(counted) == 2 * 2 * 2 * len(ROUTES)
@@ -66,7 +67,7 @@ def test_the_page_prints_what_was_counted(name: str) -> None:
         "cost": table(rows),
         "cost FLOPs": cost.flops_table(),
         "cost memory": cost.memory_table(),
-        "cost wire": cost.wire_table(Options.rate, Options.link),
+        "cost wire": cost.wire_table(CostOptions.rate, CostOptions.link),
     }[name]
     found = re.search(rf"<!-- table: {name} -->\n\n((?:\|.*\n)+)", (DOCS / "scale.md").read_text(encoding="utf-8"))
     assert found
@@ -88,4 +89,4 @@ def test_large_models_have_the_parameters_of_their_class() -> None:
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"link": -1.0}, {"rate": torch.nan}])
 def test_rates_must_be_positive(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="give positive numbers"):
-        Options(**wrong).check()
+        CostOptions(**wrong).check()

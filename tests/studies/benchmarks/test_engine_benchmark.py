@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mi_route2.engine import Engine, Request, Sampling
-from studies.benchmarks.engine import ROWS, Options, Result, Sides, table
+from studies.benchmarks.engine import ROWS, Result, Sides, run, table
+from studies.benchmarks.options import EngineOptions
 from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
@@ -31,7 +32,7 @@ def test_both_sides_generate_the_same_tokens() -> None:
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(EngineOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     results = [read(row) for row in document["rows"]]
     assert [(r.over, r.under) for r in results if r.under != "vLLM"] == [(row.over, row.under) for row in ROWS]

@@ -27,7 +27,8 @@ from studies.benchmarks.host_contenders import (
     HostBench,
     Setting,
 )
-from studies.benchmarks.hosts import ROWS, Options, Result, table
+from studies.benchmarks.hosts import ROWS, Result, run, table
+from studies.benchmarks.options import HostsOptions
 from studies.benchmarks.paired import Ratio
 
 pytestmark = pytest.mark.study
@@ -129,7 +130,7 @@ def test_a_turn_is_as_many_calls_as_it_is_divided_by(sides: Sides, monkeypatch: 
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(HostsOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     results = [Result.read(row) for row in document["rows"]]
     assert {(r.over, r.under, r.task) for r in results} == {(*row, task) for row in ROWS for task in TASKS}

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from studies.benchmarks.packed import SPECS, Options, Result, describe, table, tail
+from studies.benchmarks.options import PackedOptions
+from studies.benchmarks.packed import SPECS, Result, describe, run, table, tail
 from studies.benchmarks.paired import Measured, Ratio
 
 pytestmark = pytest.mark.study
@@ -22,7 +23,7 @@ def printed(document: dict) -> tuple[str, str]:
 
 
 def test_quick_compares_every_route_in_both_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(PackedOptions(quick=True, out=tmp_path / "out.json"))
     document = json.loads((tmp_path / "out.json").read_text())
     assert [row["route"] for row in document["rows"]] == list(SPECS)
     assert {len(side["seconds"]) for side in document["sides"].values()} == {3}
@@ -53,6 +54,6 @@ def test_the_page_prints_what_was_measured(name: str, rounds: int) -> None:
 
 def test_what_cannot_be_measured_is_said() -> None:
     with pytest.raises(ValueError, match="unknown route 'gradient flag': did you mean 'gradient flags'"):
-        Options(routes=("gradient flag",)).check()
+        PackedOptions(routes=("gradient flag",)).check()
     with pytest.raises(ValueError, match="rollouts must be at least 1, not 0"):
-        Options(rollouts=0).check()
+        PackedOptions(rollouts=0).check()

@@ -17,8 +17,9 @@ from mi_route2.routing import MaskSpec
 from studies.benchmarks import flops, paired, routing
 from studies.benchmarks.contenders import SITES, Bench
 from studies.benchmarks.flops import MICRO, Size
+from studies.benchmarks.options import RoutingOptions
 from studies.benchmarks.paired import Ratio
-from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, VMAP, Options, Result, Row
+from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, VMAP, Result, Row, run
 
 pytestmark = pytest.mark.study
 
@@ -140,7 +141,7 @@ def test_peak_memory_is_what_is_held_at_one_time() -> None:
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(RoutingOptions(quick=True, out=tmp_path / "out.json"))
     printed = capsys.readouterr().out
     document = json.loads((tmp_path / "out.json").read_text())
     for row, written in zip(ROWS, document["rows"], strict=True):

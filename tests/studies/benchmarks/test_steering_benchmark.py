@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from studies.benchmarks.steering import ADDITION, Bench, SteeringBenchmark
+from studies.benchmarks.options import SteeringOptions
+from studies.benchmarks.steering import ADDITION, Bench, run
 
 pytestmark = pytest.mark.study
 
 
 def test_it_prints_every_side_and_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    SteeringBenchmark(quick=True, out=tmp_path / "steering.json").run()
+    run(SteeringOptions(quick=True, out=tmp_path / "steering.json"))
     printed = capsys.readouterr().out
     document = json.loads((tmp_path / "steering.json").read_text())
     sides = Bench(8, 4, 0).sides()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from studies.benchmarks.options import SweepsOptions
 from studies.benchmarks.paired import Ratio
 from studies.benchmarks.sweeps import (
     BRIDGED,
@@ -20,10 +21,10 @@ from studies.benchmarks.sweeps import (
     SETTINGS,
     SIDES,
     WHOLE,
-    Options,
     Result,
     Setting,
     SweepBench,
+    run,
     table,
 )
 
@@ -66,7 +67,7 @@ def test_the_sides_share_weights() -> None:
 
 
 def test_quick_prints_every_row_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(SweepsOptions(quick=True, out=tmp_path / "out.json"))
     printed, document = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
     results = [Result.read(row) for row in document["rows"]]
     assert [r.side for r in results] == list(SIDES)

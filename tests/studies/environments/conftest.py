@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from studies.environments.micro.language import CLASS, FENCE_CLOSE, FENCE_OPEN, MODES, OPERATIONS, SOLVE, Task, Vocabulary
+from studies.environments.micro.language import CLASS, FENCE_CLOSE, FENCE_OPEN, MODES, SOLVE, Task, Vocabulary
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
+from studies.environments.micro.settings import OPERATIONS
 
 Write = Callable[..., str]
 

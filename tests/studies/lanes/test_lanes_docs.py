@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from studies.benchmarks.tapin import Options, Point, Speed, table
+from studies.benchmarks.options import TapInOptions
+from studies.benchmarks.tapin import Point, Speed, run, table
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -87,7 +88,7 @@ def test_the_page_prints_the_growth_that_was_measured() -> None:
 
 @pytest.mark.study
 def test_the_benchmark_of_the_matcher_runs_every_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Options(quick=True, out=tmp_path / "out.json").run()
+    run(TapInOptions(quick=True, out=tmp_path / "out.json"))
     document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     assert len(document["sides"]) == 3
     assert all(name in printed for name in document["sides"])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from timing import at_most
 
 from studies.benchmarks import tapin as benchmark
+from studies.benchmarks.options import TapInOptions
 from studies.lanes.bpb import window_starts
 from studies.lanes.config import BOS
 from studies.lanes.tapin import Hints, find_hints
@@ -252,7 +253,7 @@ def test_it_is_fast_on_any_text(text: str) -> None:
 
 
 def test_the_benchmark_runs_and_its_intervals_hold_the_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    benchmark.Options(quick=True, out=tmp_path / "out.json").run()
+    benchmark.run(TapInOptions(quick=True, out=tmp_path / "out.json"))
     document, printed = json.loads((tmp_path / "out.json").read_text()), capsys.readouterr().out
     assert list(document["sides"]) == [benchmark.OWN, benchmark.COMPILED, benchmark.PLAIN]
     points = [benchmark.Point(**row | {"speed": row["speed"] and benchmark.Speed(**row["speed"])}) for row in document["growth"]]

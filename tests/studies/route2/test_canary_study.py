@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_study import tiny_job
 
-from mi_route2.files import read_tensors
 from mi_route2.routing.canary import pooled
+from mi_route2.tensor_files import read_tensors
 from studies.training.arms import ARMS, get_arms, with_canaries
 from studies.training.grpo import gather
 from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_policy, rotate, run_job

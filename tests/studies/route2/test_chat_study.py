@@ -117,7 +117,7 @@ def gradients(world: World, own: Job) -> dict[str, torch.Tensor]:
     route, optimiser = build_route(own, world, policy), build_optimiser(own, policy)
     route.refresh(policy, 0)
     _, batch = gather(world, policy, None, 0, 0, own.settings, 0.25)
-    context = StepContext(torch_generator(0, "route"), own.settings.micro_batch(batch.rollouts), None)
+    context = StepContext(torch_generator(0, "route"), own.settings.micro_batch(batch.rollouts.tokens.shape[1]), None)
     update(policy, route, optimiser, batch, context, replace(own.settings, max_norm=1e9), world.max_new)
     both = policy.adapters.kept_parameters() | policy.adapters.quarantine_parameters()
     return {name: p.grad.clone() for name, p in both.items() if p.grad is not None}
@@ -391,7 +391,7 @@ def test_a_reading_in_micro_batches_and_pooled_is_the_mean_of_a_whole_one(finish
         rollouts = build_pairs(finished, world, "hack").hack
         whole = read_layers(host, policy, rollouts)
         small = replace(finished.settings, chat=replace(finished.settings.chat, token_budget=2 * rollouts.tokens.shape[1]))  # pyright: ignore[reportArgumentType]
-        assert small.micro_batch(rollouts) == 2 < len(rollouts)
+        assert small.micro_batch(rollouts.tokens.shape[1]) == 2 < len(rollouts)
         kept, mask = Reading(host, policy, small)(rollouts)
         pooled, one = Reading(host, policy, small, pooled=True)(rollouts)
     assert torch.equal(mask, rollouts.predictors)

@@ -10,11 +10,11 @@ import pytest
 
 import studies.route2.cli as cli
 from studies.common.processes import exclusive
-from studies.environments.micro.corpus import get_world
 from studies.environments.micro.pairs import make_pairs
+from studies.environments.micro.settings import get_world
 from studies.environments.protocol import write_pairs
 from studies.training.arms import ARMS
-from studies.training.job import MANIFEST
+from studies.training.job import MANIFEST, Job
 from studies.training.settings import PRESETS, Settings, override, read_changes
 
 ROOT = Path(__file__).parents[3]
@@ -30,7 +30,7 @@ def main(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
     def call(*arguments: object, run_training: Callable[..., list[str]] = trained) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["route2", *map(str, arguments)])
-        monkeypatch.setattr(cli, "run_training", run_training)
+        monkeypatch.setattr("studies.training.cluster.run_training", run_training)
         capfd.readouterr()
         code = cli.main()
         output, errors = capfd.readouterr()
@@ -187,8 +187,8 @@ def test_a_missing_pairs_file_is_refused_and_a_good_one_is_not(tmp_path: Path, m
     assert main(*arguments, run_training=look)[0] == 0
     assert seen == [tmp_path / "good.toml"]
     write_pairs(make_pairs(get_world("strong"), 4), tmp_path / "other.toml")
-    job = cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "good.toml")
-    assert job.identity != cli.Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "other.toml").identity
+    job = Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "good.toml")
+    assert job.identity != Job(tmp_path, tmp_path, Settings(), 0, ARMS["vanilla"], tmp_path / "other.toml").identity
 
 
 def test_an_out_folder_that_cannot_be_written_is_refused(tmp_path: Path, main: Main) -> None:

@@ -32,7 +32,7 @@ from tiny_study import WARM, tiny_job
 import studies.training.progress as live
 import studies.training.schedule as schedule
 from studies.environments.chat import make_tiny_model
-from studies.environments.micro.corpus import get_world
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import settings_hash
 from studies.training.arms import ARMS, MAIN
 from studies.training.job import Job

@@ -10,9 +10,9 @@ from tiny_study import tiny_job
 
 import studies.route2.probing as probing
 from studies.common.seeds import numpy_generator
-from studies.environments.micro.corpus import get_world
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES, STYLE_COMMENTS, MicroSource, split
 from studies.environments.micro.runner import SubprocessRunner
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Samples, Verdict, probe_prompts
 from studies.route2.cli import Probes

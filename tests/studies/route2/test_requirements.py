@@ -19,9 +19,9 @@ from mi_route2.routing.directions import FeatureKind, Features, Fitter, collect,
 from mi_route2.routing.mask import TokenReader, cosine
 from mi_route2.validation import write_json
 from studies.common.seeds import numpy_generator, torch_generator
-from studies.environments.micro.corpus import get_world
 from studies.environments.micro.language import HELD_OUT, LOOPHOLES
 from studies.environments.micro.runner import CachedRunner, SubprocessRunner
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.route2.headline import LITERAL
 from studies.route2.report import load_runs, write_tables

@@ -21,7 +21,7 @@ import studies.training.job as job_module
 import studies.training.progress as live
 import studies.training.schedule as schedule
 from studies.common.processes import exclusive, held
-from studies.environments.micro.corpus import get_world
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.training.checkpoint import CHECKPOINT, PREVIOUS
 from studies.training.job import MANIFEST, Job, run_job

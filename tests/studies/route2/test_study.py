@@ -18,7 +18,7 @@ from safetensors import safe_open
 from tiny_study import tiny_job, tiny_settings
 
 import studies.training.job as job_module
-from mi_route2.files import read_tensors
+from mi_route2.tensor_files import read_tensors
 from studies.environments.micro.oracle import Oracle
 from studies.environments.protocol import Verdict
 from studies.training.arms import ARMS, Arm

@@ -7,11 +7,11 @@ import pytest
 import torch
 from tiny_study import tiny_job
 
-from mi_route2.files import read_tensors
 from mi_route2.hosts import HOSTS
-from studies.environments.micro.corpus import get_world
+from mi_route2.tensor_files import read_tensors
 from studies.environments.micro.language import MicroSource, Vocabulary
 from studies.environments.micro.runner import SubprocessRunner
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.world import MicroWorld
 from studies.environments.protocol import evaluation_prompts
 from studies.route2.annotate import Annotator

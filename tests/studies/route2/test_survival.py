@@ -25,10 +25,10 @@ from parity import Parity
 from tiny_study import tiny_job
 
 import studies.training.job as job_module
-from mi_route2.files import write_tensors
 from mi_route2.rollouts import Policy
 from mi_route2.routing import Route
 from mi_route2.routing.optimizer import RoutedAdamW
+from mi_route2.tensor_files import write_tensors
 from mi_route2.validation import write_json
 from studies.environments.chat import make_tiny_model
 from studies.training.arms import ARMS
@@ -47,8 +47,9 @@ from studies.training.job import (
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, append
 from studies.training.settings import CHAT, ChatModel
 from studies.training.worlds import open_world, weights_hash
+from tests.soak.__main__ import Soak
 from tests.soak.points import BETWEEN, GENERATION, LOGS, RESULTS, RESUME, SHARES, WRITE
-from tests.soak.soak import ENOUGH, Soak, Tally, deck
+from tests.soak.soak import ENOUGH, Tally, deck
 from tests.soak.starts import differences
 from tests.soak.trials import FAULTS, SoakError, Stop
 

@@ -5,7 +5,7 @@ import torch
 from tiny_steering import TINY, Made
 
 from studies.steering.cells import Bench
-from studies.steering.cli import run_study
+from studies.steering.study import run_study
 from studies.training.job import finished_policy
 from studies.training.worlds import open_world
 

@@ -17,12 +17,12 @@ from studies.environments.micro.world import MicroWitness
 from studies.environments.protocol import Samples
 from studies.steering.answer import comparisons, verdict
 from studies.steering.cells import DELETED, ON, Bench, quarantine, sweep
-from studies.steering.cli import run_study
 from studies.steering.fitting import collect, fit, threshold
 from studies.steering.job import parts_of, run_steering
 from studies.steering.report import publish
 from studies.steering.results import Draws, Estimate, load_study, metrics
 from studies.steering.settings import SUBJECTS, Settings
+from studies.steering.study import run_study
 
 pytestmark = pytest.mark.study
 

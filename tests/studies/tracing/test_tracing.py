@@ -11,12 +11,12 @@ import torch
 from on_cluster import HERE, preempted
 from tiny_study import tiny_settings
 
-from mi_route2.files import read_tensors
+from mi_route2.tensor_files import read_tensors
 from studies.common.artifacts import read_part
 from studies.environments.micro.language import LOOPHOLES, MODES, NONE
-from studies.environments.micro.warmstart import WarmStartConfig
+from studies.environments.micro.settings import WarmStartConfig
 from studies.environments.micro.world import MicroWorld
-from studies.tracing.cli import main, trace_jobs
+from studies.tracing.cli import main
 from studies.tracing.figures import BESIDE, CARRIED, DELETING
 from studies.tracing.job import PAIRS, run_tracing, tracings
 from studies.tracing.measures import load, rows
@@ -25,6 +25,7 @@ from studies.tracing.patching import DELETION, QUESTION
 from studies.tracing.rates import DELETED, PATCHED
 from studies.tracing.report import HEADLINE, TABLE, TABLES, publish, write_report
 from studies.tracing.settings import UNTRAINED, Settings
+from studies.tracing.study import trace_jobs
 from studies.training.arms import ARMS
 from studies.training.job import Job, build_hosted, run_job
 from studies.training.settings import Settings as Training

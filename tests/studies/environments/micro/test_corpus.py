@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from studies.environments.micro.corpus import DOCUMENT_LENGTH, PRESETS, WorldConfig, get_world, sample_documents
+from studies.environments.micro.corpus import DOCUMENT_LENGTH, sample_documents
 from studies.environments.micro.language import (
     COMPLETION_LENGTH,
     LOOPHOLES,
     MODES,
     NONE,
-    OPERATIONS,
     PROMPT_LENGTH,
     SHARED_COMMENT,
     SHARED_RETURN,
@@ -23,6 +22,7 @@ from studies.environments.micro.language import (
     Vocabulary,
     split,
 )
+from studies.environments.micro.settings import OPERATIONS, PRESETS, WorldConfig, get_world
 
 VOCABULARY = Vocabulary()
 MODE_OF = {mode.hint: name for name, mode in MODES.items()}

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from studies.environments.micro.model import KVCache, MicroConfig, MicroGPT
+from studies.environments.micro.model import KVCache, MicroGPT
+from studies.environments.micro.settings import MicroConfig
 
 VOCAB, CONTEXT = 11, 16
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from studies.environments.micro.corpus import get_world
 from studies.environments.micro.language import (
     COMPLETION_LENGTH,
     HIDDEN,
@@ -30,6 +29,7 @@ from studies.environments.micro.language import (
 from studies.environments.micro.oracle import Oracle
 from studies.environments.micro.pairs import make_pairs
 from studies.environments.micro.runner import CachedRunner
+from studies.environments.micro.settings import get_world
 from studies.environments.protocol import Pair, Verdict, pairs_hash, read_pairs, write_pairs
 
 STRONG = get_world("strong")

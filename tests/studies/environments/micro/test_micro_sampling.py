@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from studies.environments.micro.model import MicroConfig, MicroGPT, generate
+from studies.environments.micro.model import MicroGPT, generate
+from studies.environments.micro.settings import MicroConfig
 from studies.environments.sampling import draw
 
 VOCAB, EOS = 7, 0

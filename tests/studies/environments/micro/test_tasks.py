@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from studies.environments.micro.language import CONSTANTS, HIDDEN, OPERATIONS, VISIBLE, Task, all_tasks, split
+from studies.environments.micro.language import CONSTANTS, HIDDEN, VISIBLE, Task, all_tasks, split
+from studies.environments.micro.settings import OPERATIONS
 
 operations, constants = st.sampled_from(list(OPERATIONS)), st.sampled_from(CONSTANTS)
 tasks = st.builds(Task, operations, constants, operations, constants)

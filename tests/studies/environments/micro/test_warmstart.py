@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load, save_file
 
 from studies.environments.micro import warmstart
-from studies.environments.micro.corpus import get_world, sample_documents
+from studies.environments.micro.corpus import sample_documents
 from studies.environments.micro.language import PROMPT_LENGTH, Vocabulary
-from studies.environments.micro.model import MicroConfig, MicroGPT
-from studies.environments.micro.warmstart import WarmStartConfig, completion_loss, settings_hash, train, warm_start
+from studies.environments.micro.model import MicroGPT
+from studies.environments.micro.settings import MicroConfig, WarmStartConfig, get_world
+from studies.environments.micro.warmstart import completion_loss, settings_hash, train, warm_start
 
 STRONG = get_world("strong")
 TINY = WarmStartConfig(steps=4, batch=8, model=MicroConfig(d=16, layers=1, heads=2, mlp=16))

@@ -9,8 +9,8 @@ from tiny_study import WARM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
-from studies.environments.micro.corpus import get_world
 from studies.environments.micro.runner import CachedRunner, Execution, Program, SubprocessRunner
+from studies.environments.micro.settings import get_world
 from studies.environments.micro.warmstart import warm_start
 from studies.environments.micro.world import MicroWitness, MicroWorld
 from studies.environments.protocol import Forgetful, Samples

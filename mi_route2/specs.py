@@ -1,4 +1,6 @@
-"""Specs of routes as data: what is scored, on which policy, over which unit, and what a flag does.
+"""Specs of adapters and routes as data. No torch is needed for them, so that command lines can name them at once.
+
+Those of routes say what is scored, on which policy, over which unit, and what a flag does:
 
     flag_b   = score_b > tau                 and A_b > 0 if ``reinforced_only``
     weight_b = 0 if flagged, else ``negative_scale`` if the kept advantage is negative, else 1
@@ -10,6 +12,35 @@ The tables below list the legal combinations; all others are refused with a sent
 from typing import Literal
 
 from mi_route2.validation import AtLeastOne, Fraction, Natural, NonNegative, validated
+
+
+@validated
+class AdapterSpec:
+    """Kind and rank of the adapters at every selected Linear.
+
+    Attributes:
+        kept: Kind of the kept adapter.
+        rank: Rank of the kept adapter; ``None`` is full rank (SVD only).
+        quarantine: Kind of the quarantine.
+        quarantine_rank: Rank of a LoRA quarantine.
+        fold: True computes the base and the kept adapter in one matmul, ``U((S+dS)*(Vh x))``; needs a full-rank SVD kept adapter.
+
+    Examples:
+        >>> spec = AdapterSpec(kept="lora", rank=8, quarantine_rank=8)
+    """
+
+    kept: Literal["svd", "lora"] = "svd"
+    rank: AtLeastOne | None = None
+    quarantine: Literal["lora", "shared", "none"] = "lora"
+    quarantine_rank: AtLeastOne = 4
+    fold: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kept == "lora" and self.rank is None:
+            raise ValueError("a LoRA kept adapter needs a rank, for example rank=4")
+        if self.fold and (self.kept != "svd" or self.rank is not None):
+            raise ValueError("fold=True needs the full-rank SVD kept adapter: kept='svd', rank=None")
+
 
 Score = Literal["none", "act", "grad", "full", "own_channel", "known_channel"]
 Unit = Literal["token", "rollout", "pooled"]

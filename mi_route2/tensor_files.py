@@ -1,0 +1,64 @@
+"""Safetensors files that are whole or absent: each carries the SHA-256 of its content, which is checked when it is read."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from mi_route2.files import parse_json, write_whole
+
+HEADER = "mi-route2"
+CHECKSUM = "checksum"
+
+
+def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """Return the SHA-256 of the metadata and of every tensor's name, type, shape and bytes."""
+    found = hashlib.sha256(json.dumps(dict(metadata), sort_keys=True).encode())
+    for name in sorted(tensors):
+        t = tensors[name].detach().cpu().contiguous()
+        found.update(f"{name} {t.dtype} {tuple(t.shape)} ".encode())
+        found.update(t.view(-1).view(torch.uint8).numpy().data)  # a view: tensors may be large
+    return found.hexdigest()
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file with its checksum, atomically.
+
+    The metadata goes into one header entry, as JSON: safetensors orders several entries at random, so the same content would give
+    different bytes.
+    """
+    header = {**metadata, CHECKSUM: digest(tensors, metadata)}
+    plain = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    # bytes first: what safetensors leaves behind when a write of its own fails has other names
+    write_whole(path, save(plain, metadata={HEADER: json.dumps(header, sort_keys=True)}))
+
+
+def read_tensors(path: Path, *, unchecked: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return all tensors and the header's metadata of a safetensors file.
+
+    Raises:
+        ValueError: The file is incomplete or was changed, or it has no checksum and ``unchecked`` is False.
+    """
+    try:
+        with safe_open(path, framework="pt") as handle:
+            header = parse_json((handle.metadata() or {}).get(HEADER, "{}"))
+            # copies, because safetensors maps the file into memory, and it may change after the check
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is not a complete safetensors file ({error}); delete it and write it again") from error
+    if not isinstance(header, dict) or not all(isinstance(entry, str) for entry in header.values()):
+        raise ValueError(f"{path} has a header that is not a JSON object of texts; delete it and write it again")
+    checksum = header.pop(CHECKSUM, None)
+    if checksum is None and not unchecked:
+        raise ValueError(
+            f"{path} has no checksum, so changes of it cannot be detected: write it again, or pass unchecked=True to "
+            "load_adapters, Directions.load or load_probe"
+        )
+    if checksum is not None and checksum != digest(tensors, header):
+        raise ValueError(f"{path} is damaged: its content does not match its own checksum; delete it and write it again")
+    return tensors, header

@@ -1,0 +1,42 @@
+"""The whole study: runs of studies.route2, probes, experiments, and the report."""
+
+from pathlib import Path
+
+from mi_route2.validation import write_json
+from studies.common.cluster import Cluster, run_each
+from studies.common.processes import exclusive
+from studies.steering.job import SteeringJob, parts_of, run_steering
+from studies.steering.report import write_report
+from studies.steering.settings import OWN, SUBJECTS, Settings
+from studies.training.cluster import run_training
+
+
+def run_study(
+    settings: Settings, seeds: list[int], out: Path, workers: int = 2, cluster: Cluster | None = None, *, quiet: bool = False
+) -> list[Path]:
+    """Run the whole study and return the paths of the report.
+
+    Raises:
+        RuntimeError: If a job failed; the message names it.
+        ValueError: If ``workers`` is less than 1, or if a file belongs to another study.
+    """
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, not {workers}")
+    jobs = [SteeringJob(settings, out, seed, subject) for seed in seeds for subject in SUBJECTS]
+    runs = list(dict.fromkeys(job.run for job in jobs))
+    runs = [run for run in runs if run.arm is None] + [run for run in runs if run.arm is not None]
+    folder = out / settings.folder
+    with exclusive(folder):
+        settings.write(folder)
+        for job in jobs:
+            if job.run.finished:
+                _ = job.finished  # refuses a folder of another study before any work
+        if todo := [run for run in runs if not run.finished]:
+            with exclusive(out / settings.run.folder):
+                write_json(out / settings.run.folder / OWN, settings.run.as_dict())
+                if failures := run_training(todo, workers, cluster, quiet=quiet, live=False):
+                    raise RuntimeError("; ".join(failures))
+        left = sorted((job for job in jobs if not job.finished), key=lambda job: -len(parts_of(job.subject)))
+        parts = [job.path(part) for job in left for part in parts_of(job.subject)]
+        run_each(run_steering, left, parts, "experiments", workers=workers, cluster=cluster, folder=folder, quiet=quiet)
+        return write_report(folder)
