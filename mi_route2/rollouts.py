@@ -139,10 +139,12 @@ def vocabulary(model: nn.Module) -> int | None:
 
 
 def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
-    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included.
+    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included, or of a type for no embedding.
 
     On a GPU such an id would end the process with a device-side assertion.
     """
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {tokens.dtype}, which no embedding takes: give .long() of them")
     size = vocabulary(model)
     if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
         wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()

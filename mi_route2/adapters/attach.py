@@ -234,6 +234,7 @@ class Adapters:
         return self._board.stack
 
     @stack.setter
+    @checked
     def stack(self, on: bool) -> None:
         if on and (self.spec.kept, self.spec.quarantine) != ("lora", "lora"):
             raise ValueError(

@@ -237,6 +237,7 @@ class Host(ABC):
         """Return the layer indices of the model's blocks."""
         return range(len({name.split(".")[1] for name in self.linears() if name.startswith("blocks.")}))
 
+    @checked
     def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
         """Return the sites, among ``known`` or all, that ``name`` selects (see ``Names``); ``KeyError`` with the nearest names."""
         known = self.sites() if known is None else known

@@ -84,6 +84,7 @@ class Canary:
         self.policy, self._checkpoints = policy, tuple(checkpoints)
 
     @staticmethod
+    @checked
     def from_pretrained(model: nn.Module, folders: Sequence[Path | str]) -> "Canary":
         """Return the canary whose checkpoints are adapter folders that ``save_pretrained`` wrote.
 
@@ -98,6 +99,8 @@ class Canary:
         Examples:
             >>> canary = Canary.from_pretrained(copy.deepcopy(model), ["canary/step-20", "canary/step-40"])
         """
+        if isinstance(folders, str):
+            raise TypeError(f"folders is the text {folders!r:.60}: give a list, as [{folders!r:.60}]")
         if not folders:
             raise ValueError("a canary needs at least one checkpoint of its kept adapter: give its folder")
         adapters = from_pretrained(model, folders[0])
@@ -177,9 +180,10 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
         ValueError: The canary does not return one finite number per canary, rollout and predictor.
     """
     given, predictors = ratios(rollouts), rollouts.predictors
-    if given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
+    if not isinstance(given, Tensor) or given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
         raise ValueError(
-            f"the canary returned {list(given.shape)} for tokens {list(predictors.shape)}: return log-ratios [k b s], k canaries"
+            f"the canary returned {list(given.shape) if isinstance(given, Tensor) else type(given).__name__} for tokens "
+            f"{list(predictors.shape)}: return log-ratios [k b s], k canaries"
         )
     if not torch.isfinite(given[:, predictors]).all():
         raise ValueError("the canary returned NaN or infinity: it gives no probability to a token, so it cannot judge the rollout")
@@ -188,6 +192,12 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
     counted = predictors.sum(1).clamp_max(given.shape[2] if top is None else top)
     chosen = torch.arange(given.shape[2], device=given.device) < counted[:, None]
     return torch.where(chosen, largest, torch.zeros_like(largest)).sum(2) / counted.clamp_min(1)
+
+
+def _demand_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, or None for all, not {size}")
 
 
 @checked
@@ -202,8 +212,10 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
         micro: Rollouts that are scored at one time; all if not given.
 
     Raises:
-        ValueError: A quantile that is no share, too few samples for it, or a canary that cannot tell one sample from another.
+        ValueError: A quantile that is no share, too few samples for it, a size below 1, or a canary that cannot tell one sample
+            from another.
     """
+    _demand_sizes(top=top, micro=micro)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
@@ -234,6 +246,7 @@ class _CanaryStep:
         return replace(self._step.finish(reduce), scores=self._scores)
 
 
+@checked
 class CanaryRoute(OneCall):
     """Route by a canary; see the module's equations.
 
@@ -253,10 +266,12 @@ class CanaryRoute(OneCall):
     """
 
     def __init__(self, spec: CanarySpec, ratios: Ratios | None, samples: Rollouts, *, micro: int | None = None):
+        _demand_sizes(micro=micro)
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
         self.monitor: Monitor | None = None
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
         every = self.spec.refresh_every
@@ -269,6 +284,7 @@ class CanaryRoute(OneCall):
             self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self.spec.top, self._micro)
         return None
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         if self.monitor is None:
@@ -284,6 +300,7 @@ class CanaryRoute(OneCall):
         )
         return _CanaryStep(route.begin(policy, batch, context), scores)
 
+    @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
 
