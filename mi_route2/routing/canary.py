@@ -22,7 +22,8 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,24 +114,39 @@ class Canary:
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b s"]:
         adapters = self.policy.adapters
-        with adapters.reference():
-            base = self.policy.logprobs(rollouts)
-        ratios = []
-        for checkpoint in self._checkpoints:
-            for name, tensor in adapters.tensors(quarantine=False).items():
-                tensor.copy_(checkpoint[name])
-            with adapters.deployed():
-                ratios.append(self.policy.logprobs(rollouts) - base)
+        with still(self.policy.model):
+            with adapters.reference():
+                base = self.policy.logprobs(rollouts)
+            ratios = []
+            for checkpoint in self._checkpoints:
+                for name, tensor in adapters.tensors(quarantine=False).items():
+                    tensor.copy_(checkpoint[name])
+                with adapters.deployed():
+                    ratios.append(self.policy.logprobs(rollouts) - base)
         return torch.stack(ratios)
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """Context: nothing is dropped at random, so that two passes differ by the adapters alone."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
 def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
     """Return the log-ratio of ``policy`` without its quarantine to its base."""
-    with policy.adapters.deployed():
-        deployed = policy.logprobs(rollouts)
-    with policy.adapters.reference():
-        return deployed - policy.logprobs(rollouts)
+    with still(policy.model):
+        with policy.adapters.deployed():
+            deployed = policy.logprobs(rollouts)
+        with policy.adapters.reference():
+            return deployed - policy.logprobs(rollouts)
 
 
 def quarantine_ratios(policy: Policy) -> Ratios:
@@ -144,10 +160,11 @@ def quarantine_ratios(policy: Policy) -> Ratios:
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        with policy.adapters.deployed():
-            deployed = policy.logprobs(rollouts)
-        with policy.adapters.full():
-            return (policy.logprobs(rollouts) - deployed)[None]
+        with still(policy.model):
+            with policy.adapters.deployed():
+                deployed = policy.logprobs(rollouts)
+            with policy.adapters.full():
+                return (policy.logprobs(rollouts) - deployed)[None]
 
     return ratios
 
