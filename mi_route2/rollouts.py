@@ -8,6 +8,7 @@ of the completion: activations are pooled and log-probabilities are read at thes
 ``privileged`` accept it: the oracle bounds and the known-mode filter baseline.
 """
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor, nn
 
 from mi_route2.adapters.attach import Adapters
-from mi_route2.architectures import architecture_of, config_of
+from mi_route2.architectures import CAUSAL, architecture_of, config_of, unwrapped
 from mi_route2.checks import Mask, as_mask, checked, demand_finite, token_row
 
 Forward = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -138,10 +139,12 @@ def vocabulary(model: nn.Module) -> int | None:
 
 
 def demand_tokens(model: nn.Module, tokens: Tensor) -> None:
-    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included.
+    """Raise ``ValueError`` for a token id outside of the model's vocabulary, padding included, or of a type for no embedding.
 
     On a GPU such an id would end the process with a device-side assertion.
     """
+    if tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"token ids are {tokens.dtype}, which no embedding takes: give .long() of them")
     size = vocabulary(model)
     if size is not None and bool(((tokens < 0) | (tokens >= size)).any()):
         wrong = tokens[(tokens < 0) | (tokens >= size)][0].item()
@@ -168,19 +171,32 @@ def positions(model: nn.Module, attention: Bool[Tensor, "b s"]) -> Int[Tensor, "
     return (attention.long().cumsum(1) - 1).clamp_min(0)
 
 
+def demand_causal(model: nn.Module) -> None:
+    """Raise ``ValueError`` for a model whose config says that tokens attend to later ones."""
+    for key, usual in CAUSAL.items():
+        if (value := getattr(config_of(model), key, None)) not in (None, usual):
+            raise ValueError(f"this {type(model).__name__} has {key}={value!r}, but it must be causal: padding would leak")
+
+
 def call_with_mask(model: nn.Module, tokens: Tensor, attention: Tensor) -> Tensor:
     """Return the logits of a causal model that takes ``attention_mask`` and returns a tensor or an object with ``.logits``.
 
     Under right padding no mask is passed, because no real token attends to later ones: a model may then take its causal fast path,
-    and padding cannot leak in.
+    and padding cannot leak in. Under left padding a model without a row that takes ``position_ids`` is given those that
+    transformers' ``generate`` gives it.
+
+    Raises:
+        ValueError: The model is not causal.
     """
+    demand_causal(model)
     right_padded = bool((attention[:, 1:] <= attention[:, :-1]).all())
     if right_padded:
         out = model(tokens)
     else:
         row = architecture_of(model)
+        takes = "position_ids" in inspect.signature(unwrapped(model).forward).parameters if row is None else row.positions  # pyright: ignore[reportAttributeAccessIssue]
         # a model that derives its positions itself would count the padding too
-        places = {"position_ids": positions(model, attention)} if row is not None and row.positions else {}
+        places = {"position_ids": positions(model, attention)} if takes else {}
         out = model(tokens, attention_mask=attention.long() if places else attention, **places)
     return out if isinstance(out, Tensor) else out.logits
 

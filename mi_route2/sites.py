@@ -32,6 +32,10 @@ from mi_route2.architectures import (
 from mi_route2.checks import checked
 
 UNQUANTIZED = "load the base model in bfloat16 or float32, without quantization_config"
+COMPUTED = (
+    "make it permanent before, with remove_parametrizations, remove_weight_norm, remove_spectral_norm or prune.remove of "
+    "torch.nn.utils"
+)
 _SITE = re.compile(r"blocks\.([0-9]+)\.(?:(\w+\.\w+)\.)?(\w+)")
 _UNEMBED = re.compile(r"unembed\.(\w+)")
 _POINTS = (*POINTS, *ADAPTER_POINTS)
@@ -229,7 +233,9 @@ def slot_at(model: nn.Module, architecture: Architecture, layer: int | None, lin
     try:
         weight = module.get_parameter("weight")
     except AttributeError as error:
-        raise ValueError(f"{name} is a {type(module).__name__} without a weight: {UNQUANTIZED}") from error
+        computed = getattr(module, "weight", None) is not None
+        why = f"whose weight is computed from others: {COMPUTED}" if computed else f"without a weight: {UNQUANTIZED}"
+        raise ValueError(f"{name} is a {type(module).__name__} {why}") from error
     width = weight.shape[1 if at.transposed else 0]
     rows = None if at.fused is None else fused_rows(at, width, heads(model, "q"))
     return Slot(name, path, module, rows, at.transposed)

@@ -18,12 +18,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from mi_route2.adapters.linear import Branch, Kept, LoRA, Quarantine, RoutedLinear, SharedQuarantine, SVDKept, Switchboard
+from mi_route2.adapters.linear import (
+    Branch,
+    Kept,
+    LoRA,
+    Quarantine,
+    RoutedLinear,
+    SharedQuarantine,
+    SVDKept,
+    Switchboard,
+    refuse_bypass,
+)
 from mi_route2.adapters.svd import decompose
 from mi_route2.adapters.tape import Tape
 from mi_route2.adapters.weights import Versions, named, reshard, sharded_modules, weights_hash
 from mi_route2.checks import checked
-from mi_route2.sites import UNQUANTIZED, Slot, matching, no_adapter, slots
+from mi_route2.sites import COMPUTED, UNQUANTIZED, Slot, matching, no_adapter, slots
 from mi_route2.specs import AdapterSpec
 
 
@@ -196,6 +206,7 @@ class Adapters:
         return self._board.stack
 
     @stack.setter
+    @checked
     def stack(self, on: bool) -> None:
         if on and (self.spec.kept, self.spec.quarantine) != ("lora", "lora"):
             raise ValueError(
@@ -259,11 +270,18 @@ class Adapters:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Context: each Linear is one merged weight with the adapters that are on now, for fast generation without gradients."""
+        """Context: each Linear is one merged weight with the adapters that are on now, for fast generation without gradients.
+
+        Raises:
+            RuntimeError: A tape is open, or the weights are merged already.
+            ValueError: A Linear has hooks of its own, or its class computes more than a matmul.
+        """
         if self._board.tape is not None:
             raise RuntimeError("merged weights would bypass the open tape; close it first")
         if self._board.merged:
             raise RuntimeError("these weights are already merged; leave merged() before merging again")
+        for path, module in self.modules.items():
+            refuse_bypass(path, module.base, module.transposed)
         try:
             for module in self.modules.values():
                 module.merge()
@@ -383,6 +401,22 @@ def refuse_twice(model: nn.Module, chosen: dict[str, Slot]) -> None:
             raise ValueError(f"{paths[id(module)]} and {name} are one Linear, which would run without adapters under one name")
 
 
+def _refuse_unfit(model: nn.Module, slot: Slot) -> None:
+    """Raise ``ValueError`` for a Linear whose weight is no parameter of its own, or that torch does not call."""
+    if "weight" not in slot.module._parameters:
+        raise ValueError(f"{slot.name} is a {type(slot.module).__name__} whose weight is computed from others: {COMPUTED}")
+    if (dtype := slot.module.get_parameter("weight").dtype) not in _DTYPES:
+        raise ValueError(f"{slot.name} is quantized ({dtype}), which merging and SVDs would take for numbers: {UNQUANTIZED}")
+    parent = model.get_submodule(slot.path.rpartition(".")[0])
+    if isinstance(parent, nn.MultiheadAttention):
+        raise ValueError(f"{slot.name} would never run: nn.MultiheadAttention multiplies by its weight itself; leave it out")
+    if isinstance(parent, nn.TransformerEncoderLayer) and torch.backends.mha.get_fastpath_enabled():
+        raise ValueError(
+            f"{slot.name} would not run in eval mode, where the fast path of nn.TransformerEncoderLayer multiplies by its weight "
+            "itself: call torch.backends.mha.set_fastpath_enabled(False) before"
+        )
+
+
 @checked
 def attach(
     model: nn.Module,
@@ -411,7 +445,8 @@ def attach(
     Raises:
         KeyError: A pattern matches nothing.
         ValueError: The count is not ``expect``, the model already has adapters (also of PEFT), the rank does not fit, a Linear is
-            quantized or has two names, or ``fold`` is used with fused Linears.
+            quantized, has two names or a weight that is computed, torch's own layers pass it by, or ``fold`` is used with fused
+            Linears or with ones that do more than a matmul.
 
     Examples:
         >>> adapters = attach(model, "blocks.*.attn.*", spec=AdapterSpec("lora", rank=4), expect=8)
@@ -429,11 +464,12 @@ def attach(
     chosen = matching(linears, *patterns, expect=expect)
     if known is None:
         refuse_twice(model, chosen)
-    for name, slot in chosen.items():
-        if (dtype := slot.module.get_parameter("weight").dtype) not in _DTYPES:
-            raise ValueError(f"{name} is quantized ({dtype}), which merging and SVDs would take for numbers: {UNQUANTIZED}")
+    for slot in chosen.values():
+        _refuse_unfit(model, slot)
     if spec.fold and (fused := [name for name, slot in chosen.items() if slot.rows is not None or slot.transposed]):
         raise ValueError(f"fold=True needs plain Linears, but {fused[0]} is a part of a fused or transposed one: use fold=False")
+    for slot in chosen.values() if spec.fold else ():
+        refuse_bypass(slot.name, slot.module, slot.transposed)
     board = Switchboard(sites=len(chosen))
     by_path: dict[str, list[tuple[Slot, Branch]]] = {}
     # SVDs of large weights take minutes; for a small model the bar never appears

@@ -466,6 +466,9 @@ def export_peft(adapters: Adapters, folder: Path | str, *, which: Which = "deplo
 def _peft_config(model: nn.Module, ranks: dict[str, int], transposed: bool) -> dict[str, Any]:
     usual = Counter(ranks.values()).most_common(1)[0][0]
     others = {path: rank for path, rank in ranks.items() if rank != usual}
+    # peft gives a module the first entry that its path ends with, which may be another module's
+    caught = [path for path in ranks if any(path.endswith(f".{other}") for other in others)]
+    others = {path: ranks[path] for path in (*sorted(caught, key=len, reverse=True), *others)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,

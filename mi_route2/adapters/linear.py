@@ -338,6 +338,20 @@ class Branch(nn.Module):
         return weight
 
 
+def refuse_bypass(name: str, base: nn.Module, transposed: bool) -> None:
+    """Raise ``ValueError`` if ``base`` does more than ``x W^T + bias``, which a matmul in its place would lose."""
+    if base._forward_hooks or base._forward_pre_hooks:
+        raise ValueError(f"{name} has hooks, which do not fire while its weight is merged or folded: remove them, or do without")
+    if transposed or type(base).forward is nn.Linear.forward:
+        return
+    weight, bias = base.get_parameter("weight"), base._parameters.get("bias")
+    x = torch.linspace(-1, 1, weight.shape[1], device=weight.device).to(weight.dtype)[None]
+    with torch.no_grad():
+        y, own = functional.linear(x, weight, bias), base(x)
+    if not torch.allclose(own, y, rtol=0.01, atol=0.01 * float(y.abs().max())):
+        raise ValueError(f"{name} computes more than a matmul ({type(base).__name__}), so its weight cannot be merged or folded")
+
+
 class RoutedLinear(nn.Module):
     """Wrapper of a frozen Linear ``base`` with its adapters: ``route``, or ``route_q`` and so on if ``base`` is fused."""
 

@@ -34,16 +34,14 @@ from mi_route2.architectures import (
     ARCHITECTURES,
     BRIDGE_LINEARS,
     BRIDGE_POINTS,
-    CAUSAL,
     HEADED,
     LENS_POINTS,
     POINTS,
     Architecture,
     architecture_of,
-    config_of,
 )
 from mi_route2.checks import Mask, as_mask, checked
-from mi_route2.rollouts import Policy, demand_tokens
+from mi_route2.rollouts import Policy, demand_causal, demand_tokens
 from mi_route2.sites import Site, Slot, demand_site, nearest, no_adapter, refuse_shared, slots
 
 Edit = Callable[[Tensor], Tensor | None]
@@ -243,6 +241,7 @@ class Host(ABC):
         """Return the layer indices of the model's blocks."""
         return range(len({name.split(".")[1] for name in self.linears() if name.startswith("blocks.")}))
 
+    @checked
     def find(self, name: str, known: Sequence[Site] | None = None) -> list[Site]:
         """Return the sites, among ``known`` or all, that ``name`` selects (see ``Names``); ``KeyError`` with the nearest names."""
         known = self.sites() if known is None else known
@@ -345,11 +344,7 @@ def known_architecture(model: nn.Module) -> Architecture:
         raise ValueError(
             f"{type(model).__name__} is no known architecture: choose among {classes}, or add a row to architectures.py"
         )
-    for key, usual in CAUSAL.items():
-        if (value := getattr(config_of(model), key, None)) not in (None, usual):
-            raise ValueError(
-                f"this {type(model).__name__} has {key}={value!r}, but hosts are for causal models: padding would leak"
-            )
+    demand_causal(model)
     refuse_shared(model, row)
     return row
 

@@ -1,7 +1,7 @@
 """TransformerLens bridge as a host: captures and edits at its hook points, and hook points for the adapters."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -214,13 +214,24 @@ def refuse_bypassed(bridge: TransformerBridge, sites: Iterable[str]) -> None:
             raise RuntimeError(_bypass(flag, past[0]))
 
 
-def refuse_replaced(bridge: TransformerBridge, places: Iterable[Place]) -> None:
-    """Raise ``ValueError`` for a component that was replaced in the bridge; most models call the first one."""
-    for place in places:
-        if _component(bridge, place.path) is not place.component:
+def refuse_uncalled(bridge: TransformerBridge, places: Iterable[Place], run: Callable[[], object]) -> None:
+    """Raise ``ValueError`` for a Linear that ``run``, one forward of the bridge, does not call: adapters there would never act.
+
+    A component that was replaced, or one in a parent that was replaced or that wraps another module, is in the tree and not called.
+    """
+    chosen, called = list(places), set[int]()
+    with ExitStack() as hooks:
+        for place in chosen:
+            hooks.callback(place.wrapped.register_forward_pre_hook(lambda module, _: called.add(id(module))).remove)
+        # dropout must not move the generator from which the adapters are drawn
+        hooks.enter_context(torch.random.fork_rng([p.device for p in bridge.parameters() if p.is_cuda][:1]))
+        hooks.enter_context(torch.no_grad())
+        run()
+    for place in chosen:
+        if _component(bridge, place.path) is not place.component or id(place.wrapped) not in called:
             raise ValueError(
-                f"the component at {place.path} was replaced after the host was opened, so adapters may not act: replace the "
-                "module in the model, and boot a bridge around that"
+                f"the model does not call the component at {place.path}, because it or its parent was replaced or wraps another "
+                "module, so adapters there would never act: replace the module in the model, and boot a bridge around that"
             )
 
 
@@ -407,7 +418,8 @@ class BridgeHost(Host):
         known = self.linears()
         chosen = matching(known, *patterns)
         refuse_bypassed(self.bridge, chosen)
-        refuse_replaced(self.bridge, (self._places[name] for name in chosen))
+        token = torch.zeros((1, 1), dtype=torch.long, device=next(self.bridge.parameters()).device)
+        refuse_uncalled(self.bridge, (self._places[name] for name in chosen), lambda: self._logits(token, None))
         return known
 
     def _listed(self, adapters: Adapters) -> Adapters:

@@ -22,7 +22,8 @@ The samples need no label: a fraction ``1 - q`` of the base's own rollouts is fl
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -84,6 +85,7 @@ class Canary:
         self.policy, self._checkpoints = policy, tuple(checkpoints)
 
     @staticmethod
+    @checked
     def from_pretrained(model: nn.Module, folders: Sequence[Path | str]) -> "Canary":
         """Return the canary whose checkpoints are adapter folders that ``save_pretrained`` wrote.
 
@@ -98,6 +100,8 @@ class Canary:
         Examples:
             >>> canary = Canary.from_pretrained(copy.deepcopy(model), ["canary/step-20", "canary/step-40"])
         """
+        if isinstance(folders, str):
+            raise TypeError(f"folders is the text {folders!r:.60}: give a list, as [{folders!r:.60}]")
         if not folders:
             raise ValueError("a canary needs at least one checkpoint of its kept adapter: give its folder")
         adapters = from_pretrained(model, folders[0])
@@ -110,24 +114,39 @@ class Canary:
     @torch.no_grad()
     def __call__(self, rollouts: Rollouts) -> Float[Tensor, "k b s"]:
         adapters = self.policy.adapters
-        with adapters.reference():
-            base = self.policy.logprobs(rollouts)
-        ratios = []
-        for checkpoint in self._checkpoints:
-            for name, tensor in adapters.tensors(quarantine=False).items():
-                tensor.copy_(checkpoint[name])
-            with adapters.deployed():
-                ratios.append(self.policy.logprobs(rollouts) - base)
+        with still(self.policy.model):
+            with adapters.reference():
+                base = self.policy.logprobs(rollouts)
+            ratios = []
+            for checkpoint in self._checkpoints:
+                for name, tensor in adapters.tensors(quarantine=False).items():
+                    tensor.copy_(checkpoint[name])
+                with adapters.deployed():
+                    ratios.append(self.policy.logprobs(rollouts) - base)
         return torch.stack(ratios)
+
+
+@contextmanager
+def still(model: nn.Module) -> Iterator[None]:
+    """Context: nothing is dropped at random, so that two passes differ by the adapters alone."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 @torch.no_grad()
 def drift(policy: Policy, rollouts: Rollouts) -> Float[Tensor, "b s"]:
     """Return the log-ratio of ``policy`` without its quarantine to its base."""
-    with policy.adapters.deployed():
-        deployed = policy.logprobs(rollouts)
-    with policy.adapters.reference():
-        return deployed - policy.logprobs(rollouts)
+    with still(policy.model):
+        with policy.adapters.deployed():
+            deployed = policy.logprobs(rollouts)
+        with policy.adapters.reference():
+            return deployed - policy.logprobs(rollouts)
 
 
 def quarantine_ratios(policy: Policy) -> Ratios:
@@ -141,10 +160,11 @@ def quarantine_ratios(policy: Policy) -> Ratios:
 
     @torch.no_grad()
     def ratios(rollouts: Rollouts) -> Float[Tensor, "k b s"]:
-        with policy.adapters.deployed():
-            deployed = policy.logprobs(rollouts)
-        with policy.adapters.full():
-            return (policy.logprobs(rollouts) - deployed)[None]
+        with still(policy.model):
+            with policy.adapters.deployed():
+                deployed = policy.logprobs(rollouts)
+            with policy.adapters.full():
+                return (policy.logprobs(rollouts) - deployed)[None]
 
     return ratios
 
@@ -177,9 +197,10 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
         ValueError: The canary does not return one finite number per canary, rollout and predictor.
     """
     given, predictors = ratios(rollouts), rollouts.predictors
-    if given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
+    if not isinstance(given, Tensor) or given.ndim != 3 or given.shape[1:] != predictors.shape or not len(given):
         raise ValueError(
-            f"the canary returned {list(given.shape)} for tokens {list(predictors.shape)}: return log-ratios [k b s], k canaries"
+            f"the canary returned {list(given.shape) if isinstance(given, Tensor) else type(given).__name__} for tokens "
+            f"{list(predictors.shape)}: return log-ratios [k b s], k canaries"
         )
     if not torch.isfinite(given[:, predictors]).all():
         raise ValueError("the canary returned NaN or infinity: it gives no probability to a token, so it cannot judge the rollout")
@@ -188,6 +209,12 @@ def pooled(ratios: Ratios, rollouts: Rollouts, top: int | None) -> Float[Tensor,
     counted = predictors.sum(1).clamp_max(given.shape[2] if top is None else top)
     chosen = torch.arange(given.shape[2], device=given.device) < counted[:, None]
     return torch.where(chosen, largest, torch.zeros_like(largest)).sum(2) / counted.clamp_min(1)
+
+
+def _demand_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name} must be at least 1, or None for all, not {size}")
 
 
 @checked
@@ -202,8 +229,10 @@ def calibrate(ratios: Ratios, samples: Rollouts, quantile: float, top: int | Non
         micro: Rollouts that are scored at one time; all if not given.
 
     Raises:
-        ValueError: A quantile that is no share, too few samples for it, or a canary that cannot tell one sample from another.
+        ValueError: A quantile that is no share, too few samples for it, a size below 1, or a canary that cannot tell one sample
+            from another.
     """
+    _demand_sizes(top=top, micro=micro)
     if not 0 < quantile < 1:
         raise ValueError(f"quantile must be between 0 and 1, not {quantile}")
     if (least := math.ceil(1 / min(quantile, 1 - quantile) - 1e-9)) > len(samples):
@@ -234,6 +263,7 @@ class _CanaryStep:
         return replace(self._step.finish(reduce), scores=self._scores)
 
 
+@checked
 class CanaryRoute(OneCall):
     """Route by a canary; see the module's equations.
 
@@ -253,10 +283,12 @@ class CanaryRoute(OneCall):
     """
 
     def __init__(self, spec: CanarySpec, ratios: Ratios | None, samples: Rollouts, *, micro: int | None = None):
+        _demand_sizes(micro=micro)
         self.spec, self._ratios, self._samples, self._micro = spec, ratios, samples, micro
         self.directions: Directions | None = None
         self.monitor: Monitor | None = None
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         """Calibrate at the first call, and again if a refresh is due; a canary has no directions, so there is no overlap."""
         every = self.spec.refresh_every
@@ -269,6 +301,7 @@ class CanaryRoute(OneCall):
             self.monitor = calibrate(ratios, self._samples, self.spec.quantile, self.spec.top, self._micro)
         return None
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         if self.monitor is None:
@@ -284,6 +317,7 @@ class CanaryRoute(OneCall):
         )
         return _CanaryStep(route.begin(policy, batch, context), scores)
 
+    @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None if self.monitor is None else self._scored(self.monitor, policy, rollouts)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from mi_route2.adapters.gradients import NOISE, FactorGradient, Feature, Written, added, compact, rounding, wide
 from mi_route2.adapters.tape import Hooks, LearnNothing, Tape, demand_penalty
+from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Rollouts, TrainBatch, group_advantages
 from mi_route2.routing.directions import (
     SCORED,
@@ -372,6 +373,7 @@ class _MaskStep(Once):
 # ---- the route
 
 
+@checked
 class MaskRoute(OneCall):
     """Route by masks; see the module's equations.
 
@@ -398,7 +400,7 @@ class MaskRoute(OneCall):
         *,
         l1: float = 0.0,
         want_unrouted: bool = False,
-        flags: Tensor | Callable[[TrainBatch], Tensor] | None = None,
+        flags: Flags | Callable[[TrainBatch], Tensor] | None = None,
     ):
         demand_penalty(l1)
         if spec.needs_direction and fitter is None:
@@ -417,8 +419,9 @@ class MaskRoute(OneCall):
         self._fits: tuple[object, ...] = ()  # the directions, the adapters and the coordinates that were checked last
 
     @staticmethod
+    @checked
     def from_flags(
-        flags: Tensor | Callable[[TrainBatch], Tensor],
+        flags: Flags | Callable[[TrainBatch], Tensor],
         *,
         through: Through = "filter",
         kept_advantage: Literal["own", "unflagged"] = "own",
@@ -447,6 +450,7 @@ class MaskRoute(OneCall):
         return MaskRoute(spec, None, l1=l1, want_unrouted=want_unrouted, flags=flags)
 
     @staticmethod
+    @checked
     def from_pairs(pairs: PairBatch, spec: MaskSpec | None = None, *, l1: float = 0.0, want_unrouted: bool = False) -> "MaskRoute":
         """Route by the persona direction of contrast pairs, in the features that ``spec`` scores (``None``: ``MaskSpec()``).
 
@@ -477,6 +481,7 @@ class MaskRoute(OneCall):
             raise ValueError("kept_advantage='unflagged' counts the rollouts without a flag: give one flag per rollout")
         return flags.to(batch.advantages.device)
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         if self._fitter is None:
             return None
@@ -484,6 +489,7 @@ class MaskRoute(OneCall):
         check_kind(self.directions, self.spec.score)
         return overlap
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         if self.spec.needs_direction and self.directions is None:
             raise RuntimeError("the route has no direction yet: call route.refresh(policy, step) before the first step")
@@ -588,6 +594,7 @@ class MaskRoute(OneCall):
         assert self.spec.score in ("act", "grad", "full")
         return self.spec.score
 
+    @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         if self.directions is None or not self.spec.needs_direction:
             return None

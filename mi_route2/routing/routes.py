@@ -27,7 +27,7 @@ from mi_route2.adapters.tape import NO_MASK, LearnNothing, Tape, demand_penalty
 from mi_route2.checks import checked
 from mi_route2.rollouts import Policy, Privileged, Rollouts, TrainBatch
 from mi_route2.routing.directions import Directions, FeatureKind, Fitter, PairBatch, TopKFitter, feature_shapes
-from mi_route2.specs import DelayedSpec, EraseSpec, RouteSpec
+from mi_route2.specs import DelayedSpec, EraseSpec, OpenSpec, RouteSpec
 
 Reduce = Callable[[Sequence[Tensor]], None]
 """Sums gradients over data-parallel ranks, in place."""
@@ -353,6 +353,7 @@ class _OpenStep(Once):
         return Decision()
 
 
+@checked
 class OpenRoute(OneCall):
     """Route without a rule: every adapter learns everything (vanilla; absorb, if there is a quarantine to delete).
 
@@ -364,13 +365,15 @@ class OpenRoute(OneCall):
 
     directions: Directions | None = None
 
-    def __init__(self, spec: RouteSpec, l1: float = 0.0):
+    def __init__(self, spec: OpenSpec | DelayedSpec, l1: float = 0.0):
         demand_penalty(l1)
         self.spec, self._l1 = spec, l1
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         return None
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext, *, kept: bool = True) -> RouteStep:
         """Start a step, in which the kept adapter learns only if ``kept``."""
         check_step(self.spec, batch, context)
@@ -382,6 +385,7 @@ class OpenRoute(OneCall):
             parts.append(Part(piece, Tape(b, s, kept=gate, l1=l1, real=piece.rollouts.attention), piece.advantages))
         return _OpenStep(policy, parts, kept)
 
+    @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None
 
@@ -389,6 +393,7 @@ class OpenRoute(OneCall):
         return {}
 
 
+@checked
 class DelayedRoute(OpenRoute):
     """Route under which the quarantine learns first, and with it what pays first; then both adapters learn everything.
 
@@ -401,10 +406,12 @@ class DelayedRoute(OpenRoute):
         super().__init__(spec, l1)
         self._first, self._step = spec.steps, None
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         self._step = step
         return None
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         if self._step is None:
             raise RuntimeError("the route does not know which step this is: call route.refresh(policy, step) before each step")
@@ -446,6 +453,7 @@ class _EraseStep(Once):
         return Decision(extra={"removed": (removed / total) ** 0.5 if total > 0 else 0.0})
 
 
+@checked
 class EraseRoute(OneCall):
     """Route that removes the hack component from the summed kept gradient, and drops it or adds it to a shared-basis quarantine.
 
@@ -459,6 +467,7 @@ class EraseRoute(OneCall):
         self._fits: tuple[object, object] = (None, None)  # the directions and adapters that were checked last
 
     @staticmethod
+    @checked
     def from_pairs(pairs: PairBatch, spec: EraseSpec | None = None) -> "EraseRoute":
         """Erase the leading directions of contrast pairs from the kept gradient (``None``: ``EraseSpec()``).
 
@@ -473,6 +482,7 @@ class EraseRoute(OneCall):
             raise ValueError(f"fitter={spec.fitter!r} is a control: use EraseRoute(spec, fitter) with the fitter that draws it")
         return EraseRoute(spec, TopKFitter("grad", pairs, k=spec.k))
 
+    @checked
     def refresh(self, policy: Policy, step: int) -> float | None:
         # The number of axes may change, so a top-k refresh reports no overlap.
         every, due = self.spec.refresh_every, self._fitter.refreshes
@@ -481,6 +491,7 @@ class EraseRoute(OneCall):
         check_kind(self.directions, "grad")
         return None
 
+    @checked
     def begin(self, policy: Policy, batch: TrainBatch, context: StepContext) -> RouteStep:
         check_step(self.spec, batch, context)
         if self.directions is None:
@@ -499,6 +510,7 @@ class EraseRoute(OneCall):
         ]
         return _EraseStep(self, policy, parts)
 
+    @checked
     def score(self, policy: Policy, rollouts: Rollouts) -> Float[Tensor, " b"] | None:
         return None
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from pydantic import PlainValidator
 from torch import Tensor
 
+from mi_route2.checks import Mask, as_mask, checked
 from mi_route2.hosts.base import Edit, Host
 from mi_route2.runs import RunStore, Writer
 from mi_route2.sites import Site
@@ -95,11 +96,12 @@ class Where:
         return () if self.positions is None else tuple(self.positions)
 
 
+@checked
 def record(
     host: Host,
     sites: Iterable[Site],
     tokens: Int[Tensor, "b s"],
-    attention: Bool[Tensor, "b s"] | None = None,
+    attention: Mask | None = None,
     *,
     store: RunStore,
     runs: Sequence[str],
@@ -133,7 +135,7 @@ def record(
         raise ValueError("nothing to record: give at least one site, as Site(0, 'resid_post')")
     if isinstance(runs, str):
         raise ValueError(f"runs is the text {runs!r:.40}: give one id for each row, as [{runs!r:.40}]")
-    real = torch.ones_like(tokens, dtype=torch.bool) if attention is None else attention
+    real = torch.ones_like(tokens, dtype=torch.bool) if attention is None else as_mask("attention", attention)
     columns = [row.nonzero()[:, 0] for row in real]
     prompts = [len(each) for each in columns] if prompt_lengths is None else prompt_lengths
     if not len(runs) == len(prompts) == len(tokens):

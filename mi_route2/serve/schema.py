@@ -45,9 +45,9 @@ Position = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields."""
+    """A JSON object without unknown fields, whose values have the types of their fields: true is not 1, nor is a text a number."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
 class Packed(Body):

@@ -2,17 +2,32 @@
 
 import pytest
 import torch
-from families import FAMILIES, make_family, make_rollouts
+from families import FAMILIES, VOCAB, make_family, make_rollouts, move_all
+from torch import nn
+from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM, OPTConfig, OPTForCausalLM
 
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.rollouts import Policy
 
+_SIZES = {"vocab_size": VOCAB, "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 16, "max_position_embeddings": 32}
+_SPECIAL = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 1)
+WITHOUT_A_ROW = {
+    "GPTBigCode": lambda: GPTBigCodeForCausalLM(GPTBigCodeConfig(**_SIZES, **_SPECIAL)),
+    "OPT": lambda: OPTForCausalLM(OPTConfig(**_SIZES, **_SPECIAL, ffn_dim=32, word_embed_proj_dim=16)),
+}
+"""Learned positions: one model takes them and would count padding, the other may also work them out of its mask."""
 
-@pytest.mark.parametrize("name", FAMILIES)
+
+def make_policy(model: nn.Module, pattern: str) -> Policy:
+    return Policy(model, attach(model, pattern, spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *WITHOUT_A_ROW])
 def test_left_padding_is_right_padding(name: str) -> None:
-    model = make_family(name)
-    adapters = attach(model, "blocks.*.mlp.*", spec=AdapterSpec("lora", 2), generator=torch.Generator().manual_seed(0))
-    policy = Policy(model, adapters)
+    if name in FAMILIES:
+        policy = make_policy(make_family(name), "blocks.*.mlp.*")
+    else:
+        policy = make_policy(move_all(WITHOUT_A_ROW[name]()).double().eval(), "*")
     with torch.no_grad():
         sides = {}
         for side in ("left", "right"):
@@ -20,3 +35,12 @@ def test_left_padding_is_right_padding(name: str) -> None:
             sides[side] = policy.logprobs(rollouts)[rollouts.predictors]
     assert float(sides["left"].abs().min()) > 0
     torch.testing.assert_close(sides["left"], sides["right"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_model_whose_tokens_see_later_ones_is_refused(side: str) -> None:
+    """Padding on the right would leak into every logit: no mask is given for it."""
+    policy = make_policy(make_family("Llama"), "blocks.*.mlp.*")
+    policy.model.config.is_causal = False  # pyright: ignore
+    with pytest.raises(ValueError, match="LlamaForCausalLM has is_causal=False, but it must be causal: padding would leak"):
+        policy.logprobs(make_rollouts(side=side))

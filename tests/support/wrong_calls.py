@@ -35,9 +35,23 @@ from mi_route2.hosts.base import Host
 from mi_route2.hosts.capture import capture
 from mi_route2.patching import CleanRun, Grid, Target, attribute, cells, paths, sweep
 from mi_route2.patching.patches import FromRun, Patch
-from mi_route2.routing import Directions, PairBatch, StepContext, TrainBatch, group_advantages
+from mi_route2.routing import (
+    CanarySpec,
+    DelayedRoute,
+    Directions,
+    EraseRoute,
+    EraseSpec,
+    MaskRoute,
+    MaskSpec,
+    OpenRoute,
+    PairBatch,
+    StepContext,
+    TrainBatch,
+    group_advantages,
+)
+from mi_route2.routing.canary import Canary, CanaryRoute, calibrate
 from mi_route2.runs import RunStore
-from mi_route2.runs.record import Where
+from mi_route2.runs.record import Where, record
 from mi_route2.sites import select
 from mi_route2.steering.specs import Clamp, Monitor, Steer, Steering
 from probes.auroc import auroc
@@ -133,6 +147,18 @@ def batch(**changes: Any) -> TrainBatch:
         "teacher": torch.zeros(B, dtype=torch.bool),
     }
     return TrainBatch(**{**given, **changes})
+
+
+def pairs() -> PairBatch:
+    return PairBatch(rollouts(), rollouts(), "these")
+
+
+def by_flags() -> MaskRoute:
+    return MaskRoute.from_flags(labels())
+
+
+def ratios(given: Rollouts) -> Tensor:
+    return torch.randn(1, *given.tokens.shape, generator=seeded())
 
 
 QUESTION: dict[str, Any] = {"clean": [3, 7, 1, 5], "corrupt": [9, 7, 1, 5], "answer": 3, "foil": 9}
@@ -305,6 +331,51 @@ wrong("context: generator=0", lambda: StepContext(0), TypeError, "torch.Generato
 wrong("context: micro=0", lambda: StepContext(seeded(), micro=0), ValueError, "micro")
 wrong("context: micro=-1", lambda: StepContext(seeded(), micro=-1), ValueError, "micro")
 
+# Routes
+wrong("route: a spec by its score", lambda: MaskRoute("act", None), TypeError, "MaskSpec(")
+wrong("route: pairs as the fitter", lambda: MaskRoute(MaskSpec(), pairs()), TypeError, "MaskRoute.from_pairs(")
+wrong("route: pairs alone", lambda: MaskRoute(pairs()), TypeError, "MaskRoute.from_pairs(")
+wrong("from_pairs: a spec by its score", lambda: MaskRoute.from_pairs(pairs(), "act"), TypeError, "MaskSpec(")
+wrong("from_pairs: swapped", lambda: MaskRoute.from_pairs(MaskSpec(), pairs()), TypeError, "PairBatch(")
+wrong("from_pairs: rollouts", lambda: MaskRoute.from_pairs(rollouts()), TypeError, "PairBatch(")
+wrong("from_pairs: l1 as text", lambda: MaskRoute.from_pairs(pairs(), l1="0.1"), TypeError, "l1")
+wrong("from_flags: nothing", lambda: MaskRoute.from_flags(None), TypeError, "flags")
+wrong("from_flags: a list", lambda: MaskRoute.from_flags([True, False]), TypeError, "torch.tensor(")
+wrong("from_flags: 0 and 1", lambda: MaskRoute.from_flags(torch.tensor([1, 0])), ValueError, "bool")
+wrong("from_flags: a switch as text", lambda: MaskRoute.from_flags(labels(), want_unrouted="no"), TypeError, "want_unrouted")
+wrong("refresh: the model", lambda: MaskRoute.from_pairs(pairs()).refresh(bare(), 0), TypeError, "Policy(")
+wrong("refresh: no step", lambda: MaskRoute.from_pairs(pairs()).refresh(policy()), TypeError, "step")
+wrong("refresh: half a step", lambda: by_flags().refresh(policy(), 0.5), TypeError, "step")
+wrong("begin: no context", lambda: by_flags().begin(policy(), batch()), TypeError, "StepContext(")
+wrong("begin: rollouts", lambda: by_flags().begin(policy(), rollouts(), StepContext(seeded())), TypeError, "TrainBatch(")
+wrong("begin: a generator", lambda: by_flags().begin(policy(), batch(), seeded()), TypeError, "StepContext(")
+wrong("score: a batch", lambda: by_flags().score(policy(), batch()), TypeError, "Rollouts.from_lists(")
+wrong("backward: swapped", lambda: by_flags().backward(batch(), policy(), lambda logits, _: logits.sum()), TypeError, "Policy(")
+wrong("backward: no loss", lambda: by_flags().backward(policy(), batch(), None), TypeError, "function")
+wrong("open route: a text", lambda: OpenRoute("open"), TypeError, "OpenSpec()")
+wrong("delayed route: a number", lambda: DelayedRoute(10), TypeError, "DelayedSpec(")
+wrong("erase route: pairs as the fitter", lambda: EraseRoute(EraseSpec(), pairs()), TypeError, "EraseRoute.from_pairs(")
+wrong("erase route: k as the spec", lambda: EraseRoute.from_pairs(pairs(), 3), TypeError, "EraseSpec(")
+wrong("canary route: a text", lambda: CanaryRoute("canary", None, rollouts()), TypeError, "CanarySpec(")
+wrong("canary route: a batch", lambda: CanaryRoute(CanarySpec(), None, batch()), TypeError, "Rollouts.from_lists(")
+wrong("canary route: micro=-1", lambda: CanaryRoute(CanarySpec(), None, rollouts(), micro=-1), ValueError, "at least 1")
+wrong("canary: one folder", lambda: Canary.from_pretrained(bare(), "folder"), TypeError, "['folder']")
+wrong("calibrate: top=0", lambda: calibrate(ratios, rollouts(), 0.5, top=0), ValueError, "at least 1")
+wrong("calibrate: micro=0", lambda: calibrate(ratios, rollouts(), 0.5, micro=0), ValueError, "at least 1")
+wrong("calibrate: no answer", lambda: calibrate(lambda _: None, rollouts(), 0.5), ValueError, "[k b s]")
+wrong("stack: a text", lambda: setattr(adapters(), "stack", "no"), TypeError, "bool")
+wrong("logits: tokens of 16 bits", lambda: host().logits(tokens().short()), ValueError, ".long()")
+wrong("find: a number", lambda: host().find(3), TypeError, "name")
+wrong("record: the model", lambda: record(bare(), [RESID], tokens(), store=RunStore(), runs=list("abcd")), TypeError, "open_host(")
+wrong("record: a list", lambda: record(host(), [RESID], [[1, 2]], store=RunStore(), runs=["a"]), TypeError, "torch.tensor(")
+wrong("record: one site", lambda: record(host(), RESID, tokens(), store=RunStore(), runs=list("abcd")), TypeError, "[Site(")
+wrong(
+    "record: where as text",
+    lambda: record(host(), [RESID], tokens(), store=RunStore(), runs=list("abcd"), where="prompt"),
+    TypeError,
+    "Where(",
+)
+
 # Sweeps
 wrong("sweep: the model", lambda: sweep(bare(), sites="resid_pre", **QUESTION), TypeError, "open_host(")
 wrong("sweep: no adapters", lambda: ask(sites="kept_out"), KeyError, "attach")
@@ -436,6 +507,9 @@ wrong("probe: C as text", lambda: LogisticFitter("0.1"), TypeError, "c must be a
 wrong("probe: generator=0", lambda: HaarFitter(0), TypeError, "torch.Generator().manual_seed(")
 
 # What must go through
+accepted("from_flags: a function", lambda: MaskRoute.from_flags(lambda given: given.rewards > 0.5))
+accepted("from_flags: by token", lambda: MaskRoute.from_flags(completion()))
+accepted("record: int64 mask", lambda: record(host(), [RESID], tokens(), attention().long(), store=RunStore(), runs=list("abcd")))
 accepted("capture: int64 mask", lambda: host().capture([Site(0, "z")], tokens(), attention().long()))
 accepted("logits: int64 mask", lambda: host().logits(tokens(), attention().long()))
 accepted("logits: int32 tokens", lambda: host().logits(tokens().int()))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_policy import SPECS, make_batch, make_model, make_policy, make_rollouts, policy_loss
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from mi_route2.adapters import Adapters, AdapterSpec, Tape, attach
 from mi_route2.rollouts import Policy
@@ -322,6 +323,88 @@ def test_a_quantized_linear_is_refused() -> None:
     del linear.weight
     with pytest.raises(ValueError, match=r"blocks.1.attn.q is a Linear without a weight: load the base model in bfloat16"):
         attach(model, "blocks.*", spec=SPECS["lora"])
+
+
+class Encoder(nn.Module):
+    """Torch's own layers, whose fast path multiplies by the weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.unembed = nn.Linear(16, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.unembed(self.layer(self.embed(tokens)))
+
+
+def test_linears_that_torch_passes_by_are_refused() -> None:
+    """In eval mode the adapters of an encoder layer would be out of the forward in silence."""
+    model = Encoder().eval()
+    with pytest.raises(ValueError, match=r"layer.self_attn.out_proj .*MultiheadAttention.* leave it out"):
+        attach(model, "*", spec=SPECS["lora"])
+    with pytest.raises(ValueError, match=r"layer.linear1 .*TransformerEncoderLayer.*set_fastpath_enabled\(False\)"):
+        attach(model, "*.linear*", spec=SPECS["lora"])
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        policy = Policy(model, attach(model, "*.linear*", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0)))
+        plain = logits(policy)
+        with torch.no_grad():
+            for p in trainable(policy.adapters):
+                p += 0.1
+            assert not torch.allclose(policy.model(TOKENS), plain, atol=1e-3)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.parametrize(
+    "computed",
+    [
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.spectral_norm,
+        lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+    ],
+)
+def test_a_weight_that_is_computed_is_refused(computed: Callable[[nn.Linear], nn.Module]) -> None:
+    known = make_model()
+    computed(known.blocks[1].attn.q)  # pyright: ignore
+    for model, name in ((nn.Sequential(nn.Embedding(20, 16), computed(nn.Linear(16, 16))), "1"), (known, "blocks.1.attn.q")):
+        with pytest.raises(ValueError, match=rf"{name} is a .*whose weight is computed from others: .*prune.remove"):
+            attach(model, name, spec=SPECS["lora"])
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Named(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return input @ self.weight.mT + self.bias
+
+
+@pytest.mark.parametrize("kind", [Doubled, Named, nn.Linear])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_matmul_in_place_of_a_linear_loses_nothing(kind: type[nn.Linear], hooked: bool) -> None:
+    model = nn.Sequential(nn.Embedding(20, 16), kind(16, 16)).double()
+    if hooked:
+        model[1].register_forward_hook(lambda module, given, out: out + 1.0)
+    policy = Policy(model, attach(model, "1", spec=SPECS["lora"], generator=torch.Generator().manual_seed(0)))
+    plain, lost = logits(policy), hooked or kind is Doubled
+    if lost:
+        with pytest.raises(ValueError, match=r"1 (has hooks|computes more than a matmul).*"), policy.adapters.merged():
+            pass
+    else:
+        with policy.adapters.merged():
+            assert torch.allclose(policy.model(TOKENS), plain, rtol=0, atol=1e-12)
+    assert torch.equal(logits(policy), plain)
+    policy.adapters.detach()
+    if lost:
+        with pytest.raises(ValueError, match=r"1 (has hooks|computes more than a matmul).*"):
+            attach(model, "1", spec=AdapterSpec("svd", fold=True))
+    else:
+        attach(model, "1", spec=AdapterSpec("svd", fold=True))
+        assert torch.allclose(model(TOKENS), plain, rtol=0, atol=1e-12)
 
 
 def test_a_linear_under_two_names_is_refused() -> None:

@@ -182,6 +182,24 @@ def test_a_part_of_a_fused_linear_moves_its_own_rows_alone(name: str, pattern: s
         assert a.shape[0] == 4 * count
 
 
+@pytest.mark.parametrize("moved", [(2, 2, 4), (4, 2, 2), (1, 3, 3), (3, 1, 2)])
+def test_ranks_may_differ_where_one_path_ends_another(moved: tuple[int, int, int], tmp_path: Path) -> None:
+    """Peft takes the rank of ``0`` for ``1.0`` too, unless ``1.0`` has one of its own before it."""
+
+    def base() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))).double()
+
+    model, x = base(), torch.randn(5, 8, dtype=torch.float64)
+    adapters = attach(model, "*", spec=AdapterSpec("svd"), generator=torch.Generator().manual_seed(0), expect=3)
+    with torch.no_grad():
+        for p, count in zip(adapters.kept_parameters().values(), moved):
+            p[:count] = torch.randn(count)
+        export_peft(adapters, tmp_path / "peft")
+        with adapters.deployed():
+            near(peft.PeftModel.from_pretrained(base(), str(tmp_path / "peft"))(x), model(x))
+
+
 def test_half_precision_bases_export_factors_in_float32(tmp_path: Path) -> None:
     for kind in ("svd-low", "lora"):
         adapters = adapted("Llama", KINDS[kind], dtype=torch.bfloat16)

@@ -179,7 +179,7 @@ def test_a_model_that_reads_what_comes_after_is_refused(which: str) -> None:
     logits = [out if isinstance(out, Tensor) else out.logits for out in (model(tokens), model(tokens[-1:, attention[-1]]))]
     assert gap(logits[0][-1, attention[-1]], logits[1][0]) > 1e-3
     for host in HOSTS:
-        with pytest.raises(ValueError, match=r"has \w+=.*, but hosts are for causal models"):
+        with pytest.raises(ValueError, match=r"has \w+=.*, but it must be causal"):
             open_host(host, model)
 
 

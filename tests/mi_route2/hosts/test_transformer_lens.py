@@ -701,10 +701,37 @@ def test_adapters_are_refused_at_a_component_that_was_replaced() -> None:
     component: Any = inner.get_submodule("out")
     component.set_original_component(copy.deepcopy(component.original_component))
     before = host.logits(TOKEN_ROW)
-    with pytest.raises(ValueError, match=r"the component at blocks.0.mlp.out was replaced after the host was opened"):
+    with pytest.raises(ValueError, match=r"does not call the component at blocks.0.mlp.out, because it or its parent was replaced"):
         host.attach("blocks.*.mlp.down", spec=SPECS["lora"])
     move(host.attach("blocks.1.mlp.down", spec=SPECS["lora"]))
     assert float((host.logits(TOKEN_ROW) - before).detach().abs().max()) > 1e-6
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("parent", ["blocks.0.mlp", "blocks.0.attn", "blocks.0"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "MicroGPT"])
+def test_adapters_act_or_are_refused_where_a_parent_wraps_another_module(name: str, parent: str, before: bool) -> None:
+    """Most parents then call copies of their components. The look at it takes nothing from the generator of the adapters."""
+    bridge = BridgeHost(fresh(name)).bridge
+    host = None if before else BridgeHost(bridge)
+    component: Any = bridge.get_submodule(parent)
+    component.set_original_component(copy.deepcopy(component.original_component))
+    host = host or BridgeHost(bridge)
+    plain, drawn, refused = host.logits(TOKEN_ROW), torch.get_rng_state(), dict[str, str]()
+    for site in host.linears():
+        try:
+            adapters = host.attach(site, spec=SPECS["lora"], generator=generator())
+        except ValueError as error:
+            refused[site] = str(error)
+            continue
+        move(adapters)
+        assert largest(host.logits(TOKEN_ROW), plain) > 1e-9, site
+        adapters.detach()
+    assert torch.equal(host.logits(TOKEN_ROW), plain), "untouched"
+    assert all("does not call the component at blocks.0" in said for said in refused.values())
+    assert all(site.startswith(parent) for site in refused)
+    assert refused or parent == "blocks.0.attn", "an attention calls its own components"
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_weight_processing_is_refused_before_and_while_adapters_stand() -> None:

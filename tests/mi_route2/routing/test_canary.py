@@ -8,7 +8,7 @@ import pytest
 import torch
 from mask_oracle import assert_same, run
 from tiny_policy import SPECS, make_batch, make_policy
-from torch import Tensor
+from torch import Tensor, nn
 
 from mi_route2.adapters import save_pretrained
 from mi_route2.rollouts import Policy, Rollouts
@@ -28,6 +28,9 @@ def checkpoints(policy: Policy, count: int = 2) -> list[dict[str, Tensor]]:
 def canary() -> Canary:
     policy = make_policy(SPECS["lora"])
     return Canary(policy, checkpoints(policy))
+
+
+CHECKPOINTS = checkpoints(make_policy(SPECS["lora"]))
 
 
 def by_hand(one: Canary, rollouts: Rollouts, top: int | None) -> np.ndarray:
@@ -85,6 +88,29 @@ def test_relative_to_the_run_a_score_is_what_the_canary_likes_more_than_the_depl
     assert decision.scores is not None
     torch.testing.assert_close(decision.scores, truth, rtol=1e-9, atol=1e-12)
     assert torch.equal(decision.flags, (truth > monitor.threshold) & (batch.advantages > 0))
+
+
+def dropping(policy: Policy) -> Policy:
+    policy.model.ln_f = nn.Sequential(policy.model.ln_f, nn.Dropout(0.5))  # pyright: ignore
+    return policy
+
+
+@pytest.mark.parametrize("relative_to", ["base", "run", "own quarantine"])
+def test_dropout_in_training_tells_no_two_passes_apart(relative_to: str) -> None:
+    one, policy, rollouts = Canary(dropping(make_policy(SPECS["lora"])), CHECKPOINTS), dropping(make_policy(SPECS["lora"])), SAMPLES
+    spec = CanarySpec() if relative_to == "own quarantine" else CanarySpec(relative_to=relative_to)  # pyright: ignore
+    found = []
+    for training in (False, True):
+        for model in (one.policy.model, policy.model):
+            model.train(training)
+            model.blocks[0].eval()  # pyright: ignore
+        route = CanaryRoute(spec, None if relative_to == "own quarantine" else one, SAMPLES)
+        route.refresh(policy, 0)
+        found.append(route.score(policy, rollouts))
+        for model in (one.policy.model, policy.model):
+            assert {m.training for m in model.blocks[0].modules()} == {False}  # pyright: ignore
+            assert {m.training for m in model.ln_f.modules()} == {training}  # pyright: ignore
+    assert torch.equal(*found)
 
 
 def test_before_the_first_update_the_run_is_the_base() -> None:
