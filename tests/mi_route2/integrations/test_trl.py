@@ -126,6 +126,34 @@ def test_every_legal_rule_learns_what_it_learns_in_our_own_loop(name: str, tmp_p
     assert_ours(trainer, seen, ours(rule))
 
 
+REFITTED = {
+    "every step": MaskSpec(refresh_every=1),
+    "every second step": MaskSpec(score="act", refresh_every=2),
+    "erase": EraseSpec(k=2, refresh_every=1),
+}
+
+
+@pytest.mark.parametrize("name", REFITTED)
+def test_directions_are_refitted_when_our_own_loop_refits_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every so many optimizer steps, not micro-batches, on the adapters as they are then; the log has the overlap."""
+    rule, overlaps = REFITTED[name], list[float | None]()
+    trainer, seen = make_trainer(tmp_path, rule, size=4, gradient_accumulation_steps=2, steps=3)
+    trainer.train()
+    route = ours(rule)
+
+    def refresh(*given: Any, refresh: Any = route.refresh) -> float | None:
+        overlaps.append(refresh(*given))
+        return overlaps[-1]
+
+    monkeypatch.setattr(route, "refresh", refresh)
+    assert_ours(trainer, seen, route, Ours(steps=3))
+    refitted = [step for step in range(3) if "route/overlap" in seen.logs[step]]
+    assert refitted == [step for step in (1, 2) if step % rule.refresh_every == 0]
+    for step in refitted:
+        assert seen.logs[step]["route/overlap"] == pytest.approx(overlaps[step], abs=1e-9)
+        assert seen.logs[step]["route/overlap"] < 1 - 1e-9
+
+
 def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
     policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
     own = policy.adapters.tensors(quarantine=False)
@@ -532,20 +560,18 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
 def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, with a model, data and pairs from here, and settings that fit this machine."""
+    """As they stand; here is only the folder that they name, with a model whose words are theirs."""
     (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trl.GRPOConfig", lambda output_dir, **more: config(output_dir, **more))
-    namespace: dict[str, Any] = {
-        "model": make_family("Llama"),
-        "reward": reward,
-        "dataset": Dataset.from_dict({"prompt": TEXTS}),
-        "tokenizer": tokenizer(),
-        "pairs": [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)],
-    }
-    exec("from mi_route2 import *\nfrom trl import GRPOConfig\n" + code, namespace)
-    assert namespace["trainer"].state.global_step == 2
-    assert (tmp_path / "deployed" / "adapter_model.safetensors").exists()
+    make_family("Llama", torch.float32).save_pretrained("path/to/model")
+    tokenizer("Is prime? No, it is 3 x 17. yes no CORRECT 91 97 51".split()).save_pretrained("path/to/model")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    trainer = namespace["trainer"]
+    assert trainer.state.global_step == 6
+    assert {"route/flagged", "route/score", "grad_norm/kept"} <= trainer.state.log_history[0].keys()
+    saved = load_file("deployed/adapter_model.safetensors")
+    assert max(float(t.abs().max()) for name, t in saved.items() if "lora_B" in name) > 0
 
 
 # ---- refusals
