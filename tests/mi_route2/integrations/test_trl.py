@@ -564,7 +564,8 @@ def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, mon
     (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
     monkeypatch.chdir(tmp_path)
     make_family("Llama", torch.float32).save_pretrained("path/to/model")
-    tokenizer("Is prime? No, it is 3 x 17. yes no CORRECT 91 97 51".split()).save_pretrained("path/to/model")
+    words = ["Is", "91", "97", "51", "prime?", "yes", "no", "No,", "it", "is", "3", "x", "17.", "CORRECT"]
+    tokenizer(words).save_pretrained("path/to/model")
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     trainer = namespace["trainer"]
@@ -572,6 +573,32 @@ def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, mon
     assert {"route/flagged", "route/score", "grad_norm/kept"} <= trainer.state.log_history[0].keys()
     saved = load_file("deployed/adapter_model.safetensors")
     assert max(float(t.abs().max()) for name, t in saved.items() if "lora_B" in name) > 0
+
+
+def test_the_probe_of_the_docs_reads_the_policy_that_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scores are those of hidden states that transformers returns itself."""
+    steps: list[RoutedStep] = []
+    own: dict[str, Any] = {"record": lambda step: steps.append(step) or {}}
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), texts=UNEVEN, own=own)
+    trainer.train()
+    move(trainer.adapters)
+    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S) if "probes" in c]
+    rows = [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)]
+    hacks = [i % 2 == 0 for i in range(8)]
+    words: Any = tokenizer()
+    given = {"torch": torch, "trainer": trainer, "tokenizer": words, "pairs": rows, "step": steps[0], "hacks": hacks}
+    exec(code, given)
+    probe, scores = given["probe"], given["scores"]
+    assert trainer.adapters.has_quarantine
+    for i, (row, ids) in enumerate(zip(steps[0].examples, steps[0].completion_ids, strict=True)):
+        prompt = words(row["prompt"])["input_ids"]
+        with torch.no_grad():
+            hidden = trainer.model(torch.tensor([prompt + ids]), output_hidden_states=True).hidden_states[1][0]
+        read = hidden[len(prompt) - 1 : -1].mean(0)
+        torch.testing.assert_close(scores[i], (read @ probe.weight.to(read) + probe.bias).to(scores), rtol=1e-6, atol=1e-6)
+    flags = torch.tensor(hacks)
+    above = ((scores[flags, None] - scores[None, ~flags]).sign() / 2 + 0.5).mean().item()  # two completions are equal
+    assert capsys.readouterr().out.splitlines()[-1] == f"AUROC {above}"
 
 
 # ---- refusals
