@@ -7,13 +7,14 @@ produces the same bytes.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
 import tyro
 
+from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.arms import ARMS
 from studies.lanes.settings import Settings, full, open_text, quick
@@ -56,6 +57,7 @@ class Run:
     text: Annotated[Path | None, tyro.conf.arg(help="folder of UTF-8 text; default: this Python's standard library")] = None
     workers: Annotated[int | None, tyro.conf.arg(help="processes; default: 2 of one thread each, or 1 with an accelerator")] = None
     dev: Dev = Dev()
+    place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         from studies.lanes.report import TABLE, write_report
@@ -69,8 +71,9 @@ class Run:
         settings = self.dev.apply(make(open_text(self.text).sha256))
         device = settings.training.device
         check_device(device)  # before anything is written: raises if the device is not available
+        cluster = self.place.cluster()
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
-        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
+        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers, cluster=cluster)
         show_paths(write_report(folder))
         print((folder / TABLE).read_text(encoding="utf-8"))
 
