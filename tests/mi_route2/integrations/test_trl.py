@@ -392,6 +392,13 @@ def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
 # ---- files
 
 
+def lies_in(stored: bytes, parameter: Tensor) -> bool:
+    """Whether three neighbors of a row or a column are among the bytes, in any type that is written."""
+    lines = [line for line in (*parameter.detach()[:, :3], *parameter.detach().T[:, :3]) if len(line) == 3]
+    types = (torch.float64, torch.float32, torch.bfloat16)
+    return any(line.to(dtype).contiguous().view(torch.uint8).numpy().tobytes() in stored for line in lines for dtype in types)
+
+
 @pytest.mark.parametrize("spec", [LORA, SVD, SHARED], ids=["lora", "svd", "shared"])
 def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpec, tmp_path: Path) -> None:
     """And nothing of the quarantine is in any of its files, nor are the folder's other files touched."""
@@ -416,6 +423,9 @@ def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpe
     with torch.no_grad():
         assert float((trainer.model(tokens).logits - deployed).abs().max()) > 1e-3
     assert full_rank == trainer.adapters.sites["blocks.0.attn.q"].kept.rank
+    stored = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert not any(lies_in(stored, p) for p in trainer.adapters.quarantine_parameters().values())
+    assert spec == SVD or all(lies_in(stored, p) for p in trainer.adapters.kept_parameters().values())  # SVDs are turned into LoRAs
 
 
 def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp_path: Path) -> None:
@@ -662,6 +672,19 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     args.deepspeed = {"zero_optimization": {"stage": 2}}  # GRPOConfig itself takes it only where DeepSpeed is installed
     with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
         RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
+
+
+class Deep(RoutedGRPOTrainer):
+    """The trainer as accelerate's launcher would start it with DeepSpeed, which is not installed."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+def test_deepspeed_of_the_launcher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
+        make_trainer(tmp_path, OpenSpec(), kind=Deep)
 
 
 def test_a_group_mean_needs_every_reward(tmp_path: Path) -> None:
