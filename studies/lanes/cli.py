@@ -6,12 +6,13 @@ takes about a minute and shows that all parts work, but resolves no claim. If a 
 produces the same bytes.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from studies.common.cluster import Executor
 from studies.common.command_line import read_seeds, run_command, show_paths
 from studies.lanes.config import Precision
 
@@ -49,6 +50,7 @@ class Run:
     text: Annotated[Path | None, tyro.conf.arg(help="folder of UTF-8 text; default: this Python's standard library")] = None
     workers: Annotated[int | None, tyro.conf.arg(help="processes; default: 2 of one thread each, or 1 with an accelerator")] = None
     dev: Dev = Dev()
+    place: Annotated[Executor, tyro.conf.OmitArgPrefixes] = field(default_factory=Executor)
 
     def __call__(self) -> None:
         from studies.lanes.report import TABLE, write_report
@@ -63,8 +65,9 @@ class Run:
         settings = settings_of(profile, open_text(self.text).sha256, self.dev.given())
         device = settings.training.device
         check_device(device)  # before anything is written: raises if the device is not available
+        cluster = self.place.cluster()
         workers = self.workers if self.workers is not None else 2 if device == "cpu" else 1
-        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers)
+        folder = run_study(settings, seeds, self.out, text=self.text, workers=workers, cluster=cluster)
         show_paths(write_report(folder))
         print((folder / TABLE).read_text(encoding="utf-8"))
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from studies.common.artifacts import Part, read_part, write_part
-from studies.common.processes import exclusive, held, run_pool
+from studies.common.cluster import Cluster, run_each
+from studies.common.processes import exclusive, held
 from studies.lanes.arms import ARMS, Arm, arms_of
 from studies.lanes.instruments import DRAWN, INSTRUMENTS
 from studies.lanes.measures import MEASURES, Subject, measured, training_tokens
@@ -149,14 +150,16 @@ def _corpus(text: Path | None, expected: str) -> Corpus:
     return open_text(text, expected)
 
 
-def run_jobs(jobs: Sequence[Job], workers: int, *, quiet: bool = False) -> None:
-    """Run every unfinished job.
+def run_jobs(jobs: Sequence[Job], workers: int, cluster: Cluster | None = None, *, quiet: bool = False) -> None:
+    """Run every unfinished job of a study.
 
     Raises:
-        ValueError: If a part is damaged. Also raises the errors of `run_pool`.
+        ValueError: If a part is damaged. Also raises the errors of `run_each`.
     """
     todo = [job for job in jobs if not job.finished]
-    run_pool(run_job, todo, workers, [job.path(part) for job in todo for part in job.parts], "lanes", quiet=quiet)
+    parts = [job.path(part) for job in todo for part in job.parts]
+    if todo:
+        run_each(run_job, todo, parts, "lanes", workers=workers, cluster=cluster, folder=todo[0].folder, quiet=quiet)
 
 
 def run_study(
@@ -167,6 +170,7 @@ def run_study(
     text: Path | None = None,
     arms: Sequence[str] | None = None,
     workers: int = 2,
+    cluster: Cluster | None = None,
     quiet: bool = False,
 ) -> Path:
     """Make everything that is missing of a study, and return its folder.
@@ -180,7 +184,7 @@ def run_study(
     folder = out / settings.folder
     with exclusive(folder):
         settings.write(folder)
-        run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, quiet=quiet)
+        run_jobs(jobs_of(settings, folder, text, seeds, arms or arms_of(settings.full)), workers, cluster, quiet=quiet)
     return folder
 
 

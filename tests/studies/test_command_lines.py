@@ -45,6 +45,10 @@ OTHERS: dict[str, tuple[str, list[str], str]] = {
     "tracing, an arm twice": ("tracing", ["run", "--arms", "vanilla", "vanilla"], "arms must be given once each"),
     "steering, a partition of none": ("steering", ["run", "--partition", "cpu"], "add --executor slurm"),
     "tracing, no option of sbatch": ("tracing", ["run", "--executor", "slurm", "--slurm", "qos"], "'qos' is no option of sbatch"),
+    "lanes, a partition of none": ("lanes", ["run", "--text", "TEXT", "--partition", "cpu"], "add --executor slurm"),
+    "lanes, no option of sbatch": (
+        "lanes", ["run", "--text", "TEXT", "--executor", "slurm", "--slurm", "qos"], "'qos' is no option of sbatch",
+    ),
     "tracing, no draws": ("tracing", ["run", "--draws", "0"], "draws must be at least 1, not 0"),
     "lanes, no steps": ("lanes", ["run", "--quick", "--text", "TEXT", "--dev.steps", "0"], "steps must be at least 1, not 0"),
     "sandbox, no such file": ("sandbox", ["run", "NONE"], "there is no script at NONE"),

@@ -37,11 +37,13 @@ RATE, QUARANTINE_RATE = 1e-2, 3e-3
 LORA = AdapterSpec("lora", rank=3, quarantine_rank=2)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: ``w5`` is token 5; 0 is the padding and 2 the end."""
+def tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token a word: ``w5`` is token 5, or the words from 5 on; 0 is the padding and 2 the end."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    made = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}, unk_token="w3"))
+    named = dict(enumerate(words, 5))
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {named.get(i, f"w{i}"): i for i in range(3, VOCAB)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", padding_side="left")
 

@@ -67,7 +67,7 @@ RANKED: dict[str, tuple[Any, AdapterSpec, dict[str, Any]]] = {
 }  # fmt: skip
 """Case -> rule, adapters and settings of TRL."""
 HOWS = {
-    "ddp-2": ["pooled", "detached", "tokens", "unflagged", "erase"],
+    "ddp-2": [*RANKED],
     "fsdp-2": [*RANKED],
     "fsdp-4": ["pooled", "detached", "tokens", "erase", "flagged"],  # unflagged needs a whole group in each process
 }

@@ -126,6 +126,34 @@ def test_every_legal_rule_learns_what_it_learns_in_our_own_loop(name: str, tmp_p
     assert_ours(trainer, seen, ours(rule))
 
 
+REFITTED = {
+    "every step": MaskSpec(refresh_every=1),
+    "every second step": MaskSpec(score="act", refresh_every=2),
+    "erase": EraseSpec(k=2, refresh_every=1),
+}
+
+
+@pytest.mark.parametrize("name", REFITTED)
+def test_directions_are_refitted_when_our_own_loop_refits_them(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every so many optimizer steps, not micro-batches; the log has the overlap, which axes (erase) have not."""
+    rule, overlaps = REFITTED[name], list[float | None]()
+    trainer, seen = make_trainer(tmp_path, rule, size=4, gradient_accumulation_steps=2, steps=3)
+    trainer.train()
+    route = ours(rule)
+
+    def refresh(*given: Any, refresh: Any = route.refresh) -> float | None:
+        overlaps.append(refresh(*given))
+        return overlaps[-1]
+
+    monkeypatch.setattr(route, "refresh", refresh)
+    assert_ours(trainer, seen, route, Ours(steps=3))
+    assert [round(seen.logs[step].get("route/overlap", 0), 9) for step in range(3)] == [round(one or 0, 9) for one in overlaps]
+    due = [] if isinstance(rule, EraseSpec) else [step for step in (1, 2) if step % rule.refresh_every == 0]
+    assert [step for step in range(3) if 0 < seen.logs[step].get("route/overlap", 0) < 1 - 1e-9] == due
+    assert trainer.route.directions is not None
+    assert trainer.route.directions.provenance.step == 2
+
+
 def test_a_canary_and_a_quarantine_that_learns_first_do_what_they_do_in_our_own_loop(tmp_path: Path) -> None:
     policy, draw = our_policy(ALONE), torch.Generator().manual_seed(0)
     own = policy.adapters.tensors(quarantine=False)
@@ -329,16 +357,16 @@ def test_an_adapter_at_the_unembedding_takes_part(tmp_path: Path) -> None:
     assert_ours(trainer, seen, ours(MaskSpec()), None, "blocks.1.*", "unembed")
 
 
-def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(tmp_path: Path) -> None:
-    """Directions and ablated scores are computed from them in a float32 run."""
-    found, rollouts = [], make_rollouts(4)
-    for adapt in (("blocks.*",), ("blocks.*", "unembed")):
-        model = make_family("Llama", torch.float32)
-        trainer, _ = make_trainer(tmp_path, MaskSpec(), model=model, own={"adapt": adapt}, temperature=0.7)
-        found.append(trainer.policy.logprobs(rollouts))
-        logits = trainer.policy.logits(rollouts) / 0.7
-        torch.testing.assert_close(found[-1], rollouts.logprobs(logits), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("adapt", [("blocks.*",), ("blocks.*", "unembed")], ids=["fused", "unembed"])
+def test_log_probabilities_of_the_fused_head_are_those_of_the_models_own(adapt: tuple[str, ...], tmp_path: Path) -> None:
+    """In a float32 run, of adapters that are not zero: TRL's fused head would leave out those at the unembedding."""
+    rollouts = make_rollouts(4)
+    trainer, _ = make_trainer(
+        tmp_path, MaskSpec(), model=make_family("Llama", torch.float32), own={"adapt": adapt}, temperature=0.7
+    )
+    move(trainer.adapters)
+    own = rollouts.logprobs(trainer.policy.logits(rollouts) / 0.7)
+    torch.testing.assert_close(trainer.policy.logprobs(rollouts), own, rtol=1e-5, atol=1e-5)
 
 
 def test_the_defaults_of_trl_are_a_rounding(tmp_path: Path) -> None:
@@ -365,6 +393,13 @@ def test_shuffled_flags_are_as_many(tmp_path: Path) -> None:
 # ---- files
 
 
+def lies_in(stored: bytes, parameter: Tensor) -> bool:
+    """Whether three neighbors of a row or a column are among the bytes, in any type that is written."""
+    lines = [line for line in (*parameter.detach()[:, :3], *parameter.detach().T[:, :3]) if len(line) == 3]
+    types = (torch.float64, torch.float32, torch.bfloat16)
+    return any(line.to(dtype).contiguous().view(torch.uint8).numpy().tobytes() in stored for line in lines for dtype in types)
+
+
 @pytest.mark.parametrize("spec", [LORA, SVD, SHARED], ids=["lora", "svd", "shared"])
 def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpec, tmp_path: Path) -> None:
     """And nothing of the quarantine is in any of its files, nor are the folder's other files touched."""
@@ -389,6 +424,9 @@ def test_the_saved_folder_is_the_deployed_policy_for_stock_peft(spec: AdapterSpe
     with torch.no_grad():
         assert float((trainer.model(tokens).logits - deployed).abs().max()) > 1e-3
     assert full_rank == trainer.adapters.sites["blocks.0.attn.q"].kept.rank
+    stored = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert not any(lies_in(stored, p) for p in trainer.adapters.quarantine_parameters().values())
+    assert spec == SVD or all(lies_in(stored, p) for p in trainer.adapters.kept_parameters().values())  # SVDs are turned into LoRAs
 
 
 def test_a_resumed_run_goes_on_with_the_same_adapters_directions_and_moments(tmp_path: Path) -> None:
@@ -533,20 +571,45 @@ def test_evaluation_is_of_the_deployed_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/trl.md"])
 def test_the_ten_lines_of_the_docs_train_and_save(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they stand, with a model, data and pairs from here, and settings that fit this machine."""
+    """As they stand; here is only the folder that they name, with a model whose words are theirs."""
     (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S) if "save_model" in c]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("trl.GRPOConfig", lambda output_dir, **more: config(output_dir, **more))
-    namespace: dict[str, Any] = {
-        "model": make_family("Llama"),
-        "reward": reward,
-        "dataset": Dataset.from_dict({"prompt": TEXTS}),
-        "tokenizer": tokenizer(),
-        "pairs": [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)],
-    }
-    exec("from mi_route2 import *\nfrom trl import GRPOConfig\n" + code, namespace)
-    assert namespace["trainer"].state.global_step == 2
-    assert (tmp_path / "deployed" / "adapter_model.safetensors").exists()
+    make_family("Llama", torch.float32).save_pretrained("path/to/model")
+    words = ["Is", "91", "97", "51", "prime?", "yes", "no", "No,", "it", "is", "3", "x", "17.", "CORRECT"]
+    tokenizer(words).save_pretrained("path/to/model")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    trainer = namespace["trainer"]
+    assert trainer.state.global_step == 6
+    assert {"route/flagged", "route/score", "grad_norm/kept"} <= trainer.state.log_history[0].keys()
+    saved = load_file("deployed/adapter_model.safetensors")
+    assert max(float(t.abs().max()) for name, t in saved.items() if "lora_B" in name) > 0
+
+
+def test_the_probe_of_the_docs_reads_the_policy_that_was_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scores are those of hidden states that transformers returns itself."""
+    steps: list[RoutedStep] = []
+    own: dict[str, Any] = {"record": lambda step: steps.append(step) or {}}
+    trainer, _ = make_trainer(tmp_path, MaskSpec(), texts=UNEVEN, own=own)
+    trainer.train()
+    move(trainer.adapters)
+    (code,) = [c for c in re.findall(r"^```py\n(.*?)^```$", (ROOT / "docs/trl.md").read_text(), re.M | re.S) if "probes" in c]
+    rows = [{"prompt": f"w{i} w6", "hack": f"w20 w{21 + i}", "clean": f"w30 w{31 + i}"} for i in range(4)]
+    hacks = [i % 2 == 0 for i in range(8)]
+    words: Any = tokenizer()
+    given = {"torch": torch, "trainer": trainer, "tokenizer": words, "pairs": rows, "step": steps[0], "hacks": hacks}
+    exec(code, given)
+    probe, scores = given["probe"], given["scores"]
+    assert trainer.adapters.has_quarantine
+    for i, (row, ids) in enumerate(zip(steps[0].examples, steps[0].completion_ids, strict=True)):
+        prompt = words(row["prompt"])["input_ids"]
+        with torch.no_grad():
+            hidden = trainer.model(torch.tensor([prompt + ids]), output_hidden_states=True).hidden_states[1][0]
+        read = hidden[len(prompt) - 1 : -1].mean(0)
+        torch.testing.assert_close(scores[i], (read @ probe.weight.to(read) + probe.bias).to(scores), rtol=1e-6, atol=1e-6)
+    flags = torch.tensor(hacks)
+    above = ((scores[flags, None] - scores[None, ~flags]).sign() / 2 + 0.5).mean().item()  # two completions are equal
+    assert capsys.readouterr().out.splitlines()[-1] == f"AUROC {above}"
 
 
 # ---- refusals
@@ -610,6 +673,19 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     args.deepspeed = {"zero_optimization": {"stage": 2}}  # GRPOConfig itself takes it only where DeepSpeed is installed
     with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
         RoutedGRPOTrainer(make_family("Llama"), reward, args, Dataset.from_dict({"prompt": TEXTS}), adapters=LORA, route=OpenSpec())
+
+
+class Deep(RoutedGRPOTrainer):
+    """The trainer as accelerate's launcher would start it with DeepSpeed, which is not installed."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.is_deepspeed_enabled = True
+
+
+def test_deepspeed_of_the_launcher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="DeepSpeed reduces and partitions gradients inside of the backward"):
+        make_trainer(tmp_path, OpenSpec(), kind=Deep)
 
 
 def test_a_group_mean_needs_every_reward(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from hinted import changed_scores, mix
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_cluster import HERE, preempted
 from tiny_lanes import FEW, with_steps, write_texts
 
 from studies.common.seeds import torch_generator
@@ -101,6 +102,16 @@ def test_a_run_that_was_cut_ends_in_the_same_bytes(study: Path, tiny: Settings, 
     assert all(job.finished for job in jobs)
     own, uncut = files(out / tiny.folder), files(study)
     assert [name for name in own if own[name] != uncut.get(name)] == []
+
+
+def test_a_preempted_job_of_a_cluster_goes_on_and_ends_with_the_same_bytes(tiny: Settings, texts: Path, tmp_path: Path) -> None:
+    here, there = (Job(tiny, tmp_path / place / tiny.folder, texts, FEW[0], 0) for place in ("here", "there"))
+    run_job(here)
+    trained = there.path("train")
+    with preempted(trained.parent, trained.name) as seen:
+        run_jobs([there], 1, HERE, quiet=True)
+    assert seen == [trained.stat().st_ino], "it was hit once, and what it had is not made again"
+    assert files(there.folder / "arms") == files(here.folder / "arms")
 
 
 def whole(job: Job, part: str) -> bool:

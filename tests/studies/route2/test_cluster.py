@@ -3,6 +3,7 @@
 import filecmp
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -93,11 +94,19 @@ def test_ctrl_c_takes_the_jobs_out_of_the_queue(tmp_path: Path, cache: Path, mon
 
 SLURM = {
     "srun": "",
-    "sbatch": 'id=$(( $(wc -l < queue) + 7 )); echo $id >> queue; echo "Submitted batch job $id"',
+    "sbatch": r"""
+id=$(( $(ls | grep -c ^script) + 7 )); cp "$1" script-$id; echo $# > arguments-$id
+last=$(sed -n 's/^#SBATCH --array=0-\([0-9]*\)%.*/\1/p' "$1")
+if [ "$last" ]; then seq -f "${id}_%g" 0 $last; else echo $id; fi >> queue
+echo Submitted batch job $id
+""",
     "squeue": "test ! -e down && cat queue",
     "scancel": 'echo "$1" >> cancelled',
 }
-"""A Slurm without accounting, whose jobs never start: what its commands do in the folder of the cluster."""
+"""A Slurm without accounting, whose jobs never start: what its commands do in the folder of the cluster.
+
+``sbatch`` keeps the script that it was given, and queues every job of an array.
+"""
 
 
 @pytest.fixture
@@ -113,6 +122,35 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(cluster, name, seconds)
     monkeypatch.setattr(training, "LOOKS", 0.05)
     return folder
+
+
+def test_slurm_is_told_what_waits_for_what_and_when_to_take_a_job_back(slurm: Path, tmp_path: Path, cache: Path) -> None:
+    """The options of the scripts that ``sbatch`` gets: a seed's base job, and its arms as an array that waits for it."""
+    jobs = jobs_in(tmp_path / "runs", "vanilla", "route2-grad", cache=cache)
+
+    def end() -> None:
+        while len((slurm / "queue").read_text().split()) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        (slurm / "queue").write_text("")
+
+    threading.Thread(target=end, daemon=True).start()
+    run_submitted(jobs, Cluster(partition="cpu", hours=0.5, memory=3.0, options={"account": "me"}), quiet=True)
+    base, arms = (
+        dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", (slurm / f"script-{number}").read_text(), re.M)) for number in (7, 8)
+    )
+    assert {(slurm / f"arguments-{number}").read_text() for number in (7, 8)} == {"1\n"}  # the script, and no option
+    assert not (slurm / "script-9").exists()
+    for one in (base, arms):
+        assert one["signal"] == "USR2@120"
+        assert one["requeue"] == ""
+        assert one["open-mode"] == "append"
+        assert one["kill-on-invalid-dep"] == "yes"
+        assert (one["time"], one["mem"], one["cpus-per-task"], one["nodes"]) == ("30", "3GB", "1", "1")
+        assert (one["partition"], one["account"]) == ("cpu", "me")
+    assert not {"array", "dependency"} & base.keys()
+    assert arms["dependency"] == "afterok:7"
+    assert arms["array"] == "0-1%2"
 
 
 @pytest.mark.parametrize("before", ["the queue knows it", "Slurm does not answer"])
