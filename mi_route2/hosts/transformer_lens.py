@@ -32,6 +32,7 @@ from mi_route2.adapters import Adapters
 from mi_route2.adapters.linear import Branch, RoutedLinear
 from mi_route2.architectures import ADAPTER_HOOKS, ADAPTER_POINTS, BRIDGE_LINEARS, BRIDGE_POINTS, WRAPPED, Architecture, config_of
 from mi_route2.hosts.base import Edit, Entering, Fired, Host, answered, known_architecture, whole_stream
+from mi_route2.hosts.decoder import DECODERS
 from mi_route2.hosts.huggingface import Replays
 from mi_route2.rollouts import positions
 from mi_route2.sites import Site, Slot, matching, no_adapter
@@ -397,10 +398,11 @@ class BridgeHost(Host):
     @contextmanager
     def fused(self) -> Iterator[None]:
         """Context: attention is that of the wrapped model, as transformers' ``sdpa``; nothing changes if a hook could tell."""
-        if not fusible(self.bridge):
+        if self.architecture.name not in DECODERS or not fusible(self.bridge):  # others cap scores, which sdpa does not
             yield
             return
-        attentions, config = [block.attn for block in self.bridge.blocks], config_of(wrapped_model(self.bridge))
+        attentions = [block.attn for block in self.bridge.blocks]
+        config: Any = config_of(wrapped_model(self.bridge))
         usual = config._attn_implementation
         try:
             for attention in attentions:

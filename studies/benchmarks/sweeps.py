@@ -8,7 +8,7 @@ TransformerLens runs ``transformer_lens.patching.get_act_patch_resid_pre`` on a 
 sweep runs
 
     resumed       cells over the corrupt run's keys and values, starting at their own block, many in a forward
-    on a bridge   the same, on the bridge itself (whose attention is eager)
+    on a bridge   the same, on the bridge itself (whose wrapped attention then runs in one piece)
     whole         whole forwards of many cells in a batch, through the host's hooks
 
 All sides run both prompts first, within the timed region, and nothing keeps gradients.

@@ -191,6 +191,15 @@ def test_attention_stays_as_it_is_where_somebody_could_tell(what: str) -> None:
         assert host.bridge.original_model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("family", ["Gemma2", "GPT2", "MicroGPT"])
+def test_attention_of_other_architectures_stays_as_it_is(family: str) -> None:
+    """Gemma 2 caps its scores, GPT-2's projections are copies on a bridge, and MicroGPT's attention is in one piece."""
+    host: Any = open_host("transformer_lens", make_family(family))
+    before = [vars(block.attn).get("forward") for block in host.bridge.blocks]
+    with host.fused():
+        assert [vars(block.attn).get("forward") for block in host.bridge.blocks] == before == [None] * len(before)
+
+
 def test_hooks_on_projections_and_outputs_do_not_keep_attention_apart() -> None:
     host: Any = open_host("transformer_lens", make_family("Qwen3"))
     for name in ("attn.hook_in", "attn.q.hook_out", "attn.v.hook_out", "attn.o.hook_in", "attn.hook_out", "mlp.hook_out"):
