@@ -252,6 +252,9 @@ class Policy:
         adapters: Its attached adapters.
         forward: ``forward(model, tokens, attention) -> logits [b s v]``.
 
+    Raises:
+        ValueError: The adapters stand on another model.
+
     Examples:
         >>> policy = Policy(model, attach(model, "blocks.*"))
         >>> logits = policy.logits(rollouts)
@@ -260,6 +263,14 @@ class Policy:
     model: nn.Module
     adapters: Adapters
     forward: Forward = call_with_mask
+
+    def __post_init__(self) -> None:
+        inside = set(map(id, self.model.modules()))
+        if not self.adapters.detached and not all(id(module) in inside for module in self.adapters.modules.values()):
+            raise ValueError(
+                "these adapters stand on another model, so no switch of them would reach this one: give the model that attach(...) "
+                "was given, or deepcopy(policy) for a copy of both"
+            )
 
     @checked
     def logits(self, rollouts: Rollouts) -> Float[Tensor, "b s v"]:

@@ -175,6 +175,11 @@ class Adapters:
         return {kind: sum(t.numel() * t.element_size() for t in tensors if t is not None) for kind, tensors in held.items()}
 
     @property
+    def detached(self) -> bool:
+        """True if the model has its plain Linears back."""
+        return self._detached
+
+    @property
     def has_quarantine(self) -> bool:
         return self.spec.quarantine != "none"
 

@@ -317,6 +317,8 @@ wrong("advantages: a NaN reward", lambda: group_advantages(torch.tensor([1.0, NA
 wrong("advantages: nothing", lambda: group_advantages(torch.zeros(0), torch.zeros(0).long()), ValueError, "no rollouts")
 wrong("policy: no adapters", lambda: Policy(bare(), None), TypeError, "attach(")
 wrong("policy: arguments swapped", lambda: Policy(adapters(), bare()), TypeError, "model")
+wrong("policy: adapters of another model", lambda: Policy(bare(), adapters()), ValueError, "attach(")
+wrong("host.policy: adapters of another model", lambda: host().policy(adapters()), ValueError, "attach(")
 wrong("policy: a host", lambda: Policy(host(), adapters()), TypeError, "host.policy(")
 wrong("policy: logprobs of tokens", lambda: policy().logprobs(tokens()), TypeError, "Rollouts")
 wrong(
