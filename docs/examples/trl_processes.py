@@ -1,7 +1,7 @@
 """Compare the first step of trl_grpo.py in one process with the same step in two: ``python docs/examples/trl_processes.py``.
 
 TRL samples on each process for itself, so two processes would answer otherwise than one. Here one process samples, and two get its
-completions. What they compute must be the same: gradients of both adapters, and flags.
+completions. What they compute must be the same: gradients of both adapters, and flags. The numbers are in ``comparison.json``.
 """
 
 import json
@@ -96,6 +96,10 @@ def main(comparison: Comparison) -> None:
     gap, largest = (max(float(t.abs().max()) for t in ts) for ts in ([two[name] - g for name, g in one.items()], one.values()))
     flagged = [json.loads((comparison.out / f"flagged-{n}.json").read_text()) for n in (1, 2)]
     print(f"gradients of {len(one)} factors differ by at most {gap:.1e}, and the largest is {largest:.1e}; flagged: {flagged}")
+    rollouts = comparison.prompts * comparison.group
+    found = {"factors": len(one), "gap": gap, "largest": largest, "flagged": [round(rollouts * share) for share in flagged]}
+    settings = {"dtype": comparison.dtype, "seed": comparison.seed, "rollouts": rollouts}
+    (comparison.out / "comparison.json").write_text(json.dumps(settings | found | {"torch": torch.__version__}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

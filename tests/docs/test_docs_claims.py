@@ -520,3 +520,19 @@ def exploit_more(evidence: Evidence, arm: str) -> str:
     """The mean difference of held-out exploits that a quarantine makes."""
     routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
     return number(routed - plain)
+
+
+def test_two_processes_of_trl_differ_by_what_the_page_says() -> None:
+    """`docs/examples/trl_processes.py` wrote the numbers of the table."""
+    page = (DOCS / "trl.md").read_text(encoding="utf-8")
+    for name, run in {
+        "float32": "float32",
+        "float64": "float64 (`--dtype float64`)",
+        "float64_one_length": "float64, prompts of one length (`--dtype float64 --seed 1`)",
+    }.items():
+        found = json.loads((RESULTS / f"benchmarks/trl_processes_{name}.json").read_text(encoding="utf-8"))
+        assert (found["dtype"], found["seed"], found["factors"]) == (name.partition("_")[0], int("seed 1" in run), 840)
+        gap, largest = (re.sub(r"e-0?", "e-", f"{found[key]:.1e}") for key in ("gap", "largest"))
+        one, two = found["flagged"]
+        assert one == two
+        assert f"| {run} | {gap} | {largest} | {one} of {found['rollouts']}, in both |" in page
