@@ -18,7 +18,7 @@ from torch import Tensor
 from mi_route2.adapters import AdapterSpec, attach
 from mi_route2.models import smollm2
 from mi_route2.rollouts import Policy, Rollouts, packed_forward, vocabulary
-from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, Route, StepContext, TrainBatch
+from mi_route2.routing import MaskRoute, OpenRoute, OpenSpec, Route, StepContext, TrainBatch
 from studies.benchmarks import command
 from studies.benchmarks.contenders import NoFitter, move, random_directions
 from studies.benchmarks.engine import random_model
@@ -78,8 +78,9 @@ def run(options: PackedOptions) -> None:
     sides = []
     for name in options.routes:
         route_spec = SPECS[name]
-        route: Route = OpenRoute(route_spec)
-        if isinstance(route_spec, MaskSpec):
+        if isinstance(route_spec, OpenSpec):
+            route: Route = OpenRoute(route_spec)
+        else:
             route = MaskRoute(route_spec, NoFitter())
             route.directions = random_directions(padded.adapters, route_spec.score, options.seed)  # pyright: ignore[reportArgumentType]
         steps = {layout: step_of(policy, route, batch) for layout, policy in (("padded", padded), ("packed", packed))}
