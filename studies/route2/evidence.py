@@ -370,7 +370,7 @@ def rates_figure(every: Sequence[Evidence], path: Path) -> Path:
                     x, y, yerr=[y - lo, hi - y], color=color, marker="o", markersize=3, label=f"{label}, quarantine deleted"
                 )
                 x, y = zip(*((rate + beside, evidence.summary(arm, ON_EXPLOIT)["mean"]) for rate, arm in within), strict=True)
-                ax.plot(x, y, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, still in")  # pyright: ignore
+                ax.plot(x, y, color=color, linestyle=":", marker="o", markersize=3, label=f"{label}, quarantine in")  # pyright: ignore
             ax.set_title(f"{evidence.preset}, {len(evidence.seeds)} seeds")
             ax.set_ylim(-0.03, 1.03)
             ax.set_xlabel("rate of the quarantine,\nin rates of the kept adapter")

@@ -14,6 +14,7 @@ from studies.route2.evidence import CONTROLS as CANARY_CONTROLS
 from studies.route2.evidence import MOST_EXPLOIT, Evidence, coverage, coverage_sentence, stopped_inside, times
 from studies.route2.headline import CONTROLS, EXPLOIT, HACK, LITERAL, ON, ROUTES, SOLVE, Result
 from studies.route2.predictions import FILE, Comparison, Outcome, Predictions, outcomes, sign_flip
+from studies.training.settings import PRESETS
 
 pytestmark = pytest.mark.docs
 
@@ -514,6 +515,47 @@ def test_when_flags_miss() -> None:
         assert " to ".join(solved) in " ".join(page.split())
         pairs = zip(found["weak"].values[arm][EXPLOIT], found["weak"].values[f"{arm}-quarantine"][EXPLOIT], strict=True)
         assert all(own is not None and routed is not None and routed < own for own, routed in pairs)
+
+
+def test_who_learns_faster_gets_the_hack() -> None:
+    page, readme = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("misses.md", "../README.md"))
+    found = {preset: Evidence.read(RESULTS / f"rates/{preset}.json") for preset in ("strong", "weak")}
+    known, routed, fast = "sees-known", "sees-known-quarantine", "sees-known-quarantine-fast"
+
+    def mean_of(preset: str, arm: str, metric: str = EXPLOIT) -> str:
+        return number(found[preset].summary(arm, metric)["mean"])
+
+    def less(preset: str, plus: str, minus: str) -> str:
+        """The paired difference ``plus - minus``."""
+        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][EXPLOIT], strict=True)) for arm in (plus, minus))
+        return interval(paired_difference(*sides)[1])
+
+    assert {len(evidence.seeds) for evidence in found.values()} == {12}
+    assert f"takes {less('weak', known, routed)} off the exploits, as on the seeds above" in page
+    assert f"is within .1 of no quarantine ({less('weak', f'{routed}-slow', known)})" in page
+    left = interval(found["weak"].summary(fast, EXPLOIT))
+    assert f"it leaves {left}, where the filter alone leaves {mean_of('weak', known)}, and solving stays where it is (" in page
+    assert f"({mean_of('weak', fast, SOLVE)}, {mean_of('weak', known, SOLVE)})" in page
+    assert f"three times the rate {left} is left of {mean_of('weak', known)}" in readme
+    assert f"take {less('weak', 'sees-0-quarantine', routed)} more off than none" in page
+    assert f"to take {less('weak', 'vanilla', 'sees-0-quarantine-fast')} off what no defence leaves" in page
+    alone, slowed = (interval(found["strong"].summary(arm, EXPLOIT)) for arm in (known, fast))
+    assert f"a fast one leaves {slowed}, the filter alone {alone}; the difference is {less('strong', fast, known)}." in page
+    flags = less("strong", fast, "sees-0-quarantine-fast")
+    assert f"the usual rate ({less('strong', fast, routed)}), and with flags less than without ({flags})" in page
+    assert sum((value or 0.0) < 0.45 for value in found["strong"].values["vanilla"][EXPLOIT]) == 8
+    stopped = [f"{known}-{n}" for n in (10, 20, 40)]
+    for metric, verb in ((EXPLOIT, "exploits"), (SOLVE, "solves")):
+        first, second, third = (mean_of("weak", arm, metric) for arm in stopped)
+        assert f"{verb} {first}, {second} and {third}" in page
+        better = min if metric == EXPLOIT else max
+        assert better((fast, *stopped), key=lambda arm: found["weak"].summary(arm, metric)["mean"] or 0.0) == fast
+    assert all(stopped_inside(found[preset], fast) == [] for preset in found)
+    assert f"still in, the model exploits {mean_of('weak', fast, 'on_exploit_held')} on `weak`" in page
+    canary = Evidence.read(RESULTS / "canary-run/weak.json").summary("filter-canary-run", EXPLOIT)["mean"]
+    assert f"[the canary](canary.md), which leaves {number(canary)}" in page
+    strong, weak = (f"{PRESETS[name].quarantine_lr / PRESETS[name].kept_lr:.2f}"[1:] for name in ("strong", "weak"))
+    assert f"learns at {weak} of the kept adapter's rate on `weak`, and at {strong} on `strong`" in page
 
 
 def exploit_more(evidence: Evidence, arm: str) -> str:
