@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.benchmarks.jail import run
+from studies.benchmarks import jail
 from studies.benchmarks.options import JailOptions
 from studies.sandbox import PROTECTIONS, Jail, JailUnavailableError, filters
 from studies.sandbox.checks import CHECKS, DRIVER
@@ -325,7 +325,7 @@ def test_the_page_s_examples_print_what_it_says(
 
 def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every side gives the replies that it should, or the run itself fails."""
-    run(JailOptions(quick=True, out=tmp_path / "jail.json"))
+    jail.run(JailOptions(quick=True, out=tmp_path / "jail.json"))
     document = json.loads((tmp_path / "jail.json").read_text())
     assert {name: len(side["seconds"]) for name, side in document["sides"].items()} == dict.fromkeys(document["grades"], 3)
     printed = capsys.readouterr().out
