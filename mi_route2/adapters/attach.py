@@ -196,14 +196,14 @@ class Adapters:
 
     @property
     def stack(self) -> bool:
-        """True if a kept LoRA and a LoRA quarantine train as one LoRA of both ranks, ``[B, B_q] ([A; A_q] x)``.
+        """True if the kept adapter and a LoRA quarantine train as one: ``[B, B_q] ([A; A_q] x)``, or ``U, dS, Vh`` for ``B, A``.
 
         Set it to train a large model faster: outputs and gradients are the same up to rounding; routes and files do not change.
         Each adapter runs on its own without gradients (so sampling and evaluation give the bits that they gave), where one of them
         is off, where a hook stands at one of their points, under nnsight, and under an ``l1`` penalty.
 
         Raises:
-            ValueError: It is set on adapters that are not both LoRA.
+            ValueError: It is set without a LoRA quarantine, or with ``fold``.
 
         Examples:
             >>> adapters.stack = True
@@ -213,10 +213,11 @@ class Adapters:
     @stack.setter
     @checked
     def stack(self, on: bool) -> None:
-        if on and (self.spec.kept, self.spec.quarantine) != ("lora", "lora"):
+        if on and (self.spec.fold or self.spec.quarantine != "lora"):
+            kept = "folded svd" if self.spec.fold else self.spec.kept
             raise ValueError(
-                f"a kept {self.spec.kept} and a quarantine {self.spec.quarantine} cannot be stacked: attach both as LoRA, "
-                'AdapterSpec("lora", rank=16, quarantine_rank=16)'
+                f"a kept {kept} and a quarantine {self.spec.quarantine} cannot be stacked: attach a LoRA quarantine and no folded "
+                'SVD, for example AdapterSpec("lora", rank=16, quarantine_rank=16)'
             )
         self._board.stack = on
 

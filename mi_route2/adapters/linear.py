@@ -298,7 +298,7 @@ class Branch(nn.Module):
             tape.kept.called(self.site, self.hook_mask)
 
     def _stacks(self, tape: Tape | None) -> bool:
-        """Return whether both adapters run as one LoRA: both are on and train, and nobody looks at what one of them adds."""
+        """Return whether both adapters run as one: both are on and train, and nobody looks at what one of them adds."""
         board = self._board
         if not (board.stack and board.kept and board.quarantine and torch.is_grad_enabled()):
             return False
@@ -308,10 +308,14 @@ class Branch(nn.Module):
 
     def _stacked(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, quarantine, gates = self.kept, self.quarantine, (self._gate("kept"), self._gate("quarantine"))
-        assert isinstance(kept, LoRA)
         assert isinstance(quarantine, LoRA)
-        a = apply_factors(x, (kept.A, quarantine.A), tape, gates, self.site, "A")
-        return apply_factors(a, (kept.B, quarantine.B), tape, gates, self.site, "B")
+        if isinstance(kept, LoRA):
+            a = apply_factors(x, (kept.A, quarantine.A), tape, gates, self.site, "A")
+            return apply_factors(a, (kept.B, quarantine.B), tape, gates, self.site, "B")
+        both = apply_factors(x, (kept.Vh, quarantine.A), tape, gates, self.site, "A")
+        a, a_q = both.split([kept.rank, quarantine.rank], -1)
+        scaled = torch.cat([apply_factor(a, kept.dS, tape, gates[0], self.site, "dS"), a_q], -1)
+        return apply_factors(scaled, (kept.U, quarantine.B), tape, gates, self.site, "B")
 
     def _folded_kept(self, x: Tensor, tape: Tape | None) -> Tensor:
         kept, gate = self.kept, self._gate("kept")

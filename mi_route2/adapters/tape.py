@@ -338,7 +338,7 @@ class StackedFactors(torch.autograd.Function):
     """The factors of both adapters in one matmul, each with its own gate's answer as its gradient (``None``: ordinary autograd).
 
     ``A`` and ``A_q`` read one input and are stacked over their outputs; ``B`` and ``B_q`` add to one output and are stacked over
-    their inputs.
+    their inputs. An SVD adapter's ``Vh`` and ``U`` take the places of ``A`` and ``B``: they learn nothing, its gate acts at ``dS``.
     """
 
     @staticmethod
@@ -363,11 +363,14 @@ class StackedFactors(torch.autograd.Function):
         h, *factors = ctx.saved_tensors
         h = h.detach().to(dy.dtype)
         tape, site, name = ctx.routing
-        ranks = [factor.shape[_STACKED[name]] for factor in factors]
+        learn, ranks = ctx.needs_input_grad[1:3], [factor.shape[_STACKED[name]] for factor in factors]
+        gates = [gate if one else None for gate, one in zip(ctx.gates, learn, strict=True)]
         hs, dys = ((h, h), dy.split(ranks, -1)) if name == "A" else (h.split(ranks, -1), (dy, dy))
         answers: list[Tensor | None] = []
-        for adapter, gate, factor, own, dy_own in zip(("kept", "quarantine"), ctx.gates, factors, hs, dys, strict=True):
-            if gate is None:
+        for adapter, one, gate, factor, own, dy_own in zip(("kept", "quarantine"), learn, gates, factors, hs, dys, strict=True):
+            if not one:
+                answers.append(None)
+            elif gate is None:
                 answers.append((dy_own.flatten(0, -2).mT @ own.flatten(0, -2)).to(factor.dtype))
             else:
                 answers.append(_answer(ctx, adapter, gate, factor, own, dy_own))
@@ -375,10 +378,10 @@ class StackedFactors(torch.autograd.Function):
         dh = None
         if ctx.needs_input_grad[0]:
             # What a gate detaches is taken out at the narrow side, of as many columns as the adapter's rank.
-            cast, detaches = stack(factors, name).to(dy.dtype), any(gate is not None and gate.detach for gate in ctx.gates)
+            cast, detaches = stack(factors, name).to(dy.dtype), any(gate is not None and gate.detach for gate in gates)
 
             def passed(narrow: Tensor) -> Tensor:
-                pieces = zip(ctx.gates, narrow.split(ranks, -1), strict=True)
+                pieces = zip(gates, narrow.split(ranks, -1), strict=True)
                 return torch.cat([one if gate is None else _passed(gate, tape, site, one) for gate, one in pieces], -1)
 
             dh = (passed(dy) if detaches and name == "A" else dy) @ cast
@@ -467,7 +470,7 @@ def stack(factors: Sequence[Tensor], name: str) -> Tensor:
 def apply_factors(
     h: Tensor, factors: tuple[Tensor, Tensor], tape: Tape | None, gates: tuple[Gate | None, Gate | None], site: str, name: str
 ) -> Tensor:
-    """Apply the factors ``A`` or ``B`` of the kept adapter and of the quarantine in one matmul, each as ``apply_factor`` would."""
+    """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would."""
     if torch.is_grad_enabled() and gates != (None, None):
         if tape is not None:
             out = StackedFactors.apply(h, *factors, tape, gates, site, name)

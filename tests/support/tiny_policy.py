@@ -37,7 +37,7 @@ def make_policy(spec: AdapterSpec, *, scale: float = 0.1, dtype: torch.dtype = t
 
 
 def named_policy(name: str, scale: float = 0.1) -> Policy:
-    """The policy of ``SPECS[name]``; ``lora-stacked`` runs both of its LoRAs as one."""
+    """The policy of ``SPECS[name]``; ``lora-stacked`` runs both of its adapters as one."""
     policy = make_policy(SPECS[name.removesuffix("-stacked")], scale=scale)
     policy.adapters.stack = name.endswith("-stacked")
     return policy

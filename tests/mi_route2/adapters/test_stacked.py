@@ -1,4 +1,4 @@
-"""Both LoRAs in one matmul (``Adapters.stack``): the outputs, gradients and hooks of each on its own.
+"""Both adapters in one matmul (``Adapters.stack``): the outputs, gradients and hooks of each on its own.
 
 Every legal combination of a mask is in ``routing/test_mask_route.py``, against the written-out policy.
 """
@@ -21,7 +21,7 @@ from mi_route2.rollouts import Policy, packed_forward
 from mi_route2.routing import MaskRoute, MaskSpec, OpenRoute, OpenSpec, Route
 from mi_route2.sites import Site
 
-LORA = AdapterSpec("lora", rank=4, quarantine_rank=3)
+LORA, SVD = (AdapterSpec(kept, rank=4, quarantine_rank=3) for kept in ("lora", "svd"))  # pyright: ignore[reportArgumentType]
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
 
@@ -39,9 +39,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def pair(name: str = "Qwen3", **options: object) -> tuple[Policy, Policy]:
+def pair(name: str = "Qwen3", spec: AdapterSpec = LORA, **options: object) -> tuple[Policy, Policy]:
     """Two equal policies: separate, and stacked."""
-    (_, separate), (_, stacked) = (make_policy(name, LORA, **options) for _ in range(2))  # pyright: ignore[reportArgumentType]
+    (_, separate), (_, stacked) = (make_policy(name, spec, **options) for _ in range(2))  # pyright: ignore[reportArgumentType]
     stacked.adapters.stack = True
     return separate, stacked
 
@@ -72,8 +72,9 @@ LAYOUTS: dict[str, Callable[[Policy], Policy]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_step_is_that_of_separate_adapters(calls: list[str], route: str, layout: str) -> None:
-    separate, stacked = pair()
+@pytest.mark.parametrize("spec", [LORA, SVD], ids=["lora", "svd"])
+def test_a_step_is_that_of_separate_adapters(calls: list[str], spec: AdapterSpec, route: str, layout: str) -> None:
+    separate, stacked = pair(spec=spec)
     expected = run(separate, ROUTES[route](separate), make_batch())
     assert not calls
     stacked = LAYOUTS[layout](stacked)
@@ -86,9 +87,10 @@ def test_a_step_is_that_of_separate_adapters(calls: list[str], route: str, layou
         assert not calls
 
 
-def test_ordinary_autograd_transforms_and_reading_are_those_of_separate_adapters(calls: list[str]) -> None:
+@pytest.mark.parametrize("spec", [LORA, SVD], ids=["lora", "svd"])
+def test_ordinary_autograd_transforms_and_reading_are_those_of_separate_adapters(calls: list[str], spec: AdapterSpec) -> None:
     found: list[dict[str, Tensor]] = []
-    for policy in pair("MicroGPT"):
+    for policy in pair("MicroGPT", spec):
         tokens, parameters = make_tokens()[0], dict(policy.model.named_parameters())
 
         def loss(trained: dict[str, Tensor], row: Tensor, model: nn.Module = policy.model) -> Tensor:
@@ -115,8 +117,9 @@ def test_a_backward_that_no_route_decides_is_refused() -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_every_point_of_an_adapter_fires_on_every_host(calls: list[str], host: str) -> None:
-    opened, policy = make_policy("GPT2", LORA, host=partial(open_host, host))
+@pytest.mark.parametrize("spec", [LORA, SVD], ids=["lora", "svd"])
+def test_every_point_of_an_adapter_fires_on_every_host(calls: list[str], spec: AdapterSpec, host: str) -> None:
+    opened, policy = make_policy("GPT2", spec, host=partial(open_host, host))
     sites = [Site.parse(f"{name}.{point}") for name in policy.adapters.sites for point in ADAPTER_POINTS]
     tokens = make_tokens()[0]
     with policy.adapters.unrouted():
@@ -158,10 +161,10 @@ def test_the_base_and_each_adapter_alone_are_the_same_bits(calls: list[str], dty
             assert not calls
 
 
-@pytest.mark.parametrize("spec", ["svd", "lora-shared"])
-def test_other_adapters_cannot_be_stacked(spec: str) -> None:
+@pytest.mark.parametrize("spec", [AdapterSpec(fold=True), AdapterSpec("lora", rank=4, quarantine="shared")], ids=["fold", "shared"])
+def test_other_adapters_cannot_be_stacked(spec: AdapterSpec) -> None:
     _, policy = make_policy("MicroGPT", spec)
-    with pytest.raises(ValueError, match=r"cannot be stacked: attach both as LoRA"):
+    with pytest.raises(ValueError, match=r"cannot be stacked: attach a LoRA quarantine and no folded SVD"):
         policy.adapters.stack = True
     assert not policy.adapters.stack
     assert "stacked" not in repr(policy.adapters)

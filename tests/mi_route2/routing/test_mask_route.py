@@ -72,7 +72,7 @@ def averaged(scores: dict[str, torch.Tensor], batch: TrainBatch) -> torch.Tensor
     ("name", "case"),
     [
         *itertools.product(["svd", "lora", "lora-stacked"], CASES),
-        *itertools.product(["svd-low", "svd-fold", "svd-shared", "lora-shared"], CASES[::5]),
+        *itertools.product(["svd-low", "svd-low-stacked", "svd-fold", "svd-shared", "lora-shared"], CASES[::5]),
     ],
     ids=lambda value: value if isinstance(value, str) else case_id(value),
 )
@@ -149,7 +149,7 @@ def test_a_group_of_flagged_rollouts_alone_teaches_the_kept_adapter_nothing() ->
     assert all(g.any() for g in own.quarantine.values())
 
 
-@pytest.mark.parametrize("name", ["lora", "lora-stacked"])
+@pytest.mark.parametrize("name", ["lora", "lora-stacked", "svd-stacked"])
 @pytest.mark.parametrize("case", METHOD_SAMPLE, ids=case_id)
 def test_r1_flagged_only_leaves_exactly_zero_and_unflagged_leaves_both(case: Case, name: str) -> None:
     """R1. Token flags lie on predictors alone: there exactly the prompt's own part stays."""
