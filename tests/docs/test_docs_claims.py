@@ -564,6 +564,18 @@ def exploit_more(evidence: Evidence, arm: str) -> str:
     return number(routed - plain)
 
 
+def test_the_run_of_trl_is_what_its_log_says() -> None:
+    """`docs/examples/trl_grpo.py` wrote the log."""
+    *steps, _ = json.loads((RESULTS / "benchmarks/trl_grpo.json").read_text(encoding="utf-8"))
+    assert len(steps) == 8
+    first, last = (f"{step['reward']:.2f}"[1:] for step in (steps[0], steps[-1]))
+    assert f"The reward went from {first} to {last}" in (DOCS / "trl.md").read_text(encoding="utf-8")
+    hacked = [step for step in steps if step["train/hack"] > 0]
+    assert {step["train/hack"] for step in hacked} == {1 / 8}
+    assert [sum(step["mask/recall"] == share for step in hacked) for share in (1, 0)] == [3, 1]
+    assert max(round(step["mask/fire_clean"] * 8 * (1 - step["train/hack"])) for step in steps) == 3
+
+
 def test_two_processes_of_trl_differ_by_what_the_page_says() -> None:
     """`docs/examples/trl_processes.py` wrote the numbers of the table."""
     page = (DOCS / "trl.md").read_text(encoding="utf-8")
