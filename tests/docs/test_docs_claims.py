@@ -537,6 +537,7 @@ def test_who_learns_faster_gets_the_hack() -> None:
     assert f"it leaves {left}, where the filter alone leaves {mean_of('weak', known)}, and solving stays where it is (" in page
     assert f"({mean_of('weak', fast, SOLVE)}, {mean_of('weak', known, SOLVE)})" in page
     assert f"three times the rate {left} is left of {mean_of('weak', known)}" in readme
+    assert f"at a third of its learning rate it does little ({less('weak', known, f'{routed}-slow')})" in readme
     assert f"take {less('weak', 'sees-0-quarantine', routed)} more off than none" in page
     assert f"to take {less('weak', 'vanilla', 'sees-0-quarantine-fast')} off what no defence leaves" in page
     alone, slowed = (interval(found["strong"].summary(arm, EXPLOIT)) for arm in (known, fast))
