@@ -68,6 +68,7 @@ def create_app(
         served.host,
         rows=limits.rows,
         queue=limits.queue,
+        patience=limits.patience,
         store=store,
         prefix_bytes=limits.prefix_bytes,
         tokenizer=Readable(served.tokenizer),

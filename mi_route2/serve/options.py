@@ -19,6 +19,7 @@ class Limits:
     Attributes:
         rows: Requests that run at once.
         queue: Requests that may wait.
+        patience: Steps after which the first waiting request of a low priority gains a level.
         per_key: Requests of one key in the server at once.
         sweeps: Sweeps of one key at once.
         cells: Cells of one sweep.
@@ -31,6 +32,7 @@ class Limits:
 
     rows: AtLeastOne = 64
     queue: AtLeastOne = 1024
+    patience: AtLeastOne = 64
     per_key: AtLeastOne = 512
     sweeps: AtLeastOne = 4
     cells: AtLeastOne = 200_000

@@ -297,6 +297,8 @@ class Caller:
         self.url, self.who, self.rng, self.tally = url, who, rng, tally
         self.headers = {"Authorization": f"Bearer {KEYS[who]}"}
         self.http = httpx.AsyncClient(base_url=url, headers=self.headers, timeout=httpx.Timeout(PATIENCE))
+        self.last: Any = None
+        """The last body that was sent: what a failure tells."""
         self.actions: dict[Callable[[], Awaitable[None]], int] = {
             self.complete: 30,
             self.stream: 30,
@@ -325,7 +327,7 @@ class Caller:
                 try:
                     await asyncio.wait_for(action(), PATIENCE)
                 except TimeoutError:
-                    self.tally.fail(f"{action.__name__} was stuck for {PATIENCE:g} s")
+                    self.tally.fail(f"{action.__name__} was stuck for {PATIENCE:g} s with {str(self.last)[:400]}")
                 except FailedError as error:
                     self.tally.fail(f"{action.__name__}: {error}")
                 except Exception as error:  # of the connection, for example
@@ -335,6 +337,7 @@ class Caller:
 
     async def _post(self, path: str, body: Any, *allowed: int, **given: Any) -> httpx.Response:
         """Post a body; ``FailedError`` for a status that is not allowed, or a refusal without a sentence."""
+        self.last = body
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **given}
         response = await self.http.post(path, content=content, headers=headers)
@@ -352,6 +355,7 @@ class Caller:
         return response
 
     async def _streamed(self, path: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        self.last = body
         async with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             if response.is_error:
                 await response.aread()

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -265,6 +267,32 @@ def test_a_full_queue_answers_429() -> None:
         found = refusal(study.complete, PROMPT, n=2)
         assert (found.status, found.code) == (429, "queue_full")
         streams[0].close()
+
+
+def test_a_low_priority_is_late_and_never_stuck() -> None:
+    """With the engine's own patience of 512 steps per level some 90 others would be answered first."""
+    others: list[int] = []
+    with running(random_micro(context=512), limits=Limits(rows=1, patience=4)) as small, PatchStudy(small.url) as study:
+        done = Event()
+
+        def crowd() -> None:
+            with PatchStudy(small.url) as one:
+                while not done.is_set():
+                    one.complete(PROMPT, max_tokens=8, ignore_eos=True)
+                    others.append(1)
+
+        with ThreadPoolExecutor(3) as pool:
+            crowds = [pool.submit(crowd) for _ in range(3)]
+            try:
+                while len(others) < 3:
+                    time.sleep(0.01)
+                before = len(others)
+                study.complete(PROMPT, max_tokens=8, ignore_eos=True, priority=-2)
+            finally:
+                done.set()
+        for one in crowds:
+            one.result()
+    assert 1 <= len(others) - before <= 45
 
 
 def test_pages_of_other_hosts_are_refused() -> None:
