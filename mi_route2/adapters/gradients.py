@@ -94,12 +94,18 @@ class Written:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``."""
+    """Gradient of a matrix factor, stored as its two sides ``h [b s d_in]`` and ``dy [b s d_out]``.
+
+    ``product`` returns ``G_b`` if it is a part of a product that is computed anyway.
+    """
 
     h: Float[Tensor, "b s d_in"]
     dy: Float[Tensor, "b s d_out"]
+    product: Callable[[], Tensor] | None = None
 
     def values(self) -> Float[Tensor, "b d_out d_in"]:
+        if self.product is not None:
+            return self.product()
         return torch.bmm(self.dy.mT, self.h).to(wide(self.h.dtype))
 
     def inner(self, v: Float[Tensor, "d_out d_in"]) -> Float[Tensor, " b"]:

@@ -15,7 +15,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -288,11 +289,14 @@ def report(ctx: Any, tape: Tape, site: str, what: str) -> None:
     ctx.reported = True
 
 
-def _answer(ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor) -> Tensor | None:
-    """Return the gate's answer to the pair (h, dy) of a factor."""
+def _answer(
+    ctx: Any, adapter: str, gate: Gate, factor: Tensor, h: Tensor, dy: Tensor, product: Callable[[], Tensor] | None = None
+) -> Tensor | None:
+    """Return the gate's answer to the pair (h, dy) of a factor; ``product`` returns its gradient per rollout, if it is at hand."""
     tape, site, name = ctx.routing
     tape.saw_backward(site, f"{adapter}.{name}", again=ctx.reported)
-    answer = gate.gradient(site, name, tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs))
+    pair = tape.pair(h, dy, Diagonal if factor.ndim == 1 else Pairs)
+    answer = gate.gradient(site, name, replace(pair, product=product) if isinstance(pair, Pairs) else pair)
     return None if answer is None else answer.to(factor.dtype)
 
 
@@ -334,6 +338,24 @@ class RoutedFactor(torch.autograd.Function):
         return dh, answer, None, None, None, None
 
 
+class _Whole:
+    """Gradient per rollout of the factors of both adapters, as one product over tokens that is computed at most once."""
+
+    def __init__(self, tape: Tape, h: Tensor, dy: Tensor):
+        self._pair = tape.pair(h, dy)
+        self.known = False
+
+    @cached_property
+    def values(self) -> Tensor:
+        self.known = True
+        return self._pair.values()
+
+
+def _part(whole: _Whole, axis: int, ranks: list[int], i: int) -> Tensor:
+    """Return one adapter's part of the gradients of both: a copy, because a view would hold the other's until the step ends."""
+    return whole.values.split(ranks, axis + 1)[i].contiguous()
+
+
 class StackedFactors(torch.autograd.Function):
     """The factors of both adapters in one matmul, each with its own gate's answer as its gradient (``None``: ordinary autograd).
 
@@ -363,17 +385,23 @@ class StackedFactors(torch.autograd.Function):
         h, *factors = ctx.saved_tensors
         h = h.detach().to(dy.dtype)
         tape, site, name = ctx.routing
-        learn, ranks = ctx.needs_input_grad[1:3], [factor.shape[_STACKED[name]] for factor in factors]
+        learn, axis = ctx.needs_input_grad[1:3], _STACKED[name]
+        ranks = [factor.shape[axis] for factor in factors]
         gates = [gate if one else None for gate, one in zip(ctx.gates, learn, strict=True)]
         hs, dys = ((h, h), dy.split(ranks, -1)) if name == "A" else (h.split(ranks, -1), (dy, dy))
-        answers: list[Tensor | None] = []
-        for adapter, one, gate, factor, own, dy_own in zip(("kept", "quarantine"), learn, gates, factors, hs, dys, strict=True):
-            if not one:
-                answers.append(None)
-            elif gate is None:
-                answers.append((dy_own.flatten(0, -2).mT @ own.flatten(0, -2)).to(factor.dtype))
-            else:
-                answers.append(_answer(ctx, adapter, gate, factor, own, dy_own))
+        # A narrow product takes hardly less time than one of twice its width, so that of one adapter gives the other's too.
+        whole = _Whole(tape, h, dy) if tape.packing(h) is None else None
+        answers: list[Tensor | None] = [None, None]
+        for i in sorted(range(2), key=lambda i: gates[i] is None):  # a gate first: it may need the product per rollout
+            gate, factor, product = gates[i], factors[i], None
+            if whole is not None:
+                product = partial(_part, whole, axis, ranks, i)
+            if gate is not None:
+                answers[i] = _answer(ctx, ("kept", "quarantine")[i], gate, factor, hs[i], dys[i], product)
+            elif learn[i] and product is not None and whole is not None and whole.known:
+                answers[i] = product().sum(dim=0).to(factor.dtype)
+            elif learn[i]:
+                answers[i] = (dys[i].flatten(0, -2).mT @ hs[i].flatten(0, -2)).to(factor.dtype)
         ctx.reported = True
         dh = None
         if ctx.needs_input_grad[0]:
