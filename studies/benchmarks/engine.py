@@ -41,7 +41,7 @@ from mi_route2.sites import Site
 from mi_route2.steering.specs import Monitor, Steer, Steering
 from studies.benchmarks import command
 from studies.benchmarks.options import EngineOptions
-from studies.benchmarks.paired import Result, Row, machine, ratio
+from studies.benchmarks.paired import Result, Row, collected, machine, ratio
 
 REQUESTS, PROMPT, NEW, SHORTEST, LONGEST, SINGLES = 64, 32, 64, 8, 128, 2
 VOCABULARY, WIDTH, LAYERS = 1024, 128, 4
@@ -199,11 +199,13 @@ def measure(sides: dict[str, Callable[[], dict[str, float]]], rounds: int, rng: 
     """Return the processor seconds of every side in every round, after a warm-up turn."""
     seconds: dict[str, list[float]] = {}
     with tqdm(total=(rounds + 1) * len(sides), desc="taking turns", unit="turn", leave=False) as bar:
-        for turn in range(rounds + 1):
-            for name in rng.permutation(list(sides)):
+        for side in sides.values():
+            side()
+            bar.update()
+        with collected():
+            for name in (name for _ in range(rounds) for name in rng.permutation(list(sides))):
                 for side, took in sides[name]().items():
-                    if turn:
-                        seconds.setdefault(side, []).append(took)
+                    seconds.setdefault(side, []).append(took)
                 bar.update()
     return seconds
 

@@ -10,8 +10,10 @@ resident set of a fresh process grows by the same amount to within 1% if every t
 (``MALLOC_MMAP_THRESHOLD_=32768``); with glibc's heap, holes between tensors hide the difference of interest.
 """
 
+import gc
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import process_time
 
@@ -81,6 +83,17 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return int(max(np.cumsum(changes), default=0))
 
 
+@contextmanager
+def collected() -> Iterator[None]:
+    """Collect garbage, and exclude all that is alive from later collections: one of everything takes half a second of a turn."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generator, *, memory: bool = True) -> dict[str, Measured]:
     """Measure ``rounds`` turns of each contender, after a warm-up turn and one under the memory record (0 without ``memory``)."""
     peaks: dict[str, int] = {}
@@ -92,8 +105,8 @@ def measure(contenders: Sequence[Contender], rounds: int, rng: np.random.Generat
             peaks[c.name] = peak_bytes(c.step) if memory else 0
             c.reset()
             bar.update()
-        for _ in range(rounds):
-            for i in rng.permutation(len(contenders)):
+        with collected():
+            for i in (i for _ in range(rounds) for i in rng.permutation(len(contenders))):
                 c = contenders[i]
                 start = process_time()
                 c.step()

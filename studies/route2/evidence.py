@@ -42,6 +42,7 @@ from studies.training.settings import PRESETS
 
 STOPPED = tuple(name for name, arm in ARMS.items() if arm.ablation == "early stopping")
 PATH = ("base", *STOPPED, "vanilla")
+SLOWED = tuple(name for name, arm in ARMS.items() if arm.ablation == "slow training")
 ON_EXPLOIT = "on_exploit_held"
 METHODS = ("filter-canary", "filter-canary-run")
 """Arms for which goals were set; a report judges the last one that its runs have."""
@@ -51,6 +52,7 @@ CONTROLS = {
 BUDGETS: Mapping[str, tuple[str, ...]] = {
     "no label, no pair": (
         *PATH,
+        *SLOWED,
         "quarantine-first",
         "filter-canary",
         "filter-canary-run",
@@ -240,7 +242,8 @@ MARKS = {
     "sees-known": (BLUE, "X"), "sees-known-quarantine": (PURPLE, "X"), "sees-0": (GREEN, "v"), "sees-0-quarantine": (PURPLE, "v"),
     "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),
     "sees-0-quarantine-slow": (PURPLE, "2"), "sees-0-quarantine-fast": (PURPLE, "^"),
-    "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
+    "vanilla-slow": (VERMILLION, "x"), "vanilla-slower": (VERMILLION, "+"), "sees-known-slow": (BLUE, "x"),
+    "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"), "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 

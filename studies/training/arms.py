@@ -26,6 +26,7 @@ class Arm:
         route: Spec of the route.
         quarantine: Kind of the quarantine.
         quarantine_lr_scale: Factor on the shared learning rate of the quarantine.
+        kept_lr_scale: Factor on the shared learning rate of the kept adapter.
         second_moment: Gradient of Adam's second moment.
         l1: Weight of the penalty on the quarantine's output.
         none_fraction: Overrides the shared setting (ablations only).
@@ -46,6 +47,7 @@ class Arm:
     route: RouteSpec
     quarantine: Literal["lora", "shared", "none"] = "lora"
     quarantine_lr_scale: Positive = 1.0
+    kept_lr_scale: Positive = 1.0
     second_moment: Literal["routed", "unrouted"] = "routed"
     l1: NonNegative = 0.0
     none_fraction: Probability | None = None
@@ -214,6 +216,27 @@ _MISSES += tuple(
     if arm.name == "sees-known"
     for n in (10, 20, 40)
 )
+_SLOWED = {"slow": ("a third", 1 / 3), "slower": ("a tenth", 0.1)}
+_MISSES += tuple(
+    replace(
+        arm,
+        name=f"{arm.name}-{how}",
+        about=f"{arm.name} at {share} of the kept adapter's rate",
+        baseline=arm.name,
+        kept_lr_scale=scale,
+    )
+    for arm in _MISSES
+    if arm.name == "sees-known"
+    for how, (share, scale) in _SLOWED.items()
+)
+_MISSES += tuple(
+    replace(
+        arm, name="sees-known-slow-quarantine", about="sees-known-slow with a quarantine at its usual rate",
+        quarantine="lora", baseline="sees-known-slow", same_rule_filter="sees-known-slow",
+    )
+    for arm in _MISSES
+    if arm.name == "sees-known-slow"
+)  # fmt: skip
 _BLOCKS = ("blocks.*.attn.*", "blocks.*.mlp.*")
 _ABLATIONS = (
     _ablation(_FULL, "full-blocks", "unembedding", "no adapters on the unembedding", adapt=_BLOCKS),
@@ -247,6 +270,10 @@ _ABLATIONS = (
 )
 _STOPPED = tuple(
     _ablation(_VANILLA, f"vanilla-{n}", "early stopping", f"vanilla stopped after {n} steps", steps=n) for n in (5, 10, 20, 40)
+)
+_SLOW = tuple(
+    _ablation(_VANILLA, f"vanilla-{how}", "slow training", f"vanilla at {share} of the kept adapter's rate", kept_lr_scale=scale)
+    for how, (share, scale) in _SLOWED.items()
 )
 # Canaries have draws of their own, because with the run's own one would have seen the run's first batches.
 _TRAINED = tuple(
@@ -301,7 +328,7 @@ ARMS: Mapping[str, Arm] = MappingProxyType(
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
-            *_STOPPED, *_TRAINED, _HONEST, *_CANARIES,
+            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES,
         )
     }
 )  # fmt: skip

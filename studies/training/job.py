@@ -187,7 +187,7 @@ class Job:
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
-        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
+        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0, "kept_lr_scale": 1.0}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -427,7 +427,9 @@ def rotate(adapters: Adapters, generator: torch.Generator) -> None:
 def build_optimiser(job: Job, policy: Policy) -> RoutedAdamW:
     arm, settings = job.arm, job.settings
     assert arm is not None
-    groups: list[dict[str, object]] = [{"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr}]
+    groups: list[dict[str, object]] = [
+        {"params": list(policy.adapters.kept_parameters().values()), "lr": settings.kept_lr * arm.kept_lr_scale}
+    ]
     if policy.adapters.has_quarantine:
         # In a shared basis the quarantine has the same coordinates as the kept adapter, so it has the same learning rate.
         rate = settings.kept_lr if arm.quarantine == "shared" else settings.quarantine_lr

@@ -13,7 +13,7 @@ from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.training.arms import ARMS, get_arms, with_canaries
 from studies.training.grpo import gather
-from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_policy, rotate, run_job
+from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_optimiser, build_policy, rotate, run_job
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.schedule import Order, run_jobs
 from studies.training.worlds import open_world
@@ -142,6 +142,23 @@ def test_a_kept_adapter_that_waits_stays_as_it_was_drawn(finished: dict[str, Job
     assert all(torch.equal(tensor, saved[name]) for name, tensor in fresh.items())
     on, deploy = (json.loads((job.folder / EVAL).read_text())["modes"]["none"][state] for state in ("on", "deploy"))
     assert set(on) == set(deploy)
+
+
+@pytest.mark.parametrize(
+    ("arm", "kept", "quarantine"),
+    [
+        ("vanilla", 1, None),
+        ("vanilla-slower", 0.1, None),
+        ("sees-known-slow-quarantine", 1 / 3, 1),
+        ("sees-0-quarantine-fast", 1, 3),
+    ],
+)
+def test_each_adapter_learns_at_its_rate_times_the_arms_factor(
+    finished: dict[str, Job], arm: str, kept: float, quarantine: float | None
+) -> None:
+    job = replace(finished["canary-2"], arm=ARMS[arm])
+    rates = [group["lr"] for group in build_optimiser(job, build_policy(job, job.cache)).param_groups]
+    assert rates == [job.settings.kept_lr * kept] + ([] if quarantine is None else [job.settings.quarantine_lr * quarantine])
 
 
 def test_an_arm_without_its_canary_is_refused(tmp_path: Path, cache: Path, finished: dict[str, Job]) -> None:

@@ -113,6 +113,7 @@ def test_a_contrast_is_paired_and_a_seed_without_all_of_its_arms_is_left_out() -
 
 
 CANARY = {
+    "kept": "3d2cc49074207a13398ec9c3048f10b45e6ad937757a0b8ab04ac72b9530a44c",
     "rates": "d9178081e3e6590406847abc3c9be3310064f3a9a526c32e8578c049b116e59d",
     "misses": "0a37f2af0a9e217946d40dd177972ea36de87e996e71684e3d943f4bef3890be",
     "canary": "689e7b5952811128313e3571d3015cb31182abf85b12b9eb9aca311f98831e62",
