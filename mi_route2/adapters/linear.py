@@ -302,6 +302,8 @@ class Branch(nn.Module):
         board = self._board
         if not (board.stack and board.kept and board.quarantine and torch.is_grad_enabled()):
             return False
+        if tape is None and isinstance(self.kept, SVDKept):
+            return False  # autograd would compute the gradient of the frozen factors too
         own = (self.hook_kept_a, self.hook_kept, self.hook_quarantine, self.kept, self.quarantine)
         penalized = tape is not None and tape.l1 > 0  # what the quarantine alone adds
         return not penalized and not any(module is not None and watched(module) for module in own)

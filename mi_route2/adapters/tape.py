@@ -499,7 +499,7 @@ def apply_factors(
     h: Tensor, factors: tuple[Tensor, Tensor], tape: Tape | None, gates: tuple[Gate | None, Gate | None], site: str, name: str
 ) -> Tensor:
     """Apply the factors ``A`` or ``B`` of both adapters in one matmul, each as ``apply_factor`` would."""
-    if torch.is_grad_enabled() and gates != (None, None):
+    if torch.is_grad_enabled() and (gates != (None, None) or not all(factor.requires_grad for factor in factors)):
         if tape is not None:
             out = StackedFactors.apply(h, *factors, tape, gates, site, name)
             assert isinstance(out, Tensor)

@@ -26,7 +26,8 @@ from studies.benchmarks.options import RoutingOptions
 from studies.benchmarks.paired import Contender, Measured, Ratio, machine, measure, ratio
 
 FROZEN = "frozen"
-SVD, LORA, STACKED = "svd + quarantine", "LoRA + quarantine", "LoRA + quarantine, stacked"
+SVD, LORA = "svd + quarantine", "LoRA + quarantine"
+SVD_STACKED, STACKED = f"{SVD}, stacked", f"{LORA}, stacked"
 PEFT, PEFT_SPLIT, PEFT_HALF = "PEFT LoRA", "PEFT LoRA, two adapters", "PEFT LoRA in bfloat16"
 FOLDED, UNFOLDED = "svd full rank, folded", "svd full rank, unfolded"
 POOLED, MODULE, ACT = "pooled gradient flag", "gradient flag per module", "pooled activation flag"
@@ -48,6 +49,10 @@ ROWS = (
     *(Row(f"{SVD}: {flag}", SVD, 1.05, 1.10) for flag in (POOLED, MODULE, ACT)),
     Row(f"{SVD}: {FULL}", SVD),
     *(Row(f"{LORA}: {flag}", LORA, 1.05, 1.10) for flag in (POOLED, MODULE)),
+    Row(f"{SVD_STACKED}: {POOLED}", f"{SVD}: {POOLED}", 1.00),
+    Row(f"{SVD_STACKED}: {POOLED}", PEFT, 1.00),
+    Row(STACKED, LORA, 1.00),
+    Row(f"{STACKED}: {POOLED}", STACKED, 1.05, 1.10),
     Row(f"{SVD}: {VMAP}", SVD),
     Row(f"{PEFT}: {OPACUS}", PEFT),
     Row(SVD, PEFT, 1.00),
@@ -104,8 +109,9 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
     size, base = bench.size, flops.frozen(bench.size)
     r, k = size.kept_rank, size.quarantine_rank
     svd = AdapterSpec(rank=r, quarantine_rank=k)
-    ours, lora, stacked = bench.policy(svd), *(bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k)) for _ in range(2))
-    stacked.adapters.stack = True
+    ours, svd_stacked = (bench.policy(svd) for _ in range(2))
+    lora, stacked = (bench.policy(AdapterSpec(kept="lora", rank=r, quarantine_rank=k)) for _ in range(2))
+    svd_stacked.adapters.stack = stacked.adapters.stack = True
     work = {SVD: base + flops.svd(size, r) + flops.lora(size, k), LORA: base + flops.lora(size, r + k)}
     work[PEFT] = work[STACKED] = work[LORA]
     deployed = base + flops.svd(size, r)
@@ -131,6 +137,7 @@ def builders(bench: Bench) -> dict[str, Callable[[], Contender]]:
         f"{SVD}: {FULL}": lambda name: bench.routed(name, ours, full, work[SVD] + deployed + flops.full_score(size)),
         f"{LORA}: {POOLED}": lambda name: bench.routed(name, lora, grad, work[LORA]),
         f"{LORA}: {MODULE}": lambda name: bench.routed(name, lora, module, work[LORA]),
+        f"{SVD_STACKED}: {POOLED}": lambda name: bench.routed(name, svd_stacked, grad, work[SVD]),
         f"{STACKED}: {POOLED}": lambda name: bench.routed(name, stacked, grad, work[STACKED]),
         f"{SVD}: {VMAP}": lambda name: bench.vmap(name, svd, work[SVD]),
         f"{PEFT}: {OPACUS}": lambda name: bench.opacus(name, bench.peft(r + k), work[PEFT]),

@@ -243,7 +243,8 @@ MARKS = {
     "sees-known-quarantine-slow": (PURPLE, "1"), "sees-known-quarantine-fast": (PURPLE, "P"),
     "sees-0-quarantine-slow": (PURPLE, "2"), "sees-0-quarantine-fast": (PURPLE, "^"),
     "vanilla-slow": (VERMILLION, "x"), "vanilla-slower": (VERMILLION, "+"), "sees-known-slow": (BLUE, "x"),
-    "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"), "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
+    "sees-known-slower": (BLUE, "+"), "sees-known-slow-quarantine": (PURPLE, "x"),
+    "sees-known-10": (BLUE, "1"), "sees-known-20": (BLUE, "2"), "sees-known-40": (BLUE, "3"),
     **{name: (ORANGE, mark) for method in METHODS for name, mark in zip(CONTROLS[method], "v<>^", strict=True)},
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from studies.benchmarks.contenders import SITES, Bench
 from studies.benchmarks.flops import MICRO, Size
 from studies.benchmarks.options import RoutingOptions
 from studies.benchmarks.paired import Ratio
-from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, VMAP, Result, Row, run
+from studies.benchmarks.routing import LORA, OPACUS, PEFT, ROWS, STACKED, SVD, SVD_STACKED, VMAP, Result, Row, run
 
 pytestmark = pytest.mark.study
 
@@ -42,7 +42,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, in
 def test_floors_are_the_flops_that_torch_counts(counted: dict[str, tuple[int, int]]) -> None:
     rank_one = 2 * ODD.rollouts * ODD.kept_rank * len(SITES) * ODD.layers  # a routed dS: the weighted sum over rollouts
     for name, (floor, done) in counted.items():
-        routed_svd = name.startswith(f"{SVD}: ") and VMAP not in name
+        routed_svd = name.startswith((f"{SVD}: ", f"{SVD_STACKED}: ")) and VMAP not in name
         slack = rank_one if routed_svd else 0
         if name.startswith((f"{LORA}: ", f"{STACKED}: ", f"{PEFT}: ")):
             slack = floor * 15 // 100  # matrices are contracted again for norms or sums, and that is above the floor
