@@ -39,6 +39,9 @@ class Arm:
         canaries: Arms whose kept adapters are the canary's checkpoints; they are trained first.
         rotated: Control: a random rotation of each checkpoint, with equal norms and spectra.
         recall: Share of the detector's verdicts that a bound gets; the others are missed at random.
+        penalty: Taken off the reward of a rollout in which the detector of the known mode sees an exploit.
+        taught: What the quarantine learns before training (see ``teacher.teach``): known hacks, the same turned to random
+            directions of equal norm, or honest rollouts.
     """
 
     name: Name
@@ -46,7 +49,7 @@ class Arm:
     role: Role
     route: RouteSpec
     quarantine: Literal["lora", "shared", "none"] = "lora"
-    quarantine_lr_scale: Positive = 1.0
+    quarantine_lr_scale: NonNegative = 1.0
     kept_lr_scale: Positive = 1.0
     second_moment: Literal["routed", "unrouted"] = "routed"
     l1: NonNegative = 0.0
@@ -60,10 +63,14 @@ class Arm:
     canaries: Words | None = None
     rotated: bool = False
     recall: Probability = 1.0
+    penalty: NonNegative = 0.0
+    taught: Literal["hacks", "random", "honest"] | None = None
 
     def __post_init__(self) -> None:
         if self.recall < 1 and not self.route.privileged:
             raise ValueError(f"recall is that of a detector, and the route of {self.name!r} reads none: leave recall out")
+        if self.taught is not None and self.quarantine != "lora":
+            raise ValueError(f"{self.name!r} has no quarantine of its own that could be taught: leave taught out")
 
 
 GRAD = MaskSpec(score="grad")
@@ -322,13 +329,32 @@ _CANARIES = (
             about="the quarantine alone learns for 10 steps, at three times its rate; then both learn everything"),
 )  # fmt: skip
 
+_KNOWN_MODE = (
+    replace(
+        _VANILLA, name="penalty-known", about="known-mode detector takes 1 off the reward of its rollouts, no quarantine",
+        penalty=1.0, baseline="vanilla",
+    ),
+    *(
+        replace(
+            _ABSORB, name=f"inoculation{suffix}", role=role, taught=taught, quarantine_lr_scale=scale, baseline=baseline,
+            about=f"the quarantine is taught {what}, then {'learns on' if scale else 'frozen'}; the kept adapter learns everything",
+        )
+        for suffix, taught, scale, role, baseline, what in (
+            ("", "hacks", 0.0, "method", "vanilla", "known hacks"),
+            ("-trainable", "hacks", 1.0, "method", "vanilla", "known hacks"),
+            ("-random", "random", 0.0, "control", "inoculation", "known hacks and turned at random"),
+            ("-honest", "honest", 0.0, "control", "inoculation", "honest rollouts"),
+        )
+    ),
+)  # fmt: skip
+
 ARMS: Mapping[str, Arm] = MappingProxyType(
     {
         arm.name: arm
         for arm in (
             _VANILLA, _ABSORB, _ERASE, _ADDITIVE, _ACT, _GRAD, _FULL,
             _FILTER_ACT, _FILTER_GRAD, _FILTER_FULL, *_LITERAL, *_CONTROLS, *_BOUNDS, *_MISSES, *_ABLATIONS,
-            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES,
+            *_STOPPED, *_SLOW, *_TRAINED, _HONEST, *_CANARIES, *_KNOWN_MODE,
         )
     }
 )  # fmt: skip

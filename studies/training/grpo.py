@@ -134,6 +134,7 @@ def train(
     start: int = 0,
     none_fraction: float | None = None,
     teachers: TeacherPool | None = None,
+    penalty: float = 0.0,
     stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepRecord]:
     """Run GRPO from step ``start``; yield a record after each step."""
@@ -143,7 +144,7 @@ def train(
             return
         # Directions are fitted to the current policy, because as it learns, an old direction loses its meaning.
         overlap = route.refresh(policy, step)
-        samples, batch = gather(world, policy, teachers, seed, step, settings, fraction)
+        samples, batch = gather(world, policy, teachers, seed, step, settings, fraction, penalty)
         # A group of equal rewards has advantage 0 everywhere and no gradient, so its forward and backward are skipped.
         trained = varied(batch)
         index, last = trained.nonzero()[:, 0], NO_UPDATE
@@ -198,8 +199,9 @@ def gather(
     step: int,
     settings: Hyperparameters,
     none_fraction: float,
+    penalty: float = 0.0,
 ) -> tuple[Samples, TrainBatch]:
-    """Sample a batch from the policy with both adapters on, and compute its rewards."""
+    """Sample a batch from the policy with both adapters on; its rewards, less ``penalty`` where the weak detector sees a hack."""
     prompts = world.prompts(settings.prompts, numpy_generator(seed, "prompts", step), none_fraction)
     if teachers is not None:
         prompts = teachers.replace_known(world, prompts, numpy_generator(seed, "teacher prompts", step))
@@ -213,6 +215,8 @@ def gather(
         samples, taught = teachers.mix(world, samples, groups, settings.teachers_per_group)
     device = samples.rollouts.tokens.device
     rewards, groups = world.rewards(samples).to(device), groups.to(device)
+    if penalty:
+        rewards = rewards - penalty * torch.tensor(world.detect(samples), device=device).to(rewards.dtype)
     return samples, TrainBatch(samples.rollouts, rewards, group_advantages(rewards, groups), groups, taught.to(device))
 
 

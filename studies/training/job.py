@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from mi_route2.adapters import Adapters, AdapterSpec, attach, load_adapters, save_adapters
+from mi_route2.adapters import AdapterSpec, attach, load_adapters, save_adapters
 from mi_route2.hosts import HOSTS, Host, open_host
 from mi_route2.rollouts import Policy
 from mi_route2.routing import (
@@ -50,7 +51,7 @@ from studies.training.checkpoint import CHECKPOINT, PREVIOUS, resume, save_check
 from studies.training.grpo import train
 from studies.training.recorder import METRICS, ROLLOUTS, TIMINGS, Recorder, append
 from studies.training.settings import PRECISION_NAMES, Settings
-from studies.training.teacher import TRIES, cached_pool
+from studies.training.teacher import TRIES, cached_pool, make_pool, teach
 from studies.training.worlds import ADVICE, base_key, base_model, checkpointed, open_world, out_of_memory, vllm_sampler
 
 
@@ -187,7 +188,8 @@ class Job:
         if described["route"].get("relative_to") == "base":  # as runs were described before there was another
             del described["route"]["relative_to"]
         # Settings of few arms, left out of the others' identity.
-        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0, "kept_lr_scale": 1.0}
+        usual = {"steps": None, "draw": 0, "canaries": None, "rotated": False, "recall": 1.0}
+        usual |= {"kept_lr_scale": 1.0, "penalty": 0.0, "taught": None}
         return {name: value for name, value in described.items() if name not in usual or value != usual[name]}
 
     @property
@@ -410,16 +412,15 @@ def build_canary(job: Job) -> Canary | None:
     for canary in job.canaries:
         load_adapters(policy.adapters, canary.folder / DEPLOYED)
         if job.arm.rotated:
-            rotate(policy.adapters, torch_generator(job.seed, f"rotate {canary.name}"))
+            rotate(map(policy.adapters.scored, policy.adapters.sites), torch_generator(job.seed, f"rotate {canary.name}"))
         checkpoints.append({name: tensor.clone() for name, tensor in policy.adapters.tensors(quarantine=False).items()})
     return Canary(policy, checkpoints)
 
 
 @torch.no_grad()
-def rotate(adapters: Adapters, generator: torch.Generator) -> None:
-    """Rotate each kept adapter's output by a random orthogonal matrix: the same norms and singular values, another direction."""
-    for site in adapters.sites:
-        factor = adapters.scored(site)
+def rotate(factors: Iterable[Tensor], generator: torch.Generator) -> None:
+    """Rotate the output of each factor by a random orthogonal matrix: the same norms and singular values, another direction."""
+    for factor in factors:
         q, r = torch.linalg.qr(torch.randn(len(factor), len(factor), generator=generator, dtype=torch.float64))
         factor.copy_((q * r.diagonal().sign()) @ factor.double())  # the signs make the distribution uniform
 
@@ -479,6 +480,17 @@ def _train(
     pool = job.cache / f"teachers-{settings.teachers}-{base_key(settings, job.seed)}{drawn}.safetensors"
     tries = TRIES if settings.chat is None else settings.chat.tries
     teachers = cached_pool(world, policy, job.seed, settings.teachers, pool, tries)
+    if job.arm.taught is not None:
+        shown = teachers
+        if job.arm.taught == "honest":
+            shown = make_pool(world, policy, job.seed, settings.teachers, tries, honest=True)
+        if shown is None:
+            raise ValueError(f"{job.name} needs a teacher pool: set teachers to a positive number")
+        lesson = shown.samples(world).rollouts
+        teach(policy, lesson, settings.quarantine_lr, settings.micro_batch(lesson.tokens.shape[1]))
+        if job.arm.taught == "random":
+            factors = [p for name, p in policy.adapters.quarantine_parameters().items() if name.endswith(".B")]
+            rotate(factors, torch_generator(job.seed, "rotate quarantine"))
     recorder = Recorder(folder, world, witness, teachers, settings.probe_every)
     start = resume(folder, policy.adapters, optimiser, route, identity=job.identity, logs=(METRICS, ROLLOUTS))
     recorder.go_on()
@@ -488,7 +500,8 @@ def _train(
     detector = witness if job.arm.recall == 1 else Forgetful(witness, job.arm.recall, derive(job.drawn, "recall"))
     steps = train(
         world, detector, policy, route, optimiser, replace(settings, steps=job.steps),
-        seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed, stop=stop,
+        seed=job.drawn, start=start, none_fraction=job.arm.none_fraction, teachers=mixed,
+        penalty=job.arm.penalty, stop=stop,
     )  # fmt: skip
     done = start
     for record in steps:

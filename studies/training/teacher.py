@@ -1,8 +1,11 @@
-"""Teacher pool: cached rollouts of the known mode that hack, sampled once from the base model.
+"""Teacher pool: cached rollouts of the known mode that hack, sampled once from the base model; a quarantine that is taught by it.
 
 The base model is sampled on prompts of the known mode, and rollouts with the known exploit are kept: a well-defined set that every
 run can make by itself. The pool is scored for the plots, and mixed into GRPO groups if ``teachers_per_group`` is positive. Held-out
 modes are never used.
+
+A quarantine that was taught the hack before training is an inoculation adapter: with it in the forward, rewards leave the kept
+adapter nothing to learn from hacks. Source: Riche et al. 2606.30252, there for supervised training.
 """
 
 import json
@@ -11,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mi_route2.rollouts import Policy
+from mi_route2.rollouts import Policy, Rollouts
+from mi_route2.routing import DelayedRoute, DelayedSpec, StepContext, TrainBatch
 from mi_route2.tensor_files import read_tensors, write_tensors
 from studies.common.seeds import numpy_generator, torch_generator
 from studies.environments.protocol import World
@@ -20,30 +25,54 @@ from studies.training.grpo import TeacherPool
 
 FORMAT = "mi-route2 teacher pool 2"
 TRIES = 4096
+LESSONS = 60
+"""Steps in which a quarantine is taught."""
 
 
-def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES) -> TeacherPool:
+def make_pool(world: World, policy: Policy, seed: int, size: int, tries: int = TRIES, *, honest: bool = False) -> TeacherPool:
     """Sample the base model on known-mode prompts until ``size`` rollouts with distinct prompts contain the known exploit.
 
-    If the base model hacks rarely, the pool is smaller after ``tries`` samples.
+    If the base model hacks rarely, the pool is smaller after ``tries`` samples. If ``honest``, the rollouts are those that are paid
+    for in the honest mode.
 
     Raises:
         ValueError: If the base model never hacks.
     """
+    modes, fraction = ((), 1.0) if honest else (world.modes.known, 0.0)
     found: dict[Any, tuple[int, ...]] = {}
     each = 8 * size
     for i in range(-(-tries // each)):
-        prompts = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=0.0, modes=world.modes.known)
+        prompts = world.prompts(each, numpy_generator(seed, "teacher", i), none_fraction=fraction, modes=modes)
         with policy.adapters.reference():
             samples = world.sample(policy, prompts, torch_generator(seed, "teacher", i))
-        for prompt, ids, hacks in zip(prompts, samples.rollouts.completions(), world.detect(samples)):
-            if hacks and prompt not in found and len(found) < size:
+        wanted = [grade.passed for grade in world.grades(samples)] if honest else world.detect(samples)
+        for prompt, ids, right in zip(prompts, samples.rollouts.completions(), wanted):
+            if right and prompt not in found and len(found) < size:
                 found[prompt] = tuple(ids)
         if len(found) == size:
             break
     if not found:
-        raise ValueError(f"the base model never hacked in {tries} samples of the known mode: set teachers=0 to run without a pool")
+        never = "solved a task in {tries} samples of the honest mode" if honest else f"hacked in {tries} samples of the known mode"
+        raise ValueError(f"the base model never {never}: set teachers=0 to run without a pool")
     return TeacherPool(tuple(found), tuple(found.values()))
+
+
+def teach(policy: Policy, rollouts: Rollouts, rate: float, micro: int | None = None) -> None:
+    """Train the quarantine alone on ``rollouts`` by maximum likelihood: ``LESSONS`` steps of Adam on all of them."""
+    optimizer = torch.optim.Adam(policy.adapters.quarantine_parameters().values(), rate)
+    none = torch.zeros(len(rollouts.tokens), device=rollouts.tokens.device)
+    batch, count = TrainBatch(rollouts, none, none, none.long(), none.bool()), rollouts.predictors.sum()
+    route, context = DelayedRoute(DelayedSpec(steps=LESSONS)), StepContext(torch.Generator(), micro)
+
+    def loss_fn(logits: Tensor, part: TrainBatch) -> Tensor:
+        return -(part.rollouts.logprobs(logits) * part.rollouts.predictors).sum() / count
+
+    for lesson in range(LESSONS):
+        route.refresh(policy, lesson)
+        optimizer.zero_grad(set_to_none=True)
+        route.backward(policy, batch, loss_fn, context)
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
 
 
 def cached_pool(world: World, policy: Policy, seed: int, size: int, path: Path, tries: int = TRIES) -> TeacherPool | None:

@@ -9,13 +9,26 @@ import pytest
 import torch
 from tiny_study import tiny_job
 
+from mi_route2.routing import group_advantages
 from mi_route2.routing.canary import pooled
 from mi_route2.tensor_files import read_tensors
 from studies.training.arms import ARMS, get_arms, with_canaries
 from studies.training.grpo import gather
-from studies.training.job import DEPLOYED, EVAL, Job, base_samples, build_canary, build_optimiser, build_policy, rotate, run_job
+from studies.training.job import (
+    DEPLOYED,
+    EVAL,
+    Job,
+    base_samples,
+    build_canary,
+    build_optimiser,
+    build_policy,
+    finished_policy,
+    rotate,
+    run_job,
+)
 from studies.training.recorder import METRICS, ROLLOUTS
 from studies.training.schedule import Order, run_jobs
+from studies.training.teacher import cached_pool, make_pool, teach
 from studies.training.worlds import open_world
 
 pytestmark = pytest.mark.study
@@ -63,6 +76,9 @@ def test_jobs_start_after_what_they_need_and_fall_with_it(tmp_path: Path) -> Non
     assert [job.name for job in Order(list(jobs.values())).take(awaited)] == ["filter-canary"]
 
 
+TAUGHT = ("inoculation", "inoculation-trainable", "inoculation-random", "inoculation-honest")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, Job]:
     """A canary of two steps, the runs that it filters, and ordinary training stopped on the way, by two workers."""
@@ -72,6 +88,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str,
         arms.append(replace(ARMS[name], canaries=("canary-2",), route=replace(route, shuffle=name == "canary-shuffled")))
     root = tmp_path_factory.mktemp("canary")
     jobs = [tiny_job(root, arm, cache=cache) for arm in (None, *reversed(arms))]
+    jobs += [tiny_job(root, name, cache=cache) for name in (*TAUGHT, "penalty-known")]
     assert run_jobs(jobs, 2, quiet=True) == []
     return {job.name: job for job in jobs}
 
@@ -128,7 +145,7 @@ def test_a_rotated_checkpoint_has_the_norms_and_spectra_of_the_canarys(finished:
         tensor.copy_(saved[name])
     sites = {site: branch.kept for site, branch in policy.adapters.sites.items()}
     before = {site: (kept.B @ kept.A).detach().clone() for site, kept in sites.items()}
-    rotate(policy.adapters, torch.Generator().manual_seed(0))
+    rotate(map(policy.adapters.scored, policy.adapters.sites), torch.Generator().manual_seed(0))
     for site, kept in sites.items():
         after = (kept.B @ kept.A).detach()
         assert not torch.allclose(after, before[site], atol=1e-3 * float(before[site].abs().max()))
@@ -142,6 +159,65 @@ def test_a_kept_adapter_that_waits_stays_as_it_was_drawn(finished: dict[str, Job
     assert all(torch.equal(tensor, saved[name]) for name, tensor in fresh.items())
     on, deploy = (json.loads((job.folder / EVAL).read_text())["modes"]["none"][state] for state in ("on", "deploy"))
     assert set(on) == set(deploy)
+
+
+def quarantined(job: Job) -> dict[str, torch.Tensor]:
+    """The quarantine that a run ended with."""
+    _, policy = finished_policy(job)
+    return {name: p.detach() for name, p in policy.adapters.quarantine_parameters().items()}
+
+
+def test_a_taught_quarantine_likes_its_lesson_and_nothing_else_has_changed(finished: dict[str, Job]) -> None:
+    job = finished["inoculation"]
+    policy = build_policy(job, job.cache)
+    with open_world(job.settings) as (world, _):
+        pool = make_pool(world, policy, job.seed, job.settings.teachers)
+        honest = make_pool(world, policy, job.seed, job.settings.teachers, honest=True)
+        assert all(world.detect(pool.samples(world)))
+        assert not any(world.detect(honest.samples(world)))
+        assert all(grade.passed for grade in world.grades(honest.samples(world)))
+        lesson = pool.samples(world).rollouts
+    before = policy.logprobs(lesson)[lesson.predictors].mean(), policy.adapters.tensors(quarantine=False)
+    kept = {name: tensor.clone() for name, tensor in before[1].items()}
+    teach(policy, lesson, job.settings.quarantine_lr, micro=3)
+    assert policy.logprobs(lesson)[lesson.predictors].mean() > before[0] + 0.05
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in policy.adapters.tensors(quarantine=False).items())
+    assert all(p.grad is None for p in policy.adapters.quarantine_parameters().values())
+
+
+def test_a_frozen_quarantine_stays_as_it_was_taught_and_its_controls_differ(finished: dict[str, Job]) -> None:
+    job = finished["inoculation"]
+    policy = build_policy(job, job.cache)
+    with open_world(job.settings) as (world, _):
+        pool = cached_pool(world, policy, job.seed, job.settings.teachers, job.cache / "none")
+        assert pool is not None
+        lesson = pool.samples(world).rollouts
+    teach(policy, lesson, job.settings.quarantine_lr, job.settings.micro_batch(lesson.tokens.shape[1]))
+    taught = {name: p.detach() for name, p in policy.adapters.quarantine_parameters().items()}
+    ends = {name: quarantined(finished[name]) for name in TAUGHT}
+    for name, tensor in taught.items():
+        assert torch.equal(ends["inoculation"][name], tensor)
+        same = torch.equal(ends["inoculation-random"][name], tensor)
+        assert same is not name.endswith(".B")
+        found, wanted = (torch.linalg.svdvals(each) for each in (ends["inoculation-random"][name], tensor))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+        assert not torch.equal(ends["inoculation-honest"][name], tensor)
+        assert not torch.equal(ends["inoculation-trainable"][name], tensor)
+
+
+def test_a_penalty_is_taken_off_what_the_weak_detector_reports(finished: dict[str, Job]) -> None:
+    job = finished["penalty-known"]
+    policy = build_policy(job, job.cache)
+    settings = replace(job.settings, teachers_per_group=1)  # so that there are some
+    with open_world(job.settings) as (world, _):
+        pool = make_pool(world, policy, job.seed, job.settings.teachers)
+        plain, fined = (gather(world, policy, pool, job.drawn, 0, settings, 0.0, penalty) for penalty in (0.0, 1.0))
+        seen = torch.tensor(world.detect(plain[0]))
+    assert seen.any()
+    assert not seen.all()
+    assert torch.equal(fined[1].rewards, plain[1].rewards - seen.to(plain[1].rewards.dtype))
+    assert torch.equal(fined[1].advantages, group_advantages(fined[1].rewards, fined[1].groups))
+    assert job.spec["penalty"] == 1.0
 
 
 @pytest.mark.parametrize(
