@@ -200,8 +200,8 @@ class Adapters:
 
         Set it to train a large model faster: outputs and gradients are the same up to rounding; routes and files do not change.
         Each adapter runs on its own without gradients (so sampling and evaluation give the bits that they gave), where one of them
-        is off, where a hook stands at one of their points, under nnsight, under an ``l1`` penalty, and where an SVD learns without a
-        tape.
+        is off, where a hook stands at one of their points, under nnsight, under an ``l1`` penalty, and where an SVD learns without
+        a tape.
 
         Raises:
             ValueError: It is set without a LoRA quarantine, or with ``fold``.

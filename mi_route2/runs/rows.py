@@ -3,7 +3,7 @@
 import json
 import os
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -288,12 +288,12 @@ class Held:
 class Memory:
     """Memory tier: finished runs, and the bytes of runs that are being written. ``budget=0`` holds no finished run."""
 
-    def __init__(self, budget: int | None):
+    def __init__(self, budget: int | None, owner: Callable[[str], str] = lambda run: ""):
         if budget is not None and budget < 0:
             raise ValueError(f"budget={budget} is negative: give bytes, 0 for no memory tier, or None for a share of free memory")
         self.budget = automatic(available()) if budget is None else budget
-        self.nbytes = 0
-        """Bytes in use."""
+        self.nbytes, self._owner = 0, owner
+        """Bytes in use, and whose a run is."""
         self._held: OrderedDict[str, Held] = OrderedDict()
         self._writing: dict[object, int] = {}
 
@@ -330,14 +330,28 @@ class Memory:
         return held
 
     def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
-        """Evict unleased runs until the budget is met; return the evicted runs with their bytes."""
+        """Evict unleased runs until the budget is met; return the evicted runs with their bytes.
+
+        Each time, the least recently used run of the owner that has most bytes goes, so that nobody loses what is within an equal
+        share.
+        """
         went: dict[str, int] = {}
-        if self.nbytes > self.budget:
-            for run in self:
-                if not leased(run) and (held := self.pop(run)):
-                    went[run] = held.nbytes
-                if self.nbytes <= self.budget:
-                    break
+        if self.nbytes <= self.budget:
+            return went
+        queues: dict[str, list[str]] = {}
+        taken: Counter[str] = Counter()
+        for run, held in reversed(self._held.items()):
+            taken[self._owner(run)] += held.nbytes
+            if not leased(run):
+                queues.setdefault(self._owner(run), []).append(run)
+        while queues and self.nbytes > self.budget:
+            most = max(queues, key=lambda owner: taken[owner])
+            run = queues[most].pop()
+            if held := self.pop(run):
+                went[run] = held.nbytes
+                taken[most] -= held.nbytes
+            if not queues[most]:
+                del queues[most]
         return went
 
 

@@ -85,6 +85,7 @@ class RunStore:
         lease_seconds: time after which a lease ends by itself.
         clock: monotonic time in seconds.
         shard_bytes: approximate size of a file of the disk tier, and so the bytes that are read for a single row.
+        owner: whose a run is, by its name; runs of the owner with most bytes are evicted first.
 
     Raises:
         ValueError: no tier at all, or a folder that is damaged or not one of runs.
@@ -106,13 +107,14 @@ class RunStore:
         lease_seconds: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
         shard_bytes: int = SHARD,
+        owner: Callable[[str], str] = lambda run: "",
     ):
         if budget == 0 and folder is None:
             raise ValueError("a budget of 0 without a folder keeps nothing: give a budget, a folder or both")
         if shard_bytes < 1:
             raise ValueError(f"shard_bytes={shard_bytes} is not positive: a shard has at least one byte")
         self._lock = threading.RLock()
-        self._memory, self._leases = Memory(budget), Leases(lease_seconds, clock)
+        self._memory, self._leases = Memory(budget, owner), Leases(lease_seconds, clock)
         self._writing: dict[str, Writer] = {}
         self._ending: set[Writer] = set()
         """Writers of runs that were invalidated, which may still be within a write."""
@@ -349,6 +351,11 @@ class RunStore:
             raise KeyError(f"run {run!r} is still being written: it can be read once its writer is closed")
         known = list(self._disk.runs() if self._disk else self._memory)[-1000:]
         raise KeyError(self._gone.why(run) or f"no run {run!r} was captured here: the nearest are {nearest(run, known)}")
+
+    def why_gone(self, run: str) -> str | None:
+        """Return why a run no longer exists: it was dropped, evicted or invalidated; ``None`` if it exists or never did."""
+        with self._lock:
+            return self._gone.why(run)
 
     def _kinds(self, run: str) -> dict[Site, Kind]:
         if held := self._memory.get(run):

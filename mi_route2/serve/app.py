@@ -63,7 +63,8 @@ def create_app(
         exact: As in ``Engine``: answers do not depend on other requests, bit for bit.
     """
     keys, limits = keys or Keys(), limits or Limits()
-    store = RunStore(limits.store)
+    store = RunStore(limits.store, owner=lambda run: run.partition("/")[0])
+    decoding = Readable(served.tokenizer)
     engine = Engine(
         served.host,
         rows=limits.rows,
@@ -71,11 +72,11 @@ def create_app(
         patience=limits.patience,
         store=store,
         prefix_bytes=limits.prefix_bytes,
-        tokenizer=Readable(served.tokenizer),
+        tokenizer=decoding,
         vectors=served.vectors,
         exact=exact,
     )
-    server = Server(served, keys, limits, study_runs, engine, store)
+    server = Server(served, keys, limits, study_runs, engine, store, decoding.tokenizer)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -416,9 +417,7 @@ async def delete_run(run: str, server: TheServer, client: TheClient) -> Response
 
 
 def _run(run: str, server: Server, client: Client) -> str:
-    names = server.runs(client)
-    if run not in names:
-        raise ApiError(404, f"you have no run {run!r}; there are: {', '.join(names) or 'none'}", code="unknown_run")
+    server.demand_run(run, client)
     return server.names(client).inside(run)
 
 

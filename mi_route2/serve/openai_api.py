@@ -18,7 +18,7 @@ from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
 from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, refusal
-from mi_route2.serve.models import CLOSED, Readable
+from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.schema import (
     CHOICES,
@@ -187,15 +187,13 @@ def refuse_runs(body: Generation, count: int, server: Server, client: Client) ->
     wanted = {one.source.run for one in body.patch if isinstance(one.source, RunSource)}
     if body.run is None and not wanted:
         return
-    known = server.runs(client)
     for run in sorted(wanted):
-        if run not in known:
-            raise ApiError(404, f"you have no run {run!r}; there are: {', '.join(known) or 'none'}", code="unknown_run")
+        server.demand_run(run, client)
     if body.run is None:
         return
     if count > 1:
         raise ApiError(400, f"{count} completions cannot write one run: ask for one", param="run")
-    if body.run in known or server.names(client).inside(body.run) in server.writing:
+    if body.run in server.runs(client) or server.names(client).inside(body.run) in server.writing:
         raise ApiError(409, f"there is a run {body.run!r} already: delete it, or use another name", param="run", code="run_exists")
 
 
@@ -209,7 +207,6 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
             code="too_many_requests",
             headers={"Retry-After": "1"},
         )
-    readable = Readable(server.served.tokenizer) if made else None
     choices: list[Choice] = []
     for index, prompt, request in made:
         try:
@@ -226,7 +223,7 @@ async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server
                 raise refusal(error, server.names(client).prefix) from error
             raise
         server.open[stream.number] = Open(client.owner, stream)
-        choices.append(Choice(index, prompt, request, stream, Growing(readable, request.sampling.stop)))
+        choices.append(Choice(index, prompt, request, stream, Growing(server.readable, request.sampling.stop)))
     return choices
 
 

@@ -125,9 +125,10 @@ class Stream(Source[Event]):
 class Job(Source[Finished]):
     """Results of a patch sweep, forward by forward. ``error`` is the reason if the iteration ended before the sweep did."""
 
-    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int, sweep: Sweep):
+    def __init__(self, owner: "Owner", loop: asyncio.AbstractEventLoop, backlog: int, sweep: Sweep, deadline: float | None):
         super().__init__(owner, loop, backlog)
         self.sweep, self.error = sweep, ""
+        self._deadline, self._ends = deadline, inf if deadline is None else time.monotonic() + deadline
         self._runs = sweep.run(alone=True)  # the thread is the only one that touches the model
         self._done: list[Finished] = []
         self._seconds = 0.0
@@ -152,6 +153,12 @@ class Job(Source[Finished]):
         try:
             if self.cancelled:
                 raise RuntimeError("this sweep was cancelled")
+            if time.monotonic() > self._ends:
+                done = sum(len(one.cells) for one in self._done)
+                raise RuntimeError(
+                    f"the deadline of {self._deadline:g} s has passed, after {done} of {self.sweep.total} cells: name fewer sites "
+                    "or positions"
+                )
             finished = next(self._runs, None)
         except Exception as error:  # isolated: it ends this sweep and nothing else
             self.error = " ".join(str(error).split()) or type(error).__name__
@@ -260,8 +267,10 @@ class Owner:
 
         return await self._admitted(admit)
 
-    async def sweep(self, **given: Any) -> Job:
-        """Prepare a patch sweep and return it; ``given`` are the arguments of ``patching.prepare`` without the host.
+    async def sweep(self, *, deadline: float | None = None, **given: Any) -> Job:
+        """Prepare a patch sweep and return it; it ends with an error after ``deadline`` seconds.
+
+        ``given`` are the arguments of ``patching.prepare`` without the host.
 
         Raises:
             ValueError, KeyError, TypeError: the sweep cannot be run.
@@ -272,7 +281,7 @@ class Owner:
         def admit(engine: Engine) -> Job:
             self._open()
             began = time.perf_counter()
-            job = Job(self, loop, max(self._backlog, 1 << 20), prepare(engine.host, **{"tokens": self._tokens, **given}))
+            job = Job(self, loop, max(self._backlog, 1 << 20), prepare(engine.host, **{"tokens": self._tokens, **given}), deadline)
             self._jobs.append(job)
             self._spend(time.perf_counter() - began)
             return job

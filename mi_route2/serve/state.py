@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 
@@ -11,7 +11,7 @@ from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.serve.auth import ApiError, Client, Keys, note, refusal
 from mi_route2.serve.metrics import Metrics
-from mi_route2.serve.models import Served
+from mi_route2.serve.models import Readable, Served
 from mi_route2.serve.options import Limits
 from mi_route2.serve.owner import Owner, Stream
 from mi_route2.serve.schema import Names
@@ -31,9 +31,13 @@ class Open:
 class Server:
     """State that the routes share: the served model, the engine's owner, and what each key has registered."""
 
-    def __init__(self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore):
+    def __init__(
+        self, served: Served, keys: Keys, limits: Limits, study_runs: Path | None, engine: Engine, store: RunStore, threaded: Any
+    ):
         self.served, self.keys, self.limits, self.study_runs = served, keys, limits, study_runs
         self.store = store
+        self.readable, self.threaded = Readable(served.tokenizer), threaded
+        """The tokenizer that answers are decoded by here, and the one of the engine's thread."""
         self.vocabulary, self.context = engine.decoder.vocabulary, engine.decoder.context
         self.heads = engine.decoder.shape(Site(0, "z"))[0]  # query heads: those that a patch can name
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
@@ -64,6 +68,15 @@ class Server:
         """Return the names of the client's runs."""
         prefix = self.names(client).prefix
         return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
+
+    def demand_run(self, run: str, client: Client) -> None:
+        """``ApiError`` 404 if the client has no such run, with the reason if it had one."""
+        names = self.runs(client)
+        if run not in names:
+            prefix = self.names(client).prefix
+            why = self.store.why_gone(prefix + run) if run else None
+            told = f"you have no run {run!r}" if why is None else why.replace(prefix, "")
+            raise ApiError(404, f"{told}; there are: {', '.join(names) or 'none'}", code="unknown_run")
 
 
 async def server_of(request: Request) -> Server:  # a dependency that is no coroutine runs in another thread

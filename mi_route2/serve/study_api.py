@@ -152,6 +152,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
         positions = [Span(one.text, one.occurrence) if isinstance(one, SpanIn) else one for one in body.positions]
     try:
         job = await server.owner.sweep(
+            deadline=server.limits.deadline,
             clean=body.clean,
             corrupt=body.corrupt,
             sites=body.sites,
@@ -163,7 +164,7 @@ async def _prepared(body: SweepIn, server: Server, client: Client) -> Job:
             together=body.together,
             at=body.at,
             replicas=body.replicas,
-            tokenizer=server.served.tokenizer,
+            tokenizer=server.threaded,
         )
     except Exception as error:
         refused = refusal(error, server.names(client).prefix)

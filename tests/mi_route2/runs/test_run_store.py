@@ -536,6 +536,23 @@ def test_the_least_recently_used_run_leaves_first(opened: Opened) -> None:
     assert store.stats().memory_bytes <= store.stats().budget
 
 
+def test_who_has_most_loses_first_and_an_equal_share_is_safe(opened: Opened) -> None:
+    write(probe := opened(), "a", drawn(100, 10))
+    size = probe.stats().memory_bytes
+    store = opened(4 * size + 100, owner=lambda run: run.partition("/")[0])
+    write(store, "alice/first", drawn(100, 10))
+    write(store, "alice/second", drawn(100, 10))
+    for i in range(8):
+        write(store, f"bob/{i}", drawn(100, 10))
+    assert sorted(store.runs()) == ["alice/first", "alice/second", "bob/6", "bob/7"]
+    assert "was evicted" in str(store.why_gone("bob/5"))
+    assert store.why_gone("bob/7") is None
+    assert store.why_gone("bob/9") is None
+    for i in range(3):
+        write(store, f"carol/{i}", drawn(100, 10))
+    assert sorted({run.partition("/")[0] for run in store.runs()}) == ["alice", "bob", "carol"]
+
+
 def test_a_run_that_left_memory_is_read_from_the_disk(tmp_path: Path, opened: Opened) -> None:
     store = opened(6000, tmp_path)
     rows = {run: drawn(100, 10, seed=ord(run)) for run in "abc"}

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from threading import Event
@@ -30,6 +31,7 @@ from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
 from mi_route2.serve.models import load
 from mi_route2.serve.options import Limits
 from mi_route2.sites import Site
+from studies.environments.micro.served import MicroTokenizer
 from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
 
 pytestmark = pytest.mark.process
@@ -267,6 +269,46 @@ def test_a_full_queue_answers_429() -> None:
         found = refusal(study.complete, PROMPT, n=2)
         assert (found.status, found.code) == (429, "queue_full")
         streams[0].close()
+
+
+def test_a_sweep_has_a_deadline_too() -> None:
+    with running(random_micro(context=512), limits=Limits(deadline=1e-4)) as small, PatchStudy(small.url) as study:
+        with pytest.raises(ServerError, match=r"the deadline of 0\.0001 s has passed, after 0 of \d+ cells: name fewer sites"):
+            study.sweep(PROMPT, OTHER, answer=" +", foil=" *", sites=["resid_pre"])
+
+
+def test_one_keys_many_runs_evict_no_run_within_anothers_share() -> None:
+    given = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1}
+    with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
+        clients = {key: PatchStudy(small.url, key) for key in (ALICE, BOB)}
+        post = {key: httpx.Client(base_url=small.url, headers={"Authorization": f"Bearer {key}"}) for key in clients}
+        assert post[ALICE].post("/v1/completions", json={**given, "run": "mine"}).status_code == 200
+        for i in range(20):
+            assert post[BOB].post("/v1/completions", json={**given, "run": f"r{i}"}).status_code == 200
+        assert post[ALICE].get("/v1/runs/mine").status_code == 200
+        gone = post[BOB].get("/v1/runs/r0")
+        assert gone.status_code == 404
+        assert "run 'r0' of" in gone.json()["error"]["message"]
+        assert "was evicted" in gone.json()["error"]["message"]
+        for one in (*clients.values(), *post.values()):
+            one.close()
+
+
+def test_the_tokenizer_is_copied_once_per_thread_and_never_per_request() -> None:
+    copies: list[object] = []
+
+    class Heavy(MicroTokenizer):
+        def __deepcopy__(self, memo: dict[int, object]) -> "Heavy":
+            copies.append(self)
+            return Heavy()
+
+    served = replace(random_micro(), tokenizer=Heavy())
+    with running(served) as small, PatchStudy(small.url) as study:
+        before = len(copies)
+        for _ in range(3):
+            study.complete(PROMPT, max_tokens=2)
+            list(study.stream(PROMPT, max_tokens=2))
+        assert len(copies) == before == 2
 
 
 def test_a_low_priority_is_late_and_never_stuck() -> None:
