@@ -293,6 +293,7 @@ class RunStore:
     def _grown(self, writer: Writer, nbytes: int) -> tuple[int, bool]:
         with self._lock:
             self._demand_written(writer)
+            self._demand_room(writer, nbytes)
             self._memory.take(writer, nbytes)
             if self._disk is None:
                 self._evict()
@@ -308,6 +309,7 @@ class RunStore:
     def _finish(self, writer: Writer, held: Held | None, stored: Sequence[Stored]) -> None:
         with self._lock:
             self._demand_written(writer)
+            self._demand_room(writer, held.nbytes if held else 0)
             if self._disk:
                 self._disk.commit(writer.run, writer.about, stored)
             self._through(writer)
@@ -331,6 +333,15 @@ class RunStore:
     def _demand_written(self, writer: Writer) -> None:
         if self._writing.get(writer.run) is not writer:
             raise RuntimeError(f"the store has ended run {writer.run!r}: {self._gone.why(writer.run) or 'the store was closed'}")
+
+    def _demand_room(self, writer: Writer, nbytes: int) -> None:
+        """Refuse a run that could not be kept, before it evicts the others."""
+        budget = self._memory.budget
+        if self._disk is None and nbytes > budget and not self._leases.holds(writer.run):
+            raise RuntimeError(
+                f"run {writer.run!r} needs {nbytes:,} bytes or more, and the store holds {budget:,}: capture fewer sites or "
+                "positions, raise the budget, or give the store a folder"
+            )
 
     # ---- shared helpers, called with the lock
 

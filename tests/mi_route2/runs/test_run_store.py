@@ -627,14 +627,27 @@ def test_a_run_that_is_being_written_stays(opened: Opened) -> None:
     store = opened(6000)
     rows = drawn(400, 10)
     with store.writing("long", weights="w") as writer:
+        store.lease("long", "me")
         for start in range(0, 400, 50):
             writer.append(MID, range(start, start + 50), rows[start : start + 50])
             write(store, f"short {start}", drawn(1, 2))
-        store.lease("long", "me")
     assert torch.equal(store.rows("long", MID, range(400)), rows)
     store.release("me")
     with pytest.raises(KeyError, match="was evicted"):
         store.info("long")
+
+
+def test_a_run_that_could_not_be_kept_is_an_error_and_evicts_nothing(opened: Opened) -> None:
+    store = opened(6000)
+    write(store, "short", drawn(10, 2))
+    with (
+        pytest.raises(RuntimeError, match=r"run 'long' needs [\d,]+ bytes or more, and the store holds 6,000: capture fewer"),
+        store.writing("long", weights="w") as writer,
+    ):
+        for start in range(0, 400, 50):
+            writer.append(MID, range(start, start + 50), drawn(50, 10))
+    assert store.runs() == ["short"]
+    assert store.stats().evictions == 0
 
 
 def live_bytes() -> int:

@@ -294,6 +294,17 @@ def test_one_keys_many_runs_evict_no_run_within_anothers_share() -> None:
             one.close()
 
 
+def test_a_run_larger_than_the_store_is_an_error_with_the_sizes_and_evicts_no_other() -> None:
+    with running(random_micro(context=512), limits=Limits(store=20_000)) as small, httpx.Client(base_url=small.url) as http:
+        given = {"prompt": PROMPT, "capture": [{"site": SITE, "part": "all"}], "ignore_eos": True}
+        assert http.post("/v1/completions", json={**given, "max_tokens": 2, "run": "short"}).status_code == 200
+        answer = http.post("/v1/completions", json={**given, "max_tokens": 450, "run": "long"})
+        assert answer.status_code == 422
+        assert re.search(r"run 'long' needs [\d,]+ bytes or more, and the store holds 20,000", answer.json()["error"]["message"])
+        assert http.get("/v1/runs/short").status_code == 200
+        assert http.get("/v1/runs/long").status_code == 404
+
+
 def test_the_tokenizer_is_copied_once_per_thread_and_never_per_request() -> None:
     copies: list[object] = []
 
