@@ -329,6 +329,13 @@ class Memory:
         self.nbytes -= held.nbytes if held else 0
         return held
 
+    def by_owner(self) -> dict[str, int]:
+        """Return the bytes of finished runs by owner."""
+        taken: Counter[str] = Counter()
+        for run, held in self._held.items():
+            taken[self._owner(run)] += held.nbytes
+        return dict(taken)
+
     def evict(self, leased: Callable[[str], bool]) -> dict[str, int]:
         """Evict unleased runs until the budget is met; return the evicted runs with their bytes.
 
@@ -339,9 +346,8 @@ class Memory:
         if self.nbytes <= self.budget:
             return went
         queues: dict[str, list[str]] = {}
-        taken: Counter[str] = Counter()
-        for run, held in reversed(self._held.items()):
-            taken[self._owner(run)] += held.nbytes
+        taken = self.by_owner()
+        for run in reversed(self._held):
             if not leased(run):
                 queues.setdefault(self._owner(run), []).append(run)
         while queues and self.nbytes > self.budget:

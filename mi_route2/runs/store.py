@@ -218,6 +218,11 @@ class RunStore:
                 bytes_read=self._bytes_read,
             )
 
+    def bytes_by_owner(self) -> dict[str, int]:
+        """Return the bytes of finished runs in memory, by owner."""
+        with self._lock:
+            return self._memory.by_owner()
+
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context: what this thread reads belongs together, because no other thread can finish, drop or evict a run."""

@@ -15,16 +15,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
 from mi_route2.serve import openai_api, study_api
-from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, refusal
+from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, refusal
 from mi_route2.serve.models import CLOSED, Readable, Served
 from mi_route2.serve.options import Limits
+from mi_route2.serve.reference import reference
 from mi_route2.serve.schema import (
     ClearSteering,
     Names,
@@ -84,13 +85,13 @@ def create_app(
         yield
         await server.owner.close(drain=0.0)
 
-    app = FastAPI(title="mi-route2", lifespan=life, default_response_class=Json, responses=ERRORS, redoc_url=None)
+    app = FastAPI(title="mi-route2", lifespan=life, default_response_class=Json, responses=ERRORS, docs_url=None, redoc_url=None)
     app.state.server = server
     for router in (openai_api.routes, study_api.routes, routes):
         app.include_router(router)
     _pages(app)
-    app.add_exception_handler(ApiError, lambda _, error: answer(error))  # pyright: ignore[reportArgumentType]
-    app.add_exception_handler(RequestValidationError, lambda _, error: answer(invalid(error)))  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(ApiError, lambda request, error: answer(noted(request, error)))  # pyright: ignore[reportArgumentType]
+    app.add_exception_handler(RequestValidationError, lambda request, error: answer(noted(request, invalid(error))))  # pyright: ignore
     app.add_exception_handler(HTTPException, _plain)  # pyright: ignore[reportArgumentType]
     app.add_exception_handler(Exception, _failed)
     app.add_middleware(Front, limit=limits.max_body, local=not keys, done=server.metrics.done)
@@ -132,18 +133,19 @@ _REASONS = {
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": why, **_ERROR} for status, why in _REASONS.items()}
 
 
-def _plain(_: Request, error: HTTPException) -> Json:
+def _plain(request: Request, error: HTTPException) -> Json:
     message = {
         404: "there is no such address: see /docs for those that there are",
         405: "this address takes another method: see /docs",
     }
     text = message.get(error.status_code, str(error.detail))
-    return answer(ApiError(error.status_code, text, headers=error.headers))
+    return answer(noted(request, ApiError(error.status_code, text, headers=error.headers)))
 
 
-def _failed(_: Request, error: Exception) -> Json:
+def _failed(request: Request, error: Exception) -> Json:
     log.error("a request failed with %s", type(error).__name__, exc_info=error)
-    return answer(ApiError(500, f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"))
+    told = f"the server failed with {type(error).__name__}: this is a fault of the server, please report it"
+    return answer(noted(request, ApiError(500, told)))
 
 
 routes = APIRouter()
@@ -430,6 +432,11 @@ def _pages(app: FastAPI) -> None:
         if not (PAGE / "index.html").is_file():
             raise ApiError(404, "this installation has no page: see /docs for the interface")
         return FileResponse(PAGE / "index.html", headers={"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        headers = {"Content-Security-Policy": _POLICY, "X-Frame-Options": "DENY"}
+        return HTMLResponse(reference(app.openapi()), headers=headers)
 
     @app.get("/plotly.min.js", include_in_schema=False)
     async def plotly() -> Response:

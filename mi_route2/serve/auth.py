@@ -49,6 +49,11 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param, self.headers = status, message, code, param, dict(headers or {})
 
+    @property
+    def reason(self) -> str:
+        """The error's code; its status if it has none."""
+        return self.code or str(self.status)
+
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's clients read it."""
         kinds = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
@@ -232,7 +237,7 @@ class Front:
     machine's (which a page of any site could point here). It writes one line of the log per request, without what was sent.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float], None]):
+    def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None]):
         self._app, self._limit, self._local, self._done = app, limit, local, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -251,6 +256,7 @@ class Front:
             self._check(Headers(scope=scope))
             body = await self._body(Headers(scope=scope), receive)
         except ApiError as error:
+            notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
             await self._app(scope, self._again(body, receive), sending)
@@ -258,7 +264,7 @@ class Front:
             # the route's own path, so that a log and the metrics have no names of clients
             path = getattr(scope.get("route"), "path", "other")
             seconds = time.monotonic() - began
-            self._done(path, status, seconds)
+            self._done(path, status, seconds, notes.get("error"))
             line = {"method": scope["method"], "path": path, "status": status, "ms": round(1e3 * seconds, 1), **notes}
             log.info("%s", json.dumps(line))
 
@@ -303,6 +309,12 @@ class Front:
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
+
+
+def noted(request: Request, error: ApiError) -> ApiError:
+    """Return ``error``, after a note of its reason for the log and the metrics."""
+    note(request, error=error.reason)
+    return error
 
 
 def note(request: Request, **notes: Any) -> None:

@@ -27,11 +27,20 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Counts and times of requests, and the engine's own numbers, which are read from ``snapshot`` when somebody asks."""
+    """Counts and times of requests, and numbers that are read when somebody asks.
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]):
-        self._registry, self._snapshot = CollectorRegistry(), snapshot
+    Those are the engine's own, from ``snapshot``, and the bytes that each key holds, by kind and key, from ``held``.
+    """
+
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]], held: Callable[[], Mapping[tuple[str, str], int]]):
+        self._registry, self._snapshot, self._held = CollectorRegistry(), snapshot, held
         self._requests = Counter("mi_route2_requests", "HTTP requests", ["path", "status"], registry=self._registry)
+        self._errors = Counter(
+            "mi_route2_errors",
+            "requests that were refused or failed, also within a stream",
+            ["path", "reason"],
+            registry=self._registry,
+        )
         self._seconds = Histogram(
             "mi_route2_request_seconds", "time of an HTTP request", ["path"], buckets=SECONDS, registry=self._registry
         )
@@ -40,8 +49,10 @@ class Metrics:
         self.cells = Counter("mi_route2_cells", "cells of patch sweeps", registry=self._registry)
         self._registry.register(self)  # pyright: ignore[reportArgumentType]
 
-    def done(self, path: str, status: int, seconds: float) -> None:
-        """Count a request."""
+    def done(self, path: str, status: int, seconds: float, error: str | None) -> None:
+        """Count a request; ``error`` is why it was refused or failed."""
+        if error is not None:
+            self._errors.labels(path, error).inc()
         self._requests.labels(path, str(status)).inc()
         self._seconds.labels(path).observe(seconds)
 
@@ -52,6 +63,10 @@ class Metrics:
             yield GaugeMetricFamily(f"mi_route2_{name}", what, value=found.get(name, 0))
         for name, what in _COUNTERS.items():
             yield CounterMetricFamily(f"mi_route2_{name}", what, value=found.get(name, 0))
+        held = GaugeMetricFamily("mi_route2_held_bytes", "bytes of runs and vectors that a key holds", labels=["kind", "owner"])
+        for key, value in sorted(self._held().items()):
+            held.add_metric(key, value)
+        yield held
 
     def text(self) -> bytes:
         """Return everything in Prometheus's text format."""

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from mi_route2.engine import Event, Result, Token
 from mi_route2.engine import Request as EngineRequest
 from mi_route2.engine.text import Growing
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, refusal
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal
 from mi_route2.serve.models import CLOSED
 from mi_route2.serve.owner import Stream
 from mi_route2.serve.schema import (
@@ -139,7 +139,7 @@ async def _answered(
 
     if body.stream:
         options = body.stream_options
-        return Events(_told(choices, server, words, usage, options is not None and options.include_usage, began), ended)
+        return Events(_told(request, choices, server, words, usage, options is not None and options.include_usage, began), ended)
     try:
         async with cancelled_with(request, [one.stream for one in choices]):
             parts = await asyncio.gather(*(_whole(one, server, words) for one in choices))
@@ -406,7 +406,7 @@ async def _whole(choice: Choice, server: Server, words: Wording) -> dict[str, An
 
 
 async def _told(
-    choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float
+    request: Request, choices: list[Choice], server: Server, words: Wording, usage: Usage, counted: bool, began: float
 ) -> AsyncGenerator[str, None]:
     """Yield the chunks of all choices as they come, each as one event of a stream."""
     empty: dict[str, Any] = {"usage": None} if counted else {}
@@ -422,7 +422,7 @@ async def _told(
             if not events:
                 left -= 1
                 if (error := failure(choice.result, server)) is not None:
-                    yield f"data: {dumps(error.body())}\n\n"
+                    yield f"data: {dumps(noted(request, error).body())}\n\n"
                     break
                 said, extra = _ending(choice, server, words, first)
             else:

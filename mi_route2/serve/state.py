@@ -43,7 +43,7 @@ class Server:
         self.layers, self.width = engine.decoder.layers, engine.decoder.shape(Site(0, "resid_pre"))[0]
         self.sites = served.host.sites()
         self.owner = Owner(engine, backlog=limits.backlog)
-        self.metrics = Metrics(lambda: self.owner.snapshot)
+        self.metrics = Metrics(lambda: self.owner.snapshot, self.held_bytes)
         self.open: dict[int, Open] = {}
         self.writing: set[str] = set()
         self.sweeping: dict[str, int] = {}
@@ -68,6 +68,13 @@ class Server:
         """Return the names of the client's runs."""
         prefix = self.names(client).prefix
         return sorted(run.removeprefix(prefix) for run in self.store.runs() if run.startswith(prefix))
+
+    def held_bytes(self) -> dict[tuple[str, str], int]:
+        """Return the bytes of the runs and of the vectors of each key, by ``(kind, owner)``."""
+        found = {("runs", owner): nbytes for owner, nbytes in self.store.bytes_by_owner().items()}
+        for owner, names in list(self._names.items()):
+            found["vectors", owner] = sum(vector.data.nbytes for vector in list(names.vectors.values()))
+        return found
 
     def demand_run(self, run: str, client: Client) -> None:
         """``ApiError`` 404 if the client has no such run, with the reason if it had one."""

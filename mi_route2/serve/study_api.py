@@ -15,7 +15,7 @@ from mi_route2.patching.patches import Patch
 from mi_route2.patching.question import Alignment, Span, align, one_token
 from mi_route2.patching.targets import Target
 from mi_route2.runs.record import Where
-from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, refusal, sentence
+from mi_route2.serve.auth import EITHER, ApiError, Client, Events, Json, dumps, note, noted, refusal, sentence
 from mi_route2.serve.openai_api import cancelled_with, closed, failure, number, submitted
 from mi_route2.serve.owner import Job
 from mi_route2.serve.schema import AlignIn, CellIn, SpanIn, SweepIn, TokenizeIn
@@ -125,7 +125,7 @@ async def patch_sweep(body: SweepIn, server: TheServer, client: TheClient, reque
         note(request, cells=job.sweep.total)
 
     if body.stream:
-        return Events(_told(job, server, free), ended)
+        return Events(_told(request, job, server, free), ended)
     try:
         async with cancelled_with(request, [job]):
             async for _ in job:
@@ -226,7 +226,7 @@ def _event(name: str, content: Any) -> str:
     return f"event: {name}\ndata: {dumps(content)}\n\n"
 
 
-async def _told(job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
+async def _told(request: Request, job: Job, server: Server, free: Callable[[], None]) -> AsyncGenerator[str, None]:
     """Yield the events of a sweep: start, cells as they come, the summary, before which the client may begin the next one."""
     sweep = job.sweep
     question = sweep.pair.question
@@ -254,7 +254,7 @@ async def _told(job: Job, server: Server, free: Callable[[], None]) -> AsyncGene
     try:
         yield _event("summary", _summary(_finished(job, server)))
     except ApiError as error:
-        yield _event("error", error.body())
+        yield _event("error", noted(request, error).body())
     yield "data: [DONE]\n\n"
 
 

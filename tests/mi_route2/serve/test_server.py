@@ -305,6 +305,55 @@ def test_a_run_larger_than_the_store_is_an_error_with_the_sizes_and_evicts_no_ot
         assert http.get("/v1/runs/long").status_code == 404
 
 
+def test_metrics_count_reasons_within_streams_too_and_bytes_by_key() -> None:
+    with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(store=20_000)) as small:
+
+        def metrics() -> dict[str, float]:
+            text = httpx.get(f"{small.url}/metrics", headers={"Authorization": f"Bearer {ADMIN}"}).text
+            lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+            return {name: float(value) for name, _, value in lines}
+
+        def errors(reason: str, path: str = "/v1/completions") -> float:
+            return metrics().get(f'mi_route2_errors_total{{path="{path}",reason="{reason}"}}', 0.0)
+
+        with PatchStudy(small.url, ALICE) as study, pytest.raises(ServerError, match="needs"):
+            list(study.stream(PROMPT, max_tokens=450, ignore_eos=True, run="long", capture=[{"site": SITE, "part": "all"}]))
+        assert errors("request_failed") == 1
+        assert metrics()['mi_route2_requests_total{path="/v1/completions",status="200"}'] == 1
+        given = {"headers": {"Authorization": f"Bearer {BOB}"}}
+        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "a", "n": -1}, **given).status_code == 422
+        assert errors("invalid_field") == 1
+        assert httpx.post(f"{small.url}/v1/completions", json={"prompt": "a"}).status_code == 401
+        assert errors("invalid_api_key") == 1
+        assert httpx.get(f"{small.url}/nowhere", **given).status_code == 404
+        assert errors("404", "other") == 1
+        body = {"prompt": PROMPT, "capture": [SITE], "max_tokens": 1, "run": "mine"}
+        assert httpx.post(f"{small.url}/v1/completions", json=body, **given).status_code == 200
+        assert httpx.post(f"{small.url}/v1/steering/set", json={"vectors": {"v": [1.0] * 16}}, **given).status_code == 200
+        held = {name: value for name, value in metrics().items() if name.startswith("mi_route2_held_bytes")}
+        kinds = {name.split('"')[1]: value for name, value in held.items() if value}
+        assert kinds == {"runs": small.server.store.stats().memory_bytes, "vectors": 16 * 8.0}
+        owners = {name.split('"')[3] for name, value in held.items() if value}
+        assert len(owners) == 1
+        assert not any(key in "".join(held) for key in (ALICE, BOB, ADMIN))
+
+
+def test_no_page_names_another_host_and_the_reference_has_every_address_and_field(server: Running) -> None:
+    schema = httpx.get(f"{server.url}/openapi.json").json()
+    for path in ("/", "/docs", "/static/page.js", "/static/page.css"):
+        answer = httpx.get(f"{server.url}{path}")
+        if path in ("/", "/docs"):
+            assert answer.status_code == 200
+            assert "default-src 'self'" in answer.headers["content-security-policy"]
+        assert not re.search(r"(?:src|href|url)\s*[=(]\s*[\"']?(?:https?:)?//", answer.text), path
+    page = httpx.get(f"{server.url}/docs").text
+    for path, methods in schema["paths"].items():
+        assert all(f"<code>{method.upper()} {path}</code>" in page for method in methods)
+    fields = {name for model in schema["components"]["schemas"].values() for name in model.get("properties", {})}
+    assert {"steering_vectors", "logprob_token_ids"} <= fields
+    assert all(f"<code>{name}</code>" in page for name in fields)
+
+
 def test_the_tokenizer_is_copied_once_per_thread_and_never_per_request() -> None:
     copies: list[object] = []
 
