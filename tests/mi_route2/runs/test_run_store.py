@@ -641,9 +641,9 @@ def test_a_run_that_could_not_be_kept_is_an_error_and_evicts_nothing(opened: Ope
     store = opened(6000)
     write(store, "short", drawn(10, 2))
     writer = store.writing("long", weights="w")
-    writer.append(MID, range(100), drawn(100, 10))
+    writer.append(MID, range(50), drawn(50, 10))
     with pytest.raises(RuntimeError, match=r"run 'long' needs [\d,]+ bytes or more, and the store holds 6,000: capture fewer"):
-        writer.append(MID, range(100, 200), drawn(100, 10))
+        writer.append(MID, range(50, 200), drawn(150, 10))
     assert store.runs() == ["short"]
     assert store.stats().evictions == 0
 
