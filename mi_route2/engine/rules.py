@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -222,7 +222,8 @@ class RuleBook:
     """The rules of all running requests and conversations; a ``SyncController``.
 
     Args:
-        conversations: how many conversations may have rules for their rest; the least recently used one is forgotten.
+        conversations: how many conversations may have rules for their rest; then the least recently used one of the owner that has
+            most of them is forgotten.
         rivals: names of the policies that set the scale and the row of a request with this steering.
     """
 
@@ -232,6 +233,8 @@ class RuleBook:
         self.lapsed = 0
         """Number of latches that ended because a name no longer stood for the same vector."""
         self._latches: OrderedDict[str, dict[bytes, Latch]] = OrderedDict()
+        self._whose: dict[str, str] = {}
+        """Owner of each conversation that was latched."""
         self._runs: dict[int, Run] = {}
 
     def admit(
@@ -412,8 +415,11 @@ class RuleBook:
         if held.digests == digests:
             held.requests.add(request)
         assert len(latches) <= RULES, len(latches)  # all that may come to hold are counted when a request is admitted
-        while len(self._latches) > self.capacity:
-            self._latches.popitem(last=False)
+        self._whose[run.conversation] = run.owner
+        if len(self._latches) > self.capacity:
+            self._whose = {conversation: self._whose[conversation] for conversation in self._latches}
+            ((most, _),) = Counter(self._whose.values()).most_common(1)
+            del self._latches[next(one for one in self._latches if self._whose[one] == most)]
 
     # Between steps
 

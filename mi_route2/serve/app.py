@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 from mi_route2.engine import Engine
 from mi_route2.runs import RunStore
+from mi_route2.runs.rows import automatic, available
 from mi_route2.serve import openai_api, study_api
 from mi_route2.serve.auth import ApiError, Client, Front, Json, Keys, answer, invalid, log, needs_admin, noted, refusal
 from mi_route2.serve.models import CLOSED, Readable, Served
@@ -66,6 +67,9 @@ def create_app(
     keys, limits = keys or Keys(), limits or Limits()
     store = RunStore(limits.store, owner=lambda run: run.partition("/")[0])
     decoding = Readable(served.tokenizer)
+    slot_bytes = limits.slot_bytes
+    if slot_bytes is None and next(served.host.model.parameters()).device.type == "cpu":
+        slot_bytes = automatic(available())
     engine = Engine(
         served.host,
         rows=limits.rows,
@@ -73,6 +77,7 @@ def create_app(
         patience=limits.patience,
         store=store,
         prefix_bytes=limits.prefix_bytes,
+        slot_bytes=slot_bytes,
         tokenizer=decoding,
         vectors=served.vectors,
         exact=exact,

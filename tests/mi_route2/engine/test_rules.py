@@ -213,6 +213,18 @@ def test_idle_conversations_make_room():
         assert state.scale_of(number) == (0.5 if holds else 1.0)
 
 
+def test_who_has_most_conversations_makes_room_for_the_others():
+    book, state = RuleBook(conversations=3), new_state()
+    rules = parse_rules([rule("rest_of_conversation", {"attenuate": 0.5})])
+    book.admit(state, 0, rules, conversation="a", owner="alice")
+    for number in range(1, 20):
+        book.admit(state, number, rules, conversation=f"b{number}", owner="bob")
+    assert book.snapshot()["conversations"] == 3
+    for number, (conversation, holds) in enumerate((("a", True), ("b17", False), ("b18", True), ("b19", True)), start=30):
+        book.admit(state, number, (), conversation=conversation)
+        assert state.scale_of(number) == (0.5 if holds else 1.0)
+
+
 def test_everything_a_rule_may_need_is_taken_at_admission():
     """So that a probe which fires cannot be refused, whatever came in between; and all of it is given back."""
     book, state = RuleBook(), new_state(rows=4)

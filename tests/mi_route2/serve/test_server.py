@@ -294,6 +294,21 @@ def test_one_keys_many_runs_evict_no_run_within_anothers_share() -> None:
             one.close()
 
 
+def test_a_request_that_memory_cannot_hold_is_refused_by_bytes_before_it_runs() -> None:
+    with running(random_micro(context=512), limits=Limits(slot_bytes=100_000)) as small, PatchStudy(small.url) as study:
+        assert study.complete(PROMPT, max_tokens=8)["choices"]
+        many = refusal(study.complete, PROMPT, max_tokens=480)
+    assert many.status == 400
+    assert re.search(r"tokens need [\d,]+ bytes of keys and values, but the engine may hold 100,000: ask for fewer", str(many))
+
+
+def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() -> None:
+    with running(random_micro()) as small:
+        given = small.server.owner._engine._residents.slot_bytes
+    assert given is not None
+    assert 256 << 20 <= given <= 8 << 30
+
+
 def test_a_run_larger_than_the_store_is_an_error_with_the_sizes_and_evicts_no_other() -> None:
     with running(random_micro(context=512), limits=Limits(store=20_000)) as small, httpx.Client(base_url=small.url) as http:
         given = {"prompt": PROMPT, "capture": [{"site": SITE, "part": "all"}], "ignore_eos": True}
