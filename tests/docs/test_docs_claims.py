@@ -559,6 +559,59 @@ def test_who_learns_faster_gets_the_hack() -> None:
     assert f"learns at {weak} of the kept adapter's rate on `weak`, and at {strong} on `strong`" in page
 
 
+def test_a_quarantine_does_more_than_slow_training() -> None:
+    page, readme = (" ".join((DOCS / name).read_text(encoding="utf-8").split()) for name in ("misses.md", "../README.md"))
+    found = {preset: Evidence.read(RESULTS / f"kept/{preset}.json") for preset in ("strong", "weak")}
+    slow, beside, usual, fast = (
+        "sees-known-slow",
+        "sees-known-slow-quarantine",
+        "sees-known-quarantine",
+        "sees-known-quarantine-fast",
+    )
+    alone = "sees-0-quarantine-fast"
+
+    def mean_of(preset: str, arm: str, metric: str = EXPLOIT) -> str:
+        return number(found[preset].summary(arm, metric)["mean"])
+
+    def less(preset: str, plus: str, minus: str, metric: str = EXPLOIT) -> str:
+        """The paired difference ``plus - minus``."""
+        sides = (dict(zip(found[preset].seeds, found[preset].values[arm][metric], strict=True)) for arm in (plus, minus))
+        return interval(paired_difference(*sides)[1])
+
+    assert {evidence.seeds for evidence in found.values()} == {tuple(range(268, 280))}
+    slowed, held = mean_of("weak", slow), less("weak", slow, "sees-known")
+    assert f"exploits {slowed} with the filter alone, within .1 of the usual rate ({held})" in page
+    assert (
+        f"it exploits {mean_of('weak', beside)}: {less('weak', slow, beside)} less, and {less('weak', usual, beside)} less" in page
+    )
+    same = less("weak", beside, fast)
+    assert f"within .15 ({mean_of('weak', beside)} and {mean_of('weak', fast)}; +{same})" in page
+    assert f"The second solves more ({mean_of('weak', fast, SOLVE)}, {mean_of('weak', beside, SOLVE)})" in page
+    left = [mean_of("strong", arm) for arm in (fast, beside, slow)]
+    assert (
+        f"A fast quarantine leaves {left[0]} and a quarantine beside a slow kept adapter {left[1]}; the slow kept adapter" in page
+    )
+    assert f"alone leaves {left[2]}. The differences, {less('strong', fast, slow)} and {less('strong', beside, slow)}, were" in page
+    assert f"the slow kept adapter alone (+{less('strong', fast, slow, SOLVE)}, predicted)" in page
+    slower = [mean_of("strong", "vanilla-slower", metric) for metric in (EXPLOIT, SOLVE)]
+    assert f"leaves {slower[0]} and solves {slower[1]}, better in both than a fast quarantine (" in page
+    assert f"({mean_of('strong', alone)}, {mean_of('strong', alone, SOLVE)})" in page
+    slower = [mean_of("weak", "vanilla-slower", metric) for metric in (EXPLOIT, SOLVE)]
+    assert f"On `weak` it leaves {slower[0]} and solves {slower[1]};" in page
+    assert f"({less('weak', alone, 'vanilla-slower')}, less was predicted)" in page
+    assert f"and solves {less('weak', alone, 'vanilla-slower', SOLVE)} more" in page
+    filtered, fewer = (found["strong"].values[arm][EXPLOIT] for arm in ("sees-known", fast))
+    assert sum((b or 0.0) < (a or 0.0) for a, b in zip(filtered, fewer, strict=True)) == 11
+    assert f"than the filter alone by {less('strong', 'sees-known', fast)}, on eleven of twelve" in page
+    assert f"on twelve later seeds it is {less('strong', fast, 'sees-known')}, which was not predicted there" in readme
+    assert f"at a third of its own rate it exploits {slowed} on *weak*, and {mean_of('weak', beside)} with a quarantine" in readme
+    before = Evidence.read(RESULTS / "rates/strong.json")
+    sides = [dict(zip(before.seeds, before.values[arm][EXPLOIT], strict=True)) for arm in (fast, "sees-known")]
+    assert f"was predicted and not shown ({interval(paired_difference(*sides)[1])})" in readme
+    path = [(found["weak"].summary(f"vanilla-{n}", EXPLOIT)["mean"] or 0.0) for n in (10, 20)]
+    assert path[0] < float(mean_of("weak", "vanilla-slower")) < path[1]
+
+
 def exploit_more(evidence: Evidence, arm: str) -> str:
     """The mean difference of held-out exploits that a quarantine makes."""
     routed, plain = (evidence.summary(name, EXPLOIT)["mean"] or 0.0 for name in (f"{arm}-quarantine", arm))
