@@ -84,6 +84,10 @@ class Where:
         positions = self._numbers()
         return positions[bisect_left(positions, length) :]
 
+    def most(self, length: int, prompt_length: int) -> int:
+        """Return the greatest number of rows that a sequence of ``length`` tokens can have here, whatever its tokens are."""
+        return len(self._places(0, length, prompt_length))
+
     def _places(self, start: int, stop: int, prompt_length: int) -> Sequence[int]:
         if self.positions is not None:
             numbers = self._numbers()

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, prod
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -127,7 +127,9 @@ async def _answered(
         )
     began = time.monotonic()
     words.server, words.wants = server, top is not None
-    choices = await submitted(_requests(body, prompts, most, top, server, client), server, client)
+    made = _requests(body, prompts, most, top, server, client)
+    refuse_captures(made, server)
+    choices = await submitted(made, server, client)
     server.metrics.prompted.inc(sum(map(len, prompts)))
     usage = Usage(prompts, choices)
 
@@ -180,6 +182,24 @@ def _requests(
     except Exception as error:
         raise refusal(error, names.prefix) from error
     return made
+
+
+def refuse_captures(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server) -> None:
+    """``ApiError`` 413 if the captured values of an answer could be larger than the limit."""
+    need, limit = 0, server.limits.capture_bytes
+    for _, prompt, request in made:
+        length = len(prompt) + request.sampling.max_new - 1
+        for capture in request.capture if request.run is None else ():
+            with suppress(ValueError, KeyError):  # an unknown site, which the engine refuses
+                need += 4 * prod(server.shape(capture.site)) * capture.where.most(length, len(prompt))
+    if need > limit:
+        raise ApiError(
+            413,
+            f"what this request captures may take {need:,} bytes, of {limit:,} that an answer may have: name fewer sites or "
+            "positions, ask for fewer completions or tokens, or capture into a run",
+            param="capture",
+            code="too_large",
+        )
 
 
 def refuse_runs(body: Generation, count: int, server: Server, client: Client) -> None:

@@ -28,6 +28,7 @@ class Limits:
         backlog: Steps that a stream may wait for its reader.
         store: Bytes of captured runs.
         prefix_bytes: Bytes of the prefix cache; 0 switches it off.
+        capture_bytes: Bytes of captured values in one answer; a captured run counts to the store instead.
         slot_bytes: Bytes of keys and values that running requests may reserve; if none are given, an eighth of the free memory on a
             CPU, from 256 MiB to 8 GiB, and any number elsewhere.
     """
@@ -43,6 +44,7 @@ class Limits:
     backlog: AtLeastOne = 1024
     store: AtLeastOne = 256 << 20
     prefix_bytes: Natural = 256 << 20
+    capture_bytes: AtLeastOne = 64 << 20
     slot_bytes: AtLeastOne | None = None
 
 

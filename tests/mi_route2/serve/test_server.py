@@ -302,6 +302,18 @@ def test_a_request_that_memory_cannot_hold_is_refused_by_bytes_before_it_runs() 
     assert re.search(r"tokens need [\d,]+ bytes of keys and values, but the engine may hold 100,000: ask for fewer", str(many))
 
 
+def test_captures_that_would_make_a_large_answer_are_refused_before_they_run() -> None:
+    with running(random_micro(context=512), limits=Limits(capture_bytes=16 * 4 * 40)) as small, PatchStudy(small.url) as study:
+        length = len(random_micro().encode(PROMPT))
+        assert study.complete(PROMPT, max_tokens=41 - length, capture=[SITE])["choices"]
+        for given in ({"max_tokens": 42 - length}, {"max_tokens": 41 - length, "n": 2}):
+            large = refusal(study.complete, PROMPT, **given, capture=[{"site": SITE, "part": "all"}])
+            assert (large.status, large.code) == (413, "too_large")
+            assert "bytes, of 2,560 that an answer may have" in str(large)
+        assert study.complete(PROMPT, max_tokens=100, capture=[SITE], run="r")["choices"]
+        assert refusal(study.complete, PROMPT, capture=["blocks.9.resid_pre"]).status == 400
+
+
 def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() -> None:
     with running(random_micro()) as small:
         given = small.server.owner._engine._residents.slot_bytes
