@@ -133,7 +133,7 @@ class Engine:
             rows=steering_rows,
             dtype=kind,
             device=device,
-            quarantine_sites=model.quarantines(),
+            adapter_sites=model.adapters(),
             guard=self._refuse_second_hand,
         )
         for name, vector in (vectors or {}).items():
@@ -529,7 +529,7 @@ class Engine:
             self.prefixes.clear()
             self.decoder.forget()
             self._runner.forget()
-            self._steering.found(self.decoder.quarantines())
+            self._steering.found(self.decoder.adapters())
             self._refit = True
 
     def _withdraw(self, requests: Iterable[int], owners: Set[str]) -> None:

@@ -165,8 +165,13 @@ class Decoder:
 
     def quarantines(self) -> tuple[Site, ...]:
         """Return the site ``quarantine_out`` of every Linear whose quarantine is attached and switched on."""
+        return tuple(site for site in self.adapters() if site.point == "quarantine_out")
+
+    def adapters(self) -> tuple[Site, ...]:
+        """Return the sites ``kept_out`` and ``quarantine_out`` of every adapter that is attached and switched on."""
         branches = [module for module in self.host.model.modules() if isinstance(module, Branch)]
-        return tuple(sorted({Site.parse(f"{one.site}.quarantine_out") for one in branches if "quarantine_out" in one.fires}))
+        points = ("kept_out", "quarantine_out")
+        return tuple(sorted({Site.parse(f"{one.site}.{point}") for one in branches for point in points if point in one.fires}))
 
     @property
     def unmasked(self) -> bool:

@@ -295,10 +295,10 @@ class RunStore:
 
     # ---- what writers call
 
-    def _grown(self, writer: Writer, nbytes: int) -> tuple[int, bool]:
+    def _grown(self, writer: Writer, nbytes: int, waiting: int) -> tuple[int, bool]:
         with self._lock:
             self._demand_written(writer)
-            self._demand_room(writer, nbytes)
+            self._demand_room(writer, waiting)
             self._memory.take(writer, nbytes)
             if self._disk is None:
                 self._evict()

@@ -22,14 +22,14 @@ class Home:
 
     Attributes:
         disk: The disk tier, if any.
-        grown: ``grown(writer, nbytes)`` reports the writer's memory; returns how many bytes may wait for the disk, and whether rows
-            that are on disk may stay in memory too.
+        grown: ``grown(writer, nbytes, waiting)`` reports the writer's memory, and the bytes of rows in it; returns how many bytes
+            may wait for the disk, and whether rows that are on disk may stay in memory too.
         finish: ``finish(writer, held, stored)`` publishes the run.
         forget: ``forget(writer, shards)`` gives the run up and deletes shards that belong to no run.
     """
 
     disk: Disk | None
-    grown: Callable[["Writer", int], tuple[int, bool]]
+    grown: Callable[["Writer", int, int], tuple[int, bool]]
     finish: Callable[["Writer", Held | None, Sequence[Stored]], None]
     forget: Callable[["Writer", Iterable[int]], None]
 
@@ -168,10 +168,10 @@ class Writer:
 
     def _grown(self) -> int:
         """Report this writer's memory to the store; return how many bytes may wait for the disk."""
-        self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes)
+        self._limit, keep = self._home.grown(self, self._bytes + self._copy_bytes, self._waiting)
         if not keep and self._copy is not None:
             self._copy, self._copy_bytes = None, 0
-            self._home.grown(self, self._bytes)
+            self._home.grown(self, self._bytes, self._waiting)
         return self._limit
 
     def _spill(self, disk: Disk) -> None:

@@ -117,7 +117,7 @@ class Served:
         """Return the reason for which a request cannot run in ``mode``; ``None`` if it can."""
         if self.adapters is None or mode == self.mode:
             return None
-        if mode == "deployed" and self.mode == "full":
+        if mode == "reference" or (mode == "deployed" and self.mode == "full"):
             return None
         if mode == "full" and self.mode == "deployed" and not self.adapters.has_quarantine:
             return None
@@ -126,16 +126,20 @@ class Served:
             f"start a server with --mode {mode}, or leave `adapters` out"
         )
 
-    def closing(self, mode: str | None, width: int) -> Monitor | None:
+    def closing(self, mode: str | None, width: int, adapters: Sequence[Site]) -> Monitor | None:
         """Return the monitor that runs one request in ``mode`` on the model in its own; ``None`` if nothing needs to change.
 
-        Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0. ``width`` is that of the
-        residual stream.
+        Its gate is exactly 1 at every token, prompt included, so that every quarantine adds exactly 0, and in mode ``reference``
+        every kept adapter too. ``width`` is that of the residual stream, ``adapters`` are the outputs of those that are on.
         """
-        if mode != "deployed" or not self.has_quarantine:
+        points = {"deployed": ("quarantine_out",), "reference": ("quarantine_out", "kept_out")}.get(mode or "", ())
+        closed = [site for site in adapters if site.point in points]
+        if not closed or self.mode == mode:
             return None
-        probe = torch.zeros(width)
-        return Monitor(Site(0, "resid_pre"), probe, threshold=-1e6, gates=(), quarantine="close", prompt=True, name=CLOSED)
+        return Monitor(
+            Site(0, "resid_pre"), torch.zeros(width), threshold=-1e6, gates=(), quarantine="close",
+            quarantined=closed if mode == "reference" else None, prompt=True, name=CLOSED,
+        )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the tokenizer's usual special tokens; ``ValueError`` for a text that it cannot read."""

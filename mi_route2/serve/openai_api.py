@@ -161,7 +161,7 @@ def _requests(
     if body.adapters is not None and (why := served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
     refuse_runs(body, len(prompts) * body.n, server, client)
-    closing = served.closing(body.adapters, server.width)
+    closing = served.closing(body.adapters, server.width, server.adapter_sites)
     made = []
     try:
         for i, prompt in enumerate(prompts):

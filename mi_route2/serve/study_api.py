@@ -275,7 +275,7 @@ async def patch_cell(body: CellIn, server: TheServer, client: TheClient, request
         raise refusal(error) from error
     if body.adapters is not None and (why := server.served.refusal(body.adapters)) is not None:
         raise ApiError(400, why, param="adapters", code="mode_not_served")
-    closing = server.served.closing(body.adapters, server.width)
+    closing = server.served.closing(body.adapters, server.width, server.adapter_sites)
     steering = None if closing is None else Steering(monitors=(closing,))
     shared = {"steering": steering, "owner": client.owner, "salt": client.salt, "deadline": server.limits.deadline}
 

@@ -82,27 +82,32 @@ class Watch:
         return {self.monitor.site, *self.adds, *self.quarantined}
 
 
-def watch_of(monitor: Monitor, name: str, rows: Rows, quarantines: tuple[Site, ...]) -> Watch:
+def gated(monitor: Monitor, adapters: Iterable[Site]) -> frozenset[Site]:
+    """Return the quarantines that the monitor reaches, which it gates if it names none."""
+    return frozenset(site for site in adapters if site.point == "quarantine_out" and monitor.reaches(site))
+
+
+def watch_of(monitor: Monitor, name: str, rows: Rows, adapters: tuple[Site, ...]) -> Watch:
     """Compile a resolved ``monitor`` on the device of ``rows``; ``ValueError`` if a vector or a quarantine does not fit."""
     rows.demand_width(monitor.site, Vector(monitor.probe), "the probe")
     rows.check_entries(monitor.adds)
     quarantined = frozenset[Site]()
     if monitor.quarantine is not None:
-        there = [site for site in quarantines if monitor.reaches(site)]
-        quarantined = frozenset(there if monitor.quarantined is None else monitor.quarantined)
-        if not quarantined or not quarantined.issubset(there):
+        there = gated(monitor, adapters)
+        quarantined = there if monitor.quarantined is None else frozenset(monitor.quarantined)
+        if not quarantined or not quarantined <= {*there, *(site for site in adapters if site.point == "kept_out")}:
             raise ValueError(
                 f"the monitor at {monitor.site} shall {monitor.quarantine} a quarantine that does not exist; at its site or later "
-                f"there are: {', '.join(map(str, there)) or 'none'}"
+                f"there are: {', '.join(map(str, sorted(there))) or 'none'}"
             )
     adds = {site: values.to(rows.device, rows.kind) for site, values in summed(monitor.adds).items()}
     return Watch(name, monitor, Vector(monitor.probe).data.to(rows.device, rows.kind), adds, quarantined)
 
 
-def requarantined(watch: Watch, quarantines: tuple[Site, ...]) -> Watch:
+def requarantined(watch: Watch, adapters: tuple[Site, ...]) -> Watch:
     """Return the monitor for the quarantines that there are now; unchanged if it names its own, or none is there any more."""
     monitor = watch.monitor
-    there = frozenset(site for site in quarantines if monitor.reaches(site))
+    there = gated(monitor, adapters)
     every = monitor.quarantine is not None and monitor.quarantined is None
     return replace(watch, quarantined=there) if every and there else watch
 

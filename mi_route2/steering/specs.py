@@ -360,7 +360,8 @@ class Monitor:
     gate_rows     whether the request's static vectors at those sites are gated too
     adds          its own vectors, which act as ``g * vector`` (for ``mode="attenuate"``: times its factor)
     quarantine    ``close``: ``quarantine_out * (1 - g)``; ``open``: ``quarantine_out * g``, at ``quarantined`` (``None``: every
-                  ``quarantine_out`` at or after the monitor); ``prompt=True`` also applies this to the prompt's tokens
+                  ``quarantine_out`` at or after the monitor; a ``kept_out`` only if it is named); ``prompt=True`` also applies
+                  this to the prompt's tokens
 
     The factor is ``g`` for ``add``, and ``1 - depth * g`` for ``attenuate``. A bias of the probe goes into ``threshold``.
 
@@ -400,8 +401,8 @@ class Monitor:
         if self.quarantined is not None and self.quarantine is None:
             raise ValueError(f"the monitor at {self.site} names quarantines: give quarantine='open' or 'close' as well")
         for site in self.quarantined or ():
-            if site.point != "quarantine_out":
-                raise ValueError(f"{site} is not a quarantine: name sites of the point quarantine_out")
+            if site.point not in ("quarantine_out", "kept_out"):
+                raise ValueError(f"{site} is not the output of an adapter: name sites of the points quarantine_out and kept_out")
         if self.prompt and self.quarantine is None:
             raise ValueError(f"the monitor at {self.site} has prompt=True but gates no quarantine, and only that acts on a prompt")
         if self.depth != 1.0 and self.mode != "attenuate":

@@ -83,8 +83,8 @@ class Held:
 class Requests:
     """Requests and their rows; methods and errors are those of ``SteeringState``, which also updates its caches."""
 
-    def __init__(self, rows: Rows, vectors: Mapping[str, Vector], quarantine_sites: tuple[Site, ...]):
-        self.rows, self._vectors, self.quarantine_sites = rows, vectors, quarantine_sites
+    def __init__(self, rows: Rows, vectors: Mapping[str, Vector], adapter_sites: tuple[Site, ...]):
+        self.rows, self._vectors, self.adapter_sites = rows, vectors, adapter_sites
         self.living: dict[int, Living] = {}
         self.watched: Counter[Site] = Counter()
         """Number of monitors of resident requests, by the site at which they read or act."""
@@ -127,7 +127,7 @@ class Requests:
         """Raise ``ValueError`` if ``admit`` must refuse while the server's own configurations are held; no rows are taken."""
         own = self._resolved(spec)
         for monitor in own.monitors:
-            watch_of(monitor, monitor.name, self.rows, self.quarantine_sites)
+            watch_of(monitor, monitor.name, self.rows, self.adapter_sites)
         specs = [own, *(self._row(*named) for named in configs.items())]
         try:
             self.rows.demand(specs)
@@ -149,7 +149,7 @@ class Requests:
         if living is None:
             own = self._resolved(spec)
             rows = {name: self._row(name, config) for name, config in configs.items()}
-            watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self.quarantine_sites) for monitor in own.monitors}
+            watches = {monitor.name: watch_of(monitor, monitor.name, self.rows, self.adapter_sites) for monitor in own.monitors}
             living = Living(spec or Steering(), own, rows, owner, conversation, watches)
         elif living.resident:
             raise ValueError(f"request {request} already runs: give each request a new number")
@@ -216,13 +216,13 @@ class Requests:
             raise ValueError(f"the monitor {name!r} of request {request} acts on its prompt, which is computed already")
         of[name] = replace(of[name], monitor=replace(of[name].monitor, threshold=threshold))
 
-    def found(self, quarantine_sites: tuple[Site, ...]) -> None:
-        self.quarantine_sites = quarantine_sites
+    def found(self, adapter_sites: tuple[Site, ...]) -> None:
+        self.adapter_sites = adapter_sites
         for living in self.living.values():
             if living.resident:
                 self._count(living, -1)
             for of in (living.watches, living.dynamic):
-                of |= {name: requarantined(watch, quarantine_sites) for name, watch in of.items()}
+                of |= {name: requarantined(watch, adapter_sites) for name, watch in of.items()}
             if living.resident:
                 self._count(living, 1)
 
@@ -292,7 +292,8 @@ class SteeringState:
         rows: number of configurations that may act at a time.
         dtype: dtype of the model's activations.
         device: device of the model.
-        quarantine_sites: the ``quarantine_out`` sites that monitors gate by default.
+        adapter_sites: the ``quarantine_out`` sites, which monitors gate by default, and the ``kept_out`` sites, which they may
+            gate by name.
         guard: called with its name in readings before a monitor is set on a request (``None``: on all); raises ``ValueError`` to
             refuse it.
 
@@ -306,16 +307,16 @@ class SteeringState:
         rows: int = 64,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        quarantine_sites: tuple[Site, ...] = (),
+        adapter_sites: tuple[Site, ...] = (),
         guard: Callable[[str, int | None], None] = lambda _name, _request: None,
     ):
         self._guard = guard
         self.rows = Rows(rows, widths, dtype, torch.device(device))
-        self.quarantine_sites = tuple(sorted(quarantine_sites))
+        self.adapter_sites = tuple(sorted(adapter_sites))
         self.vectors: dict[str, Vector] = {}
         self.tier: dict[Site, Tensor] = {}
         self.gain = 1.0
-        self._requests = Requests(self.rows, self.vectors, self.quarantine_sites)
+        self._requests = Requests(self.rows, self.vectors, self.adapter_sites)
         self._monitors: dict[str, tuple[Watch, str]] = {}
         self._sites: frozenset[Site] = frozenset()
         self._version = self.changes = 0
@@ -325,15 +326,15 @@ class SteeringState:
         self._forward: Forward | None = None
         self._steps: dict[Site, SiteStep] = {}
 
-    def found(self, quarantine_sites: tuple[Site, ...]) -> None:
+    def found(self, adapter_sites: tuple[Site, ...]) -> None:
         """Set the quarantines that there are from now on, after the model's adapters were switched or attached anew.
 
         Monitors that gate every quarantine gate these. One that has none left stays as it was, at sites that do not fire.
         """
-        self.quarantine_sites = tuple(sorted(quarantine_sites))
-        self._requests.found(self.quarantine_sites)
+        self.adapter_sites = tuple(sorted(adapter_sites))
+        self._requests.found(self.adapter_sites)
         self._monitors = {
-            name: (requarantined(watch, self.quarantine_sites), owner) for name, (watch, owner) in self._monitors.items()
+            name: (requarantined(watch, self.adapter_sites), owner) for name, (watch, owner) in self._monitors.items()
         }
         self._changed()
 
@@ -538,7 +539,7 @@ class SteeringState:
         if monitor.prompt:
             raise ValueError("a monitor that acts on prompts must be in the request's own steering, which alone acts on them")
         name = GLOBAL + monitor.name if request is None else monitor.name
-        watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.quarantine_sites)
+        watch = watch_of(monitor.resolved(looker(self.vectors)), name, self.rows, self.adapter_sites)
         self._guard(name, request)
         if request is None:
             self._monitors[monitor.name] = watch, owner

@@ -637,7 +637,7 @@ def test_a_run_that_is_being_written_stays(opened: Opened) -> None:
         store.info("long")
 
 
-def test_a_run_that_could_not_be_kept_is_an_error_and_evicts_nothing(opened: Opened) -> None:
+def test_a_run_that_could_not_be_kept_is_an_error(opened: Opened) -> None:
     store = opened(6000)
     write(store, "short", drawn(10, 2))
     writer = store.writing("long", weights="w")

@@ -72,10 +72,6 @@ def test_the_chat_template_and_each_mode(checkpoint: Path, client: openai.OpenAI
     served.opened.close()
     messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": [{"type": "text", "text": "Grüße"}]}]
     asked: dict[str, Any] = {"model": "base", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
-    if mode == "reference":
-        with pytest.raises(openai.BadRequestError, match="--mode reference"):
-            client.chat.completions.create(**asked, extra_body={"adapters": mode})
-        return
     choice: Any = client.chat.completions.create(**asked, extra_body={"adapters": mode}).choices[0]
     assert choice.mi_route2["prompt_token_ids"] == list(ids)
     assert choice.message.content == truth.text
@@ -94,12 +90,14 @@ def test_bytes_that_are_no_text_are_streamed_as_they_are_told_whole(client: open
 
 
 def test_the_modes_of_a_server_are_those_it_can_run(checkpoint: Path) -> None:
-    modes = {"full": (True, True, False), "deployed": (False, True, False), "reference": (False, False, True)}
+    modes = {"full": (True, True, True), "deployed": (False, True, True), "reference": (False, False, True)}
     for mode, served_modes in modes.items():
         served = load(str(checkpoint / "base"), adapters=checkpoint / "adapters", mode=mode)  # pyright: ignore[reportArgumentType]
         assert tuple(served.modes.values()) == served_modes
-        fires = any(site.point == "quarantine_out" for site in served.host.sites())
-        assert served.closing("deployed", 16) is None or mode == "full"
+        outputs = [site for site in served.host.sites() if site.point in ("kept_out", "quarantine_out")]
+        fires = any(site.point == "quarantine_out" for site in outputs)
+        assert (served.closing("deployed", 16, outputs) is None) == (mode != "full")
+        assert (served.closing("reference", 16, outputs) is None) == (mode == "reference")
         assert fires or mode != "full"
         served.opened.close()
     plain = load(str(checkpoint / "base"))

@@ -164,24 +164,24 @@ def test_interventions_are_those_of_the_engine(client: openai.OpenAI, engine: En
     assert torch.equal(unpacked(captured["rows"]), truth.captured[z].rows)
 
 
-@pytest.mark.parametrize("mode", ["full", "deployed"])
+@pytest.mark.parametrize("mode", ["full", "deployed", "reference"])
 def test_the_mode_of_one_request_is_that_of_switched_adapters_bit_for_bit(client: openai.OpenAI, mode: Any) -> None:
-    """Beside requests in the other mode; the prompt's values count too."""
+    """Beside requests in the other modes; the prompt's values count too."""
+    modes = ("full", "deployed", "reference")
     served = random_micro(mode, context=512)
     truth = Engine(served.host, exact=True).generate([Request(ids(), Sampling(max_new=10, logprobs=0))])[0]
     asked: dict[str, Any] = {"model": "micro", "prompt": PROMPT, "max_tokens": 10, "temperature": 0, "logprobs": 0}
-    found = [
-        client.completions.create(**asked, extra_body={"adapters": one, "ignore_eos": True}).choices[0]
-        for one in ("full", "deployed", "full", "deployed")
-    ]
-    for one, name in zip(found, ("full", "deployed", "full", "deployed"), strict=True):
+    found = [client.completions.create(**asked, extra_body={"adapters": one, "ignore_eos": True}).choices[0] for one in 2 * modes]
+    for one, name in zip(found, 2 * modes, strict=True):
         assert (one.logprobs.token_logprobs == truth.logprobs) == (name == mode)
     served.opened.close()
 
 
-def test_a_mode_that_is_not_served_is_refused(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="start a server with --mode reference"):
-        client.completions.create(model="micro", prompt=PROMPT, extra_body={"adapters": "reference"})
+def test_a_mode_that_is_not_served_is_refused() -> None:
+    with running(random_micro("deployed", context=512)) as small:
+        answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": PROMPT, "adapters": "full"})
+    assert answer.status_code == 400
+    assert "start a server with --mode full" in answer.json()["error"]["message"]
 
 
 def test_chat_whole_and_streamed(client: openai.OpenAI, engine: Engine) -> None:

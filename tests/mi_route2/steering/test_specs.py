@@ -58,7 +58,7 @@ V = [1.0, -2.0, 0.5]
         (lambda: Monitor(LATE, V, quarantine="close", quarantined=(QUARANTINE,)), "cannot gate"),
         (lambda: Monitor(Site(1, "q"), V, gates=(Site(1, "kept_out", "attn.k"),)), "on some models"),
         (lambda: Monitor(SITE, V, quarantined=(QUARANTINE,)), "quarantine='open' or 'close'"),
-        (lambda: Monitor(SITE, V, quarantine="close", quarantined=(LATE,)), "is not a quarantine"),
+        (lambda: Monitor(SITE, V, quarantine="close", quarantined=(LATE,)), "is not the output of an adapter"),
         (lambda: Monitor(SITE, V, quarantine="shut"), "quarantine must be one of open, close or none"),
         (lambda: Monitor(SITE, V, prompt=True), "gates no quarantine"),
         (lambda: Monitor(SITE, V, depth=0.5), "only mode='attenuate' uses"),

@@ -43,7 +43,7 @@ class Model:
         self.shapes = {site: tuple(value.shape[2:]) for site, value in seen.items()}
 
     def state(self, **given) -> SteeringState:
-        sites = {"quarantine_sites": QUARANTINES, "dtype": torch.float64}
+        sites = {"adapter_sites": QUARANTINES, "dtype": torch.float64}
         return SteeringState(lambda site: self.shapes[site], **(sites | given))
 
     def vector(self, site: Site, seed: int, scale: float = 1.0) -> Tensor:
@@ -703,7 +703,7 @@ def test_monitors_of_every_quarantine_follow_the_quarantines_that_there_are(mode
     first = Site(0, "resid_pre")
     every = Monitor(first, model.vector(EARLY, 1), quarantine="close", name="every")
     named = Monitor(first, model.vector(EARLY, 1), quarantine="close", quarantined=(QUARANTINES[1],), name="named")
-    state = SteeringState(lambda _site: (16,), dtype=torch.float64, quarantine_sites=QUARANTINES[1:])
+    state = SteeringState(lambda _site: (16,), dtype=torch.float64, adapter_sites=QUARANTINES[1:])
     state.admit(0, Steering(monitors=(every, named)) if scope == "a request's own" else None)
     if scope != "a request's own":
         for monitor in (every, named):
