@@ -220,10 +220,10 @@ def refuse_runs(body: Generation, count: int, server: Server, client: Client) ->
 async def submitted(made: Sequence[tuple[int, list[int], EngineRequest]], server: Server, client: Client) -> list[Choice]:
     """Submit all requests or none; ``ApiError`` if one is refused."""
     running = sum(one.owner == client.owner for one in server.open.values())
-    if running + len(made) > server.limits.per_key:
+    if running + len(made) > server.per_key:
         raise ApiError(
             429,
-            f"{running} requests of yours are in the server, of {server.limits.per_key} that a key may have: wait for some to end",
+            f"{running} requests of yours are in the server, of {server.per_key} that a key may have: wait for some to end",
             code="too_many_requests",
             headers={"Retry-After": "1"},
         )

@@ -20,7 +20,7 @@ class Limits:
         rows: Requests that run at once.
         queue: Requests that may wait.
         patience: Steps after which the first waiting request of a low priority gains a level.
-        per_key: Requests of one key in the server at once.
+        per_key: Requests of one key in the server at once; never more than an equal share of those that may run and wait.
         sweeps: Sweeps of one key at once.
         cells: Cells of one sweep.
         deadline: Seconds after which a request ends, in any case.

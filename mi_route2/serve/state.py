@@ -52,6 +52,11 @@ class Server:
         self.globals: dict[str, list[str]] = {}
         """Sites and monitors that concern all clients, for display."""
 
+    @property
+    def per_key(self) -> int:
+        """Requests of one key in the server at once: at most an equal share of what runs and waits, so that no key fills it."""
+        return min(self.limits.per_key, max(1, (self.limits.rows + self.limits.queue) // max(1, len(self.keys))))
+
     def names(self, client: Client) -> Names:
         """Return what the client's key has registered."""
         if client.owner not in self._names:

@@ -314,6 +314,16 @@ def test_captures_that_would_make_a_large_answer_are_refused_before_they_run() -
         assert refusal(study.complete, PROMPT, capture=["blocks.9.resid_pre"]).status == 400
 
 
+def test_no_key_fills_the_queue() -> None:
+    with running(random_micro(context=512), keys=Keys(KEYS), limits=Limits(rows=1, queue=5)) as small, unhurried(small):
+        with PatchStudy(small.url, ALICE) as alice, PatchStudy(small.url, BOB) as bob:
+            stream = alice.stream(PROMPT, max_tokens=480, ignore_eos=True)
+            next(stream)
+            assert "of 2 that a key may have" in str(refusal(alice.complete, PROMPT, n=2))
+            stream.close()
+            assert bob.complete(PROMPT, n=2, max_tokens=2)["choices"]
+
+
 def test_without_a_number_an_eighth_of_the_free_memory_is_for_keys_and_values() -> None:
     with running(random_micro()) as small:
         given = small.server.owner._engine._residents.slot_bytes
