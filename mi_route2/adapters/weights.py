@@ -31,18 +31,25 @@ _WRAPPERS = (WRAPPED, "inner", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash of the tensors' names, types, shapes and bytes.
+    """Return a hash of the tensors' names, types, shapes and bytes; see ``checksums``."""
+    found = xxhash.xxh3_128()
+    for content in checksums(tensors).values():
+        found.update(content)
+    return found.hexdigest()
+
+
+def checksums(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+    """Return a hash of each tensor's name, type, shape and bytes.
 
     It can be compared within this process only, while the tensors stay on their devices.
     """
     keys = {device: _keys(device) for device in {t.device for t in tensors.values()} if device.type == "cuda"}
     sums = {name: _sums(t, keys[t.device]) for name, t in tensors.items() if t.is_cuda}  # start all before waiting for the first
-    found = xxhash.xxh3_128()
+    found = {}
     for name, t in tensors.items():
         content = sums[name].cpu().numpy().tobytes() if name in sums else _content(t)
-        found.update(f"{name} {t.dtype} {list(t.shape)};".encode())
-        found.update(content)
-    return found.hexdigest()
+        found[name] = f"{name} {t.dtype} {list(t.shape)};".encode() + content
+    return found
 
 
 def weights_hash(model: nn.Module, linears: Mapping[str, Slot], *, adapters: bool) -> str:

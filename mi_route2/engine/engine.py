@@ -349,6 +349,7 @@ class Engine:
         self.events, self._untold = self._untold, []
         self._expire()
         if self._going if self.paused else self._sequences:
+            self._state.glance()
             if not self.alive:
                 raise RuntimeError(
                     f"weights, adapters, modules or hooks changed while {len(self._sequences)} requests ran: let them "

@@ -290,6 +290,33 @@ def test_the_values_of_a_request_are_of_one_run_that_another_thread_captures_ane
 READER = Request(PROMPT, ASK, patch=(Patch(SITE, 2, FromRun("clean", 2)),))
 
 
+@pytest.mark.parametrize("how", WRITES)
+def test_they_are_an_error_within_as_many_steps_as_there_are_tensors_where_requests_never_end(how: str) -> None:
+    host, _ = adapted(torch.float32)
+    name, write = WRITES[how]
+    weight, tensors = host.model.get_parameter(name), len([*host.model.parameters(), *host.model.buffers()])
+    engine, steps = Engine(host, block=4), 0
+
+    def one() -> None:
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 2:
+            engine.submit(Request(PROMPT, ASK))
+        engine.step()
+
+    for _ in range(tensors + 3):  # nothing is found where nothing was written
+        one()
+    write(weight)
+    with pytest.raises(RuntimeError, match="changed while 2 requests ran"):
+        for steps in range(tensors + 1):
+            one()
+    assert steps <= tensors
+    with pytest.raises(RuntimeError, match="changed while"):
+        engine.step()  # it stays an error
+    assert not engine.alive
+    engine.close()
+    (found,) = generated(engine, Request(PROMPT, ASK))
+    assert torch.equal(found, generated(Engine(host), Request(PROMPT, ASK))[0])
+
+
 def test_a_run_of_weights_that_are_gone_is_no_source() -> None:
     """Neither another switch of the adapters nor the old weights put back are other weights."""
     host, adapters = adapted()
