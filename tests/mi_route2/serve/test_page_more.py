@@ -1,13 +1,14 @@
-"""The page as in ``test_page``: other widths and themes, mouse and keys and heads."""
+"""The page as in ``test_page``: other widths and themes, mouse and keys, heads, and the sweep of a circuit that was planted."""
 
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
+import torch
+from playwright.sync_api import Browser, expect
 
 from mi_route2.serve.models import Served
 from tests.mi_route2.serve.test_page import FAINT, Seen, browser, cell, grid, labels, numbers, runs, seen, served, server, swept
-from tests.support.served import Running
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running
 
 pytestmark = pytest.mark.process
 __all__ = ["browser", "grid", "runs", "seen", "served", "server"]  # fixtures
@@ -82,3 +83,30 @@ def test_cancel_ends_a_sweep_on_the_page_and_in_the_server(seen: Seen, server: R
     page.click("#sweep")
     expect(page.locator("#peak")).to_contain_text("peak")
     assert not server.server.sweeping
+
+
+def test_the_sweep_of_a_planted_circuit_peaks_at_its_cell(browser: Browser) -> None:
+    """Only head 1 of the second block writes to the stream: at the last position it carries the whole difference, or nothing."""
+    made = random_micro(context=64)
+    assert made.adapters is not None
+    net: Any = made.host.model
+    with torch.no_grad():
+        for p in (*made.adapters.kept_parameters().values(), *made.adapters.quarantine_parameters().values()):
+            p.zero_()
+        for layer, block in enumerate(net.blocks):
+            block.mlp.down.weight.zero_()
+            width = block.attn.o.weight.shape[1] // 2
+            block.attn.o.weight[:, : width if layer else None] = 0.0
+    with running(made) as found:
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        window = Seen(context, found.url)
+        page = window.go(tab="patch", sites="z", clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *")
+        expect(page.locator("#strip .couple").first).to_be_visible()
+        page.click("#sweep")
+        last = len(made.encode(OTHER)) - 1
+        expect(page.locator("#peak")).to_contain_text(f"at blocks.1.z[1], {last} ")
+        for label in labels(page, ".cell"):
+            planted = label.startswith(f"blocks.1.z[1], position {last} ")
+            assert numbers(label)[0] == pytest.approx(float(planted), abs=1e-3), label
+        context.close()
+        assert window.wrong == []
