@@ -169,8 +169,10 @@ async def health(server: TheServer) -> Response:
 
 
 @routes.get("/metrics", tags=["server"], response_class=PlainTextResponse)
-async def metrics(server: TheServer, _: TheClient) -> Response:
-    """Return the metrics in Prometheus's text format."""
+async def metrics(server: TheServer, client: TheClient) -> Response:
+    """Return the metrics in Prometheus's text format (admin)."""
+    if not client.admin:  # hits of the prefix cache, for example, are those of all keys
+        raise ApiError(401, "the metrics are of all clients and take the admin key: ask with that one", code="admin_only")
     return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
 
@@ -337,22 +339,26 @@ async def dynamic(server: TheServer, client: TheClient) -> Response:
     mine = {number for number, one in server.open.items() if client.admin or one.owner == client.owner}
     if not client.admin:
         controllers.pop("recent", None)
-    requests = {str(number): _seen(one) for number, one in found["requests"].items() if number in mine}
+    requests = {number: one for number, one in found["requests"].items() if number in mine}
+    rows = dict(found["rows"])
+    if not client.admin:  # requests that steer alike share a row, so that the number of all would tell how others steer
+        rows["used"] = len({row for one in requests.values() for row in one["rows"]})
     queue = {name: snapshot.get(name, 0) for name in ("running", "waiting", "sweeps", "steps", "tokens")}
     return Json(
         {
             "queue": queue,
-            "rows": found["rows"],
+            "rows": rows,
             "tier": found["tier"],
             "monitors": found["monitors"] if client.admin else {},
-            "requests": requests,
+            "requests": {str(number): _seen(one) for number, one in requests.items()},
             "controllers": controllers,
         }
     )
 
 
 def _seen(request: Mapping[str, Any]) -> dict[str, Any]:
-    return {**request, "monitors": [name for name in request["monitors"] if name != CLOSED]}
+    shown = {name: value for name, value in request.items() if name != "rows"}
+    return {**shown, "monitors": [name for name in request["monitors"] if name != CLOSED]}
 
 
 @routes.post("/v1/streams/{number}/scale", tags=["steering"])

@@ -700,6 +700,7 @@ class SteeringState:
                     "scale": living.scale,
                     "monitors": [*living.watches, *living.dynamic],
                     "running": living.resident,
+                    "rows": sorted({living.row, *living.alternatives, living.routed or 0} - {0}),
                 }
                 for request, living in self._requests.living.items()
             },

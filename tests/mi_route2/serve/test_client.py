@@ -1,0 +1,100 @@
+"""Both clients, one table of calls: what the one returns or raises, the other does too."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mi_route2.serve.client import AsyncPatchStudy, PatchStudy, ServerError
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running, unhurried
+
+pytestmark = pytest.mark.process
+
+SITE = "blocks.1.resid_pre"
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(random_micro(context=512)) as one:
+        yield one
+
+
+@pytest.fixture(params=["PatchStudy", "AsyncPatchStudy"])
+def call(request: pytest.FixtureRequest, server: Running) -> Call:
+    """Return a function that calls a method of a client; a stream comes back as the list of its chunks."""
+
+    def plain(method: str, *given: Any, **named: Any) -> Any:
+        with PatchStudy(named.pop("url", server.url)) as study:
+            found = getattr(study, method)(*given, **named)
+            return list(found) if isinstance(found, Iterator) else found
+
+    async def awaited(method: str, *given: Any, **named: Any) -> Any:
+        async with AsyncPatchStudy(named.pop("url", server.url)) as study:
+            found = getattr(study, method)(*given, **named)
+            return [chunk async for chunk in found] if isinstance(found, AsyncIterator) else await found
+
+    return plain if request.param == "PatchStudy" else lambda *given, **named: asyncio.run(awaited(*given, **named))
+
+
+def test_a_completion_is_its_stream(call: Call) -> None:
+    given = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    whole = call("complete", PROMPT, **given)["choices"][0]
+    chunks = call("stream", PROMPT, **given)
+    assert [one for chunk in chunks for one in chunk["mi_route2"]["token_ids"]] == whole["mi_route2"]["token_ids"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["text"]
+
+
+def test_vectors_and_runs_come_and_go(call: Call) -> None:
+    assert call("steer", vectors={"mine": torch.ones(16)}, name="held", steering_vectors={SITE: "mine"})["vectors"] == {"mine": 16}
+    assert call("unsteer") | {"shared": {}} == {"vectors": {}, "held": {}, "shared": {}}
+    call("complete", PROMPT, capture=[{"site": SITE, "part": "prompt"}], run="mine", max_tokens=1)
+    assert call("runs") == ["mine"]
+    positions, rows = call("values", "mine", SITE)
+    assert (positions, rows.shape) == (list(range(len(rows))), (len(random_micro().encode(PROMPT)), 16))
+    call("drop", "mine")
+    assert call("runs") == []
+
+
+def test_errors_of_the_server_are_the_same_sentence(call: Call) -> None:
+    for status, method, given, named in (
+        (400, "complete", (PROMPT,), {"steering_vectors": {"nowhere": [1.0]}}),
+        (422, "complete", (PROMPT,), {"n": 0}),
+        (400, "stream", (PROMPT,), {"steering_vectors": {"nowhere": [1.0]}}),
+        (404, "values", ("nothing", SITE), {}),
+        (404, "drop", ("nothing",), {}),
+        (404, "scale", (10**6, 1.0), {}),
+        (404, "threshold", (10**6, "probe", 1.0), {}),
+        (404, "unsteer", (), {"name": "nothing"}),
+        (400, "sweep", (PROMPT, OTHER, "nonsense"), {}),
+        (0, "complete", (PROMPT,), {"url": "http://127.0.0.1:9"}),
+    ):
+        with pytest.raises(ServerError) as found:
+            call(method, *given, **named)
+        assert found.value.status == status, (method, str(found.value))
+        assert len(str(found.value)) > 20
+
+
+def test_an_error_in_a_stream_is_raised_where_it_comes(call: Call, server: Running) -> None:
+    with unhurried(server), pytest.raises(ServerError, match="deadline") as found:
+        call("stream", PROMPT, max_tokens=400, ignore_eos=True, deadline=0.2)
+    assert found.value.status == 200
+
+
+def test_a_grid_that_came_over_http_is_drawn_zoomed_and_ranked(call: Call, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"answer": " +", "foil": " *", "sites": ["resid_pre", "attn_out"]}
+    grid = call("sweep", PROMPT, OTHER, **given)
+    effect = np.abs(grid.values - grid.corrupt)
+    i, j = np.unravel_index(effect.argmax(), effect.shape)
+    best = grid.top(3)
+    assert (best[0].target, best[0].position) == (grid.sites[i], grid.positions[j])
+    np.testing.assert_allclose([abs(one.value - grid.corrupt) for one in best], np.sort(effect, axis=None)[:-4:-1])
+    assert grid.heatmap(tmp_path / "grid.svg").read_text().rstrip().endswith("</svg>")
+    window = grid.zoom()
+    assert grid.positions[j] in window.positions
+    finer = call("sweep", PROMPT, OTHER, " +", " *", sites=window.sites("z"), positions=list(window.positions), heads=True)
+    assert finer.positions == tuple(window.positions)

@@ -1,0 +1,112 @@
+"""The page as in ``test_page``: other widths and themes, mouse and keys, heads, and the sweep of a circuit that was planted."""
+
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, expect
+
+from mi_route2.serve.models import Served
+from tests.mi_route2.serve.test_page import FAINT, Seen, browser, cell, grid, labels, numbers, runs, seen, served, server, swept
+from tests.support.served import OTHER, PROMPT, Running, random_micro, running
+
+pytestmark = pytest.mark.process
+__all__ = ["browser", "grid", "runs", "seen", "served", "server"]  # fixtures
+
+
+@pytest.mark.parametrize(("width", "theme"), [(420, "light"), (420, "dark"), (1280, "dark")])
+def test_nothing_is_wider_than_the_window_and_every_text_has_contrast(seen: Seen, width: int, theme: Any) -> None:
+    seen.page.emulate_media(color_scheme=theme)
+    seen.page.set_viewport_size({"width": width, "height": 800})
+    page = swept(seen)
+    for tab in ("study", "stream", "patch"):
+        page.click(f"#tab-{tab}")
+        expect(page.locator(f"#{tab}")).to_be_visible()
+        assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+        assert [one for one in page.evaluate(FAINT) if not one["enough"]] == [], tab
+
+
+def test_the_mouse_shows_a_cells_numbers_and_leaves_with_them(seen: Seen) -> None:
+    page = swept(seen)
+    target = cell(page, "blocks.1.resid_pre", 1)
+    target.hover()
+    expect(page.locator("#tip")).to_be_visible()
+    shown = f"{numbers(target.get_attribute('aria-label'))[0]:.3f}".replace("-", "\N{MINUS SIGN}")
+    expect(page.locator("#tip")).to_contain_text(shown)
+    page.mouse.move(1, 1)
+    expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_chips_choose_the_sites_and_control_enter_sweeps_them_head_by_head(seen: Seen, served: Served) -> None:
+    page = seen.go(tab="patch", sites="resid_pre")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    chip = page.locator("#sites button[title='z, head by head']")
+    chip.click()
+    expect(chip).to_have_attribute("aria-pressed", "true")
+    page.locator("#sites button[aria-pressed='true']").first.click()
+    expect(page.locator("#sites button[aria-pressed='true']")).to_have_count(1)
+    page.locator("#corrupt").press("Control+Enter")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    rows = {label.split(",", 1)[0] for label in labels(page, ".cell")}
+    heads = served.host.model.config.heads  # pyright: ignore[reportAttributeAccessIssue]
+    layers = len(served.host.model.blocks)  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    assert rows == {f"blocks.{layer}.z[{head}]" for layer in range(layers) for head in range(heads)}
+
+
+def test_home_end_and_pages_move_to_the_ends_of_the_grid(seen: Seen) -> None:
+    page = swept(seen)
+    last = max(int(label.split("position ")[1].split()[0]) for label in labels(page, ".cell"))
+    page.locator(".cell[tabindex='0']").focus()
+    for key, site, position in (("PageDown", None, None), ("End", None, last), ("Home", None, 0), ("PageUp", None, 0)):
+        page.keyboard.press(key)
+        label = page.evaluate("() => document.activeElement.getAttribute('aria-label')")
+        assert position is None or f"position {position} " in label, (key, label, site)
+    rows = page.locator(".cell[aria-label*='position 0 ']")
+    page.keyboard.press("Control+Home")
+    top = page.evaluate("() => document.activeElement.getBoundingClientRect().top")
+    assert top == min(one["y"] for one in (rows.nth(i).bounding_box() for i in range(rows.count())) if one)
+
+
+def test_cancel_ends_a_sweep_on_the_page_and_in_the_server(seen: Seen, server: Running) -> None:
+    page = seen.go(tab="patch", sites="resid_pre")
+    expect(page.locator("#strip .couple").first).to_be_visible()
+    owner = server.server.owner
+    sweep = owner._sweep
+    owner._sweep = lambda: None  # no forward, so that the sweep lasts until it is cancelled
+    try:
+        page.click("#sweep")
+        expect(page.locator("#sweep-cancel")).to_be_visible()
+        page.click("#sweep-cancel")
+        expect(page.locator("#sweep-cancel")).to_be_hidden()
+    finally:
+        owner._sweep = sweep
+    page.click("#sweep")
+    expect(page.locator("#peak")).to_contain_text("peak")
+    assert not server.server.sweeping
+
+
+def test_the_sweep_of_a_planted_circuit_peaks_at_its_cell(browser: Browser) -> None:
+    """Only head 1 of the second block writes to the stream: at the last position it carries the whole difference, or nothing."""
+    made = random_micro(context=64)
+    assert made.adapters is not None
+    net: Any = made.host.model
+    with torch.no_grad():
+        for p in (*made.adapters.kept_parameters().values(), *made.adapters.quarantine_parameters().values()):
+            p.zero_()
+        for layer, block in enumerate(net.blocks):
+            block.mlp.down.weight.zero_()
+            width = block.attn.o.weight.shape[1] // 2
+            block.attn.o.weight[:, : width if layer else None] = 0.0
+    with running(made) as found:
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+        window = Seen(context, found.url)
+        page = window.go(tab="patch", sites="z", clean=PROMPT, corrupt=OTHER, answer=" +", foil=" *")
+        expect(page.locator("#strip .couple").first).to_be_visible()
+        page.click("#sweep")
+        last = len(made.encode(OTHER)) - 1
+        expect(page.locator("#peak")).to_contain_text(f"at blocks.1.z[1], {last} ")
+        for label in labels(page, ".cell"):
+            planted = label.startswith(f"blocks.1.z[1], position {last} ")
+            assert numbers(label)[0] == pytest.approx(float(planted), abs=1e-3), label
+        context.close()
+        assert window.wrong == []
