@@ -230,11 +230,33 @@ def needs_admin(client: Client) -> None:
         raise ApiError(401, "this concerns all clients and takes the admin key: leave scope out for your own", code="admin_only")
 
 
+class JsonLines(logging.Formatter):
+    """Formatter that writes each record as one line of JSON: a request's with its fields, any other with its message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        fields = getattr(record, "request", None) or {"logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            fields = {**fields, "error": self.formatException(record.exc_info)}
+        return json.dumps({"time": self.formatTime(record), "level": record.levelname, **fields})
+
+
+def _prompts(body: bytes) -> dict[str, Any]:
+    """Return the fields of a body that hold a client's text; none if it is no object of JSON."""
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    texts = ("prompt", "messages", "clean", "corrupt", "text")
+    return {key: given[key] for key in texts if key in given} if isinstance(given, dict) else {}
+
+
 class Front:
     """ASGI middleware in front of every route.
 
     It refuses a body above ``limit`` bytes, a page of another origin, and on a server without keys a host name that is not this
-    machine's (which a page of any site could point here). It writes one line of the log per request, without what was sent.
+    machine's (which a page of any site could point here). It writes one line of the log per request, without what was sent
+    unless the app's state says ``log_prompts``.
     """
 
     def __init__(self, app: ASGIApp, *, limit: int, local: bool, done: Callable[[str, int, float, str | None], None]):
@@ -245,6 +267,7 @@ class Front:
             return await self._app(scope, receive, send)
         began, status, notes = time.monotonic(), 500, {}
         scope["mi_route2"] = notes
+        prompts = getattr(scope["app"].state, "log_prompts", False) if "app" in scope else False
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -259,6 +282,7 @@ class Front:
             notes["error"] = error.reason
             await answer(error)(scope, receive, sending)
         else:
+            notes.update(_prompts(body) if prompts else {})
             await self._app(scope, self._again(body, receive), sending)
         finally:
             # the route's own path, so that a log and the metrics have no names of clients
@@ -266,7 +290,7 @@ class Front:
             seconds = time.monotonic() - began
             self._done(path, status, seconds, notes.get("error"))
             line = {"method": scope["method"], "path": path, "status": status, "ms": round(1e3 * seconds, 1), **notes}
-            log.info("%s", json.dumps(line))
+            log.info("%s", json.dumps(line), extra={"request": line})
 
     def _check(self, headers: Headers) -> None:
         host = headers.get("host", "")

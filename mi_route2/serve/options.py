@@ -67,3 +67,4 @@ class Options:
     study_runs: Annotated[Path | None, tyro.conf.arg(help="folder of studies' runs, for the page")] = None
     drain: Annotated[float, tyro.conf.arg(help="seconds that running requests have to end after SIGTERM")] = 10.0
     threads: Annotated[int | None, tyro.conf.arg(help="threads of torch")] = None
+    log_prompts: Annotated[bool, tyro.conf.arg(help="write what clients ask into the log too")] = False

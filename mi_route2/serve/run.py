@@ -11,7 +11,7 @@ import torch
 import uvicorn
 
 from mi_route2.serve.app import create_app
-from mi_route2.serve.auth import LOOPBACK, Keys, log
+from mi_route2.serve.auth import LOOPBACK, JsonLines, Keys, log
 from mi_route2.serve.models import load
 from mi_route2.serve.options import KEY, Options
 from mi_route2.serve.state import Server
@@ -57,12 +57,15 @@ def serve(options: Options) -> None:
         raise ValueError(f"{options.study_runs} is not a folder: give the one that holds the runs")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     served = load(options.model, adapters=options.adapters, mode=options.mode, dtype=options.dtype, device=options.device)
     log.info("%s is loaded", served.name)
     gc.collect()
     gc.freeze()  # what lives as long as the server is not looked through again at every full collection
     app = create_app(served, keys=keys, limits=options.limits, study_runs=options.study_runs, exact=options.exact)
+    app.state.log_prompts = options.log_prompts
     config = uvicorn.Config(
         app,
         host=options.host,

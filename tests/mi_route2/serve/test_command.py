@@ -1,0 +1,142 @@
+"""The server as a command: its log, its signals, its models."""
+
+import hmac
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from families import make_family
+from served import PROMPT
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from mi_route2 import AdapterSpec, attach
+from mi_route2.adapters import save_pretrained
+from mi_route2.serve.auth import ApiError, Keys
+from mi_route2.serve.client import PatchStudy, ServerError
+
+KEY = "key-of-alice-for-these-tests"
+SLOW = """
+import time
+from tests.support.served import random_micro
+
+
+def slow():
+    served = random_micro()
+    served.host.model.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+    return served
+"""
+
+
+@contextmanager
+def command(
+    folder: Path, *given: str, model: str = "tests.support.served:random_micro", path: Path | None = None
+) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Run the server as a user does; its process and address. What it writes to stderr is in ``folder / "log"``."""
+    line = [sys.executable, "-m", "mi_route2.serve", "--model", model, "--port", "0", "--threads", "1", *given]
+    with (folder / "log").open("w") as log:
+        more = {"MI_ROUTE2_KEY": KEY} | ({"PYTHONPATH": str(path)} if path else {})
+        process = subprocess.Popen(line, env={**os.environ, **more}, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        said = process.stdout.readline()
+        assert " is served at " in said, (folder / "log").read_text()
+        yield process, said.split()[-1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("prompts", [False, True])
+def test_each_line_of_the_log_is_json_and_has_prompts_only_if_asked(prompts: bool, tmp_path: Path) -> None:
+    with command(tmp_path, *["--log-prompts"] * prompts) as (process, url):
+        with PatchStudy(url, KEY) as study:
+            study.complete(PROMPT, max_tokens=3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    text = (tmp_path / "log").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    (line,) = (line for line in lines if line.get("path") == "/v1/completions")
+    assert line["status"] == 200
+    assert line["tokens"] == 3
+    assert line["time"]
+    assert line.get("prompt") == (PROMPT if prompts else None)
+    assert ("task" in text) == prompts
+    assert KEY not in text
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keys([(f"{i}-a-key-that-is-long", False) for i in range(3)])
+    calls: list[bool] = []
+    compare = hmac.compare_digest
+
+    def counted(a: bytes, b: bytes) -> bool:
+        calls.append(compare(a, b))
+        return calls[-1]
+
+    monkeypatch.setattr(hmac, "compare_digest", counted)
+    assert keys.client("Bearer 0-a-key-that-is-long")
+    assert calls == [True, False, False]
+    calls.clear()
+    with pytest.raises(ApiError):
+        keys.client("Bearer nobodys")
+    assert calls == [False, False, False]
+
+
+@pytest.mark.process
+def test_ctrl_c_lets_a_stream_end(tmp_path: Path) -> None:
+    with command(tmp_path) as (process, url), PatchStudy(url, KEY) as study:
+        chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
+        first = next(chunks)
+        process.send_signal(signal.SIGINT)
+        rest = list(chunks)
+        assert sum(len(one["mi_route2"]["token_ids"]) for one in (first, *rest)) == 20
+        assert process.wait(20) == 130
+
+
+@pytest.mark.process
+def test_a_stream_longer_than_the_drain_ends_with_its_reason_and_newcomers_are_refused(tmp_path: Path) -> None:
+    """The model's steps wait, so that the stream outlives the drain on any machine."""
+    (tmp_path / "slow_model.py").write_text(SLOW)
+    with command(tmp_path, "--drain", "2", model="slow_model:slow", path=tmp_path) as (process, url), PatchStudy(url, KEY) as study:
+        with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as other:
+            assert other.get("/v1/models").status_code == 200  # its connection stays open
+            chunks = study.stream(PROMPT, max_tokens=20, ignore_eos=True)
+            next(chunks)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            try:
+                status = other.post("/v1/completions", json={"model": "micro", "prompt": PROMPT}).status_code
+            except httpx.TransportError:
+                status = None  # uvicorn listens no longer and has closed what is idle
+            assert status in (503, None)
+            with pytest.raises(ServerError, match="shut"):
+                list(chunks)
+        assert process.wait(20) == 0
+
+
+@pytest.mark.process
+def test_a_checkpoint_with_its_adapters_is_served_deployed(tmp_path: Path) -> None:
+    model = make_family("Qwen3")
+    model.save_pretrained(tmp_path / "model")
+    letters = {letter: i for i, letter in enumerate(["<unk>", *"abcdefghij "])}
+    tokenizer = Tokenizer(WordLevel(letters, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(tmp_path / "model")
+    adapters = attach(model, "blocks.*", spec=AdapterSpec("lora", rank=2), generator=torch.Generator().manual_seed(0))
+    save_pretrained(adapters, tmp_path / "adapters")
+    given = ("--adapters", str(tmp_path / "adapters"), "--mode", "deployed")
+    with command(tmp_path, *given, model=str(tmp_path / "model")) as (_, url), PatchStudy(url, KEY) as study:
+        answer = study.complete("abc", max_tokens=3, ignore_eos=True)
+        assert len(answer["choices"][0]["mi_route2"]["token_ids"]) == 3
