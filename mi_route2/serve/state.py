@@ -54,8 +54,9 @@ class Server:
 
     @property
     def per_key(self) -> int:
-        """Requests of one key in the server at once: at most an equal share of what runs and waits, so that no key fills it."""
-        return min(self.limits.per_key, max(1, (self.limits.rows + self.limits.queue) // max(1, len(self.keys))))
+        """Requests of one key in the server at once: of several keys, at most an equal share of what runs and waits."""
+        share = (self.limits.rows + self.limits.queue) // max(1, len(self.keys))
+        return min(self.limits.per_key, max(1, share)) if len(self.keys) > 1 else self.limits.per_key
 
     def names(self, client: Client) -> Names:
         """Return what the client's key has registered."""

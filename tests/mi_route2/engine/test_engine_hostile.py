@@ -1,5 +1,6 @@
 """What would be wrong in silence, and whom one request may harm: nobody."""
 
+import itertools
 import shutil
 import signal
 import subprocess
@@ -295,20 +296,20 @@ def test_they_are_an_error_within_as_many_steps_as_there_are_tensors_where_reque
     host, _ = adapted(torch.float32)
     name, write = WRITES[how]
     weight, tensors = host.model.get_parameter(name), len([*host.model.parameters(), *host.model.buffers()])
-    engine, steps = Engine(host, block=4), 0
+    engine, lengths = Engine(host, block=4), itertools.cycle((3, 8, 5))
+    running = [engine.submit(Request(PROMPT, Sampling(max_new=next(lengths)))) for _ in range(3)]
 
-    def one() -> None:
-        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 2:
-            engine.submit(Request(PROMPT, ASK))
-        engine.step()
+    def steps(count: int) -> None:
+        for _ in range(count):
+            for result in engine.step():
+                running.remove(result.request)
+                assert running  # the engine is never idle
+                running.append(engine.submit(Request(PROMPT, Sampling(max_new=next(lengths)))))
 
-    for _ in range(tensors + 3):  # nothing is found where nothing was written
-        one()
+    steps(tensors + 3)  # nothing is found where nothing was written
     write(weight)
-    with pytest.raises(RuntimeError, match="changed while 2 requests ran"):
-        for steps in range(tensors + 1):
-            one()
-    assert steps <= tensors
+    with pytest.raises(RuntimeError, match="changed while 3 requests ran"):
+        steps(tensors + 1)
     with pytest.raises(RuntimeError, match="changed while"):
         engine.step()  # it stays an error
     assert not engine.alive
