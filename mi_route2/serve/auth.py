@@ -130,11 +130,28 @@ _FIELD = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_][a-z0-9_]*")
 """Parts of a place that are fields; the others are the names of a union's alternatives."""
 
 
+def _alternative(part: object) -> bool:
+    """Return whether a part of a fault's place is the name of a union's alternative, and no field or number."""
+    return isinstance(part, str) and not _FIELD.fullmatch(part)
+
+
 def invalid(error: RequestValidationError) -> ApiError:
     """Return the answer to a body that is not as the schema says: 400 if it is no JSON, else 422, with the first fault."""
     faults = error.errors()
-    # of the alternatives of a union, the one that got furthest says most
-    first = max(faults, key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"]), one["type"] == "value_error"))
+    # Of the alternatives of a union, the one is meant that is of this kind at all, lacks fewest fields and has fewest to spare, and
+    # then the one that got furthest; of its faults, an unknown field says most.
+    meant: dict[tuple[str, ...], list[Any]] = {}
+    for one in faults:
+        meant.setdefault(tuple(part for part in one["loc"] if _alternative(part)), []).append(one)
+
+    def strange(some: list[Any]) -> tuple[bool, int, int]:
+        fields = sum(one["type"] in ("missing", "extra_forbidden") for one in some)
+        return _alternative(some[0]["loc"][-1]), fields, -max(len(one["loc"]) for one in some)
+
+    first = max(
+        min(meant.values(), key=strange),
+        key=lambda one: (one["type"] == "extra_forbidden", len(one["loc"]), one["type"] == "value_error"),
+    )
     place = ".".join(str(part) for part in first["loc"][1:] if isinstance(part, int) or _FIELD.fullmatch(part))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="invalid_json")

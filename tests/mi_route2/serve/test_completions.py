@@ -252,6 +252,11 @@ def test_a_fresh_seed_is_drawn_returned_and_repeats_the_answer(client: openai.Op
         ({"prompt": PROMPT, "patch": [{"site": SITE, "position": 0, "source": {"run": "r", "position": 0}}]}, 404, "no run 'r'"),
         ({"prompt": PROMPT, "steering_vectors": {SITE: [1.0, 2.0]}}, 400, "2"),
         ({"prompt": PROMPT, "steering_vectors": {SITE: {"dtype": "float32", "shape": [2], "data": "AAAA"}}}, 400, "has 3 bytes"),
+        ({"prompt": PROMPT, "steering_vectors": {SITE: {"dtype": "float32", "shape": [1] * 99, "data": "AAAA"}}}, 422, "shape: "),
+        (
+            {"prompt": PROMPT, "steering_vectors": {SITE: {"dtype": "float32", "shape": [1], "data": "AAAA", "date": 1}}},
+            422, "date: this field is unknown",
+        ),
         ({"prompt": PROMPT, "steering": [{"apply": {}}]}, 400, "steering rule 0"),
         ({"prompt": PROMPT, "hold": "none"}, 404, "no configuration is held as 'none'"),
         ({"prompt": PROMPT, "logit_bias": {"5": 1.0}}, 422, "logit_bias"),
